@@ -1,0 +1,24 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+# More words for either go into ARGS: make train ARGS="seed=1 algorithm.max_staleness=1"
+
+NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+PRESET ?= $(if $(filter 0,$(NUM_GPUS)),laptop,$(if $(filter 1,$(NUM_GPUS)),gpu_1,gpu_2))
+NAME ?= digits-$(shell date +%Y%m%d-%H%M%S)
+ARGS ?=
+
+.PHONY: environment train test benchmark clean
+
+environment:
+	@./deploy/environment.sh
+
+train: environment
+	.venv/bin/mobula train experiment=digits resources=$(PRESET) name=$(NAME) $(ARGS)
+
+test: environment
+	.venv/bin/python -m pytest $(ARGS)
+
+benchmark: environment
+	.venv/bin/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv .venv-uv build *.egg-info

@@ -1,0 +1,161 @@
+"""Handwritten digits as a visual question answering dataset: pictures and JSONL rows, made offline from scikit-learn.
+
+The 1,797 pictures of `sklearn.datasets.load_digits` are the smallest data on which a vision-language policy has
+something real to learn. The folder that `write_digits` makes:
+
+    images/digit_0000.png ...   one 56x56 picture for each digit
+    train.jsonl validation.jsonl test.jsonl
+    dataset.json                what the folder holds; its presence says that the folder is whole
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, TypedDict, get_args
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+DigitsTask = Literal["digits", "digit_sum"]
+
+MARKER = "dataset.json"
+FORMAT_VERSION = 1
+UPSCALE = 7
+WHITE = 16  # the brightest value in load_digits
+
+
+class Row(TypedDict):
+    """One line of a split; `image` is relative to the JSONL file, one path for each `<image>` of the question."""
+
+    id: str
+    question: str
+    answer: str
+    solution: str
+    image: str | list[str]
+
+
+class Marker(TypedDict):
+    """What a finished folder holds: the arguments that decide its content."""
+
+    format_version: int
+    task: str
+    seed: int
+    num_validation: int
+    num_test: int
+
+
+def write_digits(
+    folder: Path, *, task: DigitsTask, seed: int = 0, num_validation: int = 200, num_test: int = 300
+) -> Path:
+    """Write the dataset of `task` into `folder` and return `folder`.
+
+    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two. Splits are stratified by digit and
+    share no picture; train takes what validation and test leave. The same arguments give the same bytes.
+
+    A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
+    beside its place and renamed, and of several processes that write it at once the first one wins.
+
+    Raises:
+        ValueError: the task is unknown, or the folder holds something else.
+    """
+    if task not in get_args(DigitsTask):
+        raise ValueError(f"task is {task!r}, known are {', '.join(get_args(DigitsTask))}: choose one of them")
+    marker = Marker(
+        format_version=FORMAT_VERSION, task=task, seed=seed, num_validation=num_validation, num_test=num_test
+    )
+    if _holds(folder, marker):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+        _install(_build(Path(staging) / "dataset", marker), folder, marker)
+    return folder
+
+
+def _holds(folder: Path, marker: Marker) -> bool:
+    """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not (folder / MARKER).is_file():
+        raise ValueError(f"{folder} exists and has no {MARKER}, so it is no digits dataset: choose another folder")
+    found = json.loads((folder / MARKER).read_text())
+    if found != marker:
+        raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
+    return True
+
+
+def _install(built: Path, folder: Path, marker: Marker) -> None:
+    """Rename `built` to `folder`; accept that another process has put the same dataset there meanwhile."""
+    try:
+        built.rename(folder)
+    except OSError:
+        if not _holds(folder, marker):
+            raise
+
+
+def _build(folder: Path, marker: Marker) -> Path:
+    """Write pictures, splits and, last, the marker into a new folder."""
+    pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
+    (folder / "images").mkdir(parents=True)
+    for index, picture in enumerate(pixels):
+        _to_picture(picture).save(folder / _image_path(index))
+    for split, indices in _split(labels, marker).items():
+        rows = _digit_rows(indices, labels) if marker["task"] == "digits" else _sum_rows(indices, labels)
+        lines = (json.dumps(row) + "\n" for row in rows)
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+    return folder
+
+
+def _to_picture(pixels: np.ndarray) -> Image.Image:
+    """A grey 56x56 picture of one digit, `pixels` [64] in 0..16; every source pixel becomes a 7x7 square."""
+    grey = (pixels.reshape(8, 8) * 255 / WHITE).round().astype(np.uint8)  # [8, 8]
+    return Image.fromarray(grey.repeat(UPSCALE, axis=0).repeat(UPSCALE, axis=1))
+
+
+def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
+    """Picture indices of each split, in random order, every split with the same share of each digit."""
+    seed = marker["seed"]
+    rest, test = train_test_split(
+        np.arange(len(labels)), test_size=marker["num_test"], stratify=labels, random_state=seed
+    )
+    train, validation = train_test_split(
+        rest, test_size=marker["num_validation"], stratify=labels[rest], random_state=seed
+    )
+    return {"train": train.tolist(), "validation": validation.tolist(), "test": test.tolist()}
+
+
+def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+    """One question for each picture."""
+    return [
+        _row(
+            f"digit-{index:04d}",
+            r"<image>Which digit is this? Answer in \boxed{}.",
+            int(labels[index]),
+            _image_path(index),
+        )
+        for index in indices
+    ]
+
+
+def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+    """Each picture with the next one, the last with the first: every picture is once the left and once the right."""
+    return [
+        _row(
+            f"digit_sum-{left:04d}-{right:04d}",
+            r"<image><image>What is the sum of these digits? Answer in \boxed{}.",
+            int(labels[left] + labels[right]),
+            [_image_path(left), _image_path(right)],
+        )
+        for left, right in zip(indices, [*indices[1:], indices[0]], strict=True)
+    ]
+
+
+def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Row:
+    return Row(id=row_id, question=question, answer=str(answer), solution=rf"\boxed{{{answer}}}", image=image)
+
+
+def _image_path(index: int) -> str:
+    return f"images/digit_{index:04d}.png"

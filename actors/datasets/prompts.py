@@ -1,0 +1,208 @@
+"""Prompts in a reproducible, endless order: what is trained on, what is evaluated, and a check of both beforehand."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from actors.datasets.jsonl import Row, Skipped, Split, count_by_reason, first_few
+from cluster.errors import DatasetError, SkippedSample
+from cluster.trajectory import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class PromptMaker(Protocol):
+    """Turns rows into prompts (`actors.processors.chat.ChatProcessor`)."""
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt: ...
+
+
+class RowChecker(Protocol):
+    """Says how many tokens a row's prompt takes, or raises a `SkippedSample`."""
+
+    def check(self, row: Row) -> int: ...
+
+
+class PromptSource:
+    """An endless stream of prompts whose order is a pure function of (seed, epoch, position).
+
+    Every epoch is a permutation of its own. A prompt's id carries its place in the order, so a checkpoint needs only
+    `cursor` and the ids of prompts that were handed out and not yet trained on:
+
+        >>> source.restore(cursor=saved.cursor, pending=[*saved.in_flight, *saved.pending])
+        >>> source.next()  # first the pending ones, then on from the cursor
+    """
+
+    def __init__(self, rows: Sequence[Row], processor: PromptMaker, *, seed: int, split_name: str) -> None:
+        if not rows:
+            raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
+        self._rows = tuple(rows)
+        self._processor = processor
+        self._split_name = split_name
+        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(rows), seed, epoch))
+        self._cursor = 0
+        self._pending: deque[int] = deque()
+        self._skipped: dict[str, Skipped] = {}
+
+    @property
+    def cursor(self) -> int:
+        """Index of the first prompt that was never handed out."""
+        return self._cursor
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Ids that `restore` was given and `next` has not handed out again yet."""
+        return tuple(self._prompt_id(index) for index in self._pending)
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The unusable samples met so far, each once."""
+        return tuple(self._skipped.values())
+
+    def prompt_at(self, index: int) -> Prompt:
+        """The prompt at one index of the endless order.
+
+        Raises:
+            SkippedSample: the row there is unusable.
+        """
+        return self._processor.prepare(self._row_at(index), self._prompt_id(index))
+
+    def next(self) -> Prompt:
+        """The next usable prompt; unusable rows are skipped, counted by reason and named once.
+
+        Raises:
+            DatasetError: as many rows as the split has, one after the other, are unusable.
+        """
+        for _ in range(len(self._pending) + len(self._rows)):
+            index = self._take_index()
+            try:
+                return self.prompt_at(index)
+            except SkippedSample as error:
+                self._skip(self._row_at(index).sample_id, error)
+        raise DatasetError(
+            f"no row of the split {self._split_name} is usable{first_few(self.skipped)}: "
+            "mend the rows or set data.path to another folder"
+        )
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        """Go on from a checkpoint; the prompts with the ids `pending` come first, in this order.
+
+        Raises:
+            DatasetError: an id is not at its place, so the rows or the seed are not those of the checkpoint.
+        """
+        indices = [self._index_of(prompt_id) for prompt_id in pending]
+        self._cursor = cursor
+        self._pending = deque(indices)
+
+    def _take_index(self) -> int:
+        if self._pending:
+            return self._pending.popleft()
+        self._cursor += 1
+        return self._cursor - 1
+
+    def _row_at(self, index: int) -> Row:
+        epoch, position = divmod(index, len(self._rows))
+        return self._rows[self._order(epoch)[position]]
+
+    def _prompt_id(self, index: int) -> str:
+        epoch, position = divmod(index, len(self._rows))
+        return f"{epoch}/{position}/{self._row_at(index).sample_id}"
+
+    def _index_of(self, prompt_id: str) -> int:
+        epoch, position, _ = prompt_id.split("/", maxsplit=2)
+        index = int(epoch) * len(self._rows) + int(position)
+        if self._prompt_id(index) != prompt_id:
+            raise DatasetError(
+                f"the checkpoint has prompt {prompt_id} where the split {self._split_name} has "
+                f"{self._prompt_id(index)}: resume with the data.path and seed that the run began with"
+            )
+        return index
+
+    def _skip(self, sample_id: str, error: SkippedSample) -> None:
+        if sample_id not in self._skipped:
+            self._skipped[sample_id] = Skipped(sample_id, error.reason, str(error))
+            logger.warning("skipped %s of %s: %s", sample_id, self._split_name, error)
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [num_rows]: the order of one epoch, a pure function of its arguments."""
+    return np.random.default_rng([seed % 2**32, epoch]).permutation(num_rows)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """A fixed list of prompts, and the rows that were left out of it."""
+
+    prompts: tuple[Prompt, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> PromptSet:
+    """The first `num_prompts` usable prompts in file order, always the same; fewer if the split has no more.
+
+    Raises:
+        DatasetError: no row is usable.
+    """
+    prompts: list[Prompt] = []
+    skipped: list[Skipped] = []
+    for position, row in enumerate(split.rows):
+        if len(prompts) == num_prompts:
+            break
+        try:
+            prompts.append(processor.prepare(row, f"{split.name}/{position}/{row.sample_id}"))
+        except SkippedSample as error:
+            skipped.append(Skipped(row.sample_id, error.reason, str(error)))
+    if not prompts:
+        raise DatasetError(f"no row of the split {split.name} is usable{first_few(skipped)}: mend the rows")
+    return PromptSet(tuple(prompts), tuple(skipped))
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """What a split holds, before training starts."""
+
+    rows: tuple[Row, ...]  # those that are fit to be prompts
+    skipped: tuple[Skipped, ...]  # lines that could not be read and rows that cannot be prompts
+    longest_prompt_tokens: int
+
+    @property
+    def num_skipped(self) -> dict[str, int]:
+        """reason -> number of samples."""
+        return count_by_reason(self.skipped)
+
+
+def preflight(split: Split, processor: RowChecker, *, max_skipped_fraction: float) -> PreflightReport:
+    """Check every row: its pictures' headers, its placeholders and its length. No picture is decoded.
+
+    Raises:
+        DatasetError: more than `data.max_skipped_fraction` of the split is unusable, or all of it.
+    """
+    rows: list[Row] = []
+    lengths: list[int] = []
+    skipped = list(split.skipped)
+    for row in split.rows:
+        try:
+            lengths.append(processor.check(row))
+            rows.append(row)
+        except SkippedSample as error:
+            skipped.append(Skipped(row.sample_id, error.reason, str(error)))
+    _refuse_if_too_many_skipped(split, rows, skipped, max_skipped_fraction)
+    return PreflightReport(tuple(rows), tuple(skipped), max(lengths))
+
+
+def _refuse_if_too_many_skipped(
+    split: Split, rows: Sequence[Row], skipped: Sequence[Skipped], max_skipped_fraction: float
+) -> None:
+    total = len(rows) + len(skipped)
+    if not rows or len(skipped) > max_skipped_fraction * total:
+        raise DatasetError(
+            f"{len(skipped)} of {total} samples of the split {split.name} are unusable{first_few(skipped)}, "
+            f"data.max_skipped_fraction is {max_skipped_fraction:g}: mend them or raise it"
+        )

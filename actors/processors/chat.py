@@ -1,0 +1,267 @@
+"""Dataset rows to prompts and token ids to text, with the model's own chat template, tokenizer and image processor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import transformers
+from PIL import Image
+from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
+
+from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
+from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
+from cluster.errors import MediaError, PromptError
+from cluster.media import MediaHandle, MediaStore, ProcessedMedia, content_key
+from cluster.trajectory import MediaSpan, Prompt
+from configs.schema.rollout import DataConfig, SamplerConfig
+
+# A policy that sampled one of these would claim a picture that is not there.
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+THUMBNAIL_SIZE = (128, 128)
+NUM_CACHED_QUESTIONS = 4096
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A prompt's tokens in both spaces."""
+
+    text: str
+    compact_ids: np.ndarray  # int32 [P_compact]
+    expanded_ids: np.ndarray  # int32 [P]
+    spans: tuple[MediaSpan, ...]
+
+
+class ChatProcessor:
+    """The one place where questions become tokens and pictures become tensors.
+
+    Text is rendered and tokenised once, with one placeholder a picture; the placeholders are then expanded by number,
+    so both token spaces agree by construction and equal what the model's processor makes of the same text and pictures.
+    Processed pictures go through `media`, so that equal files are decoded and stored once.
+
+    Raises:
+        ValueError: the model has no image processor with a pixel budget, or a text of the configuration is unfit.
+    """
+
+    def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaStore) -> None:
+        self._data = data
+        self._max_images = sampler.max_images_per_prompt
+        self._media = media
+        self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
+        self._processor = _load(model, data)
+        self._tokenizer = self._processor.tokenizer
+        self._images = self._processor.image_processor
+        added = self._tokenizer.added_tokens_decoder
+        self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
+        self._refuse_unfit_config()
+        self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
+        self.fingerprint = _fingerprint(self._processor)
+        self.media_token_ids = tuple(i for i, token in added.items() if token.content in MEDIA_TOKENS)
+        self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
+        self.pad_token_id: int = self._tokenizer.pad_token_id
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt:
+        """The row as a prompt, its pictures processed and stored.
+
+        Raises:
+            MediaError: a picture cannot be used.
+            PromptError: the prompt is too long, has too many pictures, or its text imitates special tokens.
+        """
+        self._check_row(row)
+        contents = [read_image(path, self._limits) for path in row.images]
+        sizes = [measure_image(content, path, self._limits) for content, path in zip(contents, row.images, strict=True)]
+        layout = self._lay_out(row, sizes)
+        return Prompt(
+            prompt_id=prompt_id,
+            sample_id=row.sample_id,
+            text=layout.text,
+            compact_ids=layout.compact_ids,
+            expanded_ids=layout.expanded_ids,
+            media=tuple(self._store(content, path) for content, path in zip(contents, row.images, strict=True)),
+            media_spans=layout.spans,
+            references=row.references,
+        )
+
+    def check(self, row: Row) -> int:
+        """The prompt's length in tokens, from the text and the headers of its pictures; nothing is decoded.
+
+        Raises:
+            MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
+        """
+        self._check_row(row)
+        layout = self._lay_out(row, [check_image(path, self._limits) for path in row.images])
+        return int(layout.expanded_ids.shape[0])
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of a response, special tokens left out."""
+        return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
+
+    def encode_answer(self, text: str) -> np.ndarray:
+        """int32 [T]: `text` as the policy would write it, ending in EOS; the target of a supervised step.
+
+        Raises:
+            PromptError: the text imitates special tokens.
+        """
+        self._refuse_special_tokens(text)
+        ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        return np.array([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
+
+    def _check_row(self, row: Row) -> None:
+        if len(row.images) > self._max_images:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.images)} pictures, sampler.max_images_per_prompt is {self._max_images}: "
+                "raise it or remove the row"
+            )
+        self._refuse_special_tokens(row.solution)  # supervised steps encode it
+
+    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
+        """The row's tokens, given its pictures' (width, height)."""
+        text, compact_ids = self._encode(row.question)
+        num_tokens = [self._num_tokens(size, path) for size, path in zip(sizes, row.images, strict=True)]
+        places = np.flatnonzero(compact_ids == self._processor.image_token_id)
+        if len(places) != len(num_tokens):
+            raise PromptError(
+                f"{row.sample_id} has {len(num_tokens)} pictures and its rendered text {len(places)} placeholders: "
+                f"write one {IMAGE_PLACEHOLDER} a picture into the question"
+            )
+        expanded_ids, spans = expand(compact_ids, places, num_tokens)
+        if len(expanded_ids) > self._data.max_prompt_tokens:
+            raise PromptError(
+                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(num_tokens)} of them pictures), "
+                f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels"
+            )
+        return _Layout(text, compact_ids, expanded_ids, spans)
+
+    def _render_and_tokenize(self, question: str) -> tuple[str, np.ndarray]:
+        """The chat prompt as text and as ids, one placeholder a picture."""
+        user_text = question + self._data.prompt_suffix
+        self._refuse_special_tokens(user_text)
+        messages = [{"role": "user", "content": _content(user_text)}]
+        if self._data.system_prompt:
+            system = [{"type": "text", "text": self._data.system_prompt}]
+            messages.insert(0, {"role": "system", "content": system})
+        text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids = np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+        ids.flags.writeable = False  # shared by all prompts of this question
+        return text, ids
+
+    def _num_tokens(self, size: tuple[int, int], source: Path) -> int:
+        """Placeholders that a picture of (width, height) takes."""
+        width, height = size
+        try:
+            num_patches = self._images.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
+        return num_patches // self._images.merge_size**2
+
+    def _store(self, content: bytes, path: Path) -> MediaHandle:
+        key = content_key(content, self.fingerprint)
+        return self._media.get_or_add(key, str(path), partial(self._process, content, path))
+
+    def _process(self, content: bytes, path: Path) -> ProcessedMedia:
+        image = decode_image(content, path, self._limits)
+        inputs = self._images(images=[image], return_tensors="pt")
+        return ProcessedMedia(
+            modality="image",
+            inputs={
+                "pixel_values": inputs["pixel_values"].numpy(),  # float32 [num_patches, patch_dim]
+                "image_grid_thw": inputs["image_grid_thw"].numpy(),  # int64 [1, 3]
+            },
+            thumbnail=_thumbnail(image),
+        )
+
+    def _refuse_special_tokens(self, text: str) -> None:
+        found = self._special.search(text)
+        if found:
+            raise PromptError(
+                f"the text {text[:80]!r} contains the special token {found.group()!r}, which only the chat template "
+                "may write: remove it from the row"
+            )
+
+    def _refuse_unfit_config(self) -> None:
+        for key, text in (("prompt_suffix", self._data.prompt_suffix), ("system_prompt", self._data.system_prompt)):
+            if IMAGE_PLACEHOLDER in text or self._special.search(text):
+                raise ValueError(
+                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER} and special tokens from it, "
+                    "pictures stand in the question and turns are made by the chat template"
+                )
+
+
+def expand(
+    compact_ids: np.ndarray, places: np.ndarray, num_tokens: Sequence[int]
+) -> tuple[np.ndarray, tuple[MediaSpan, ...]]:
+    """Repeat the placeholder at `places[i]` `num_tokens[i]` times; the expanded ids and where each run of them stands.
+
+    Example:
+        >>> expand(np.array([1, 9, 2]), np.array([1]), [3])
+        (array([1, 9, 9, 9, 2]), (MediaSpan(start=1, end=4),))
+    """
+    repeats = np.ones(len(compact_ids), dtype=np.int64)
+    repeats[places] = num_tokens
+    ends = np.cumsum(repeats)[places]
+    spans = tuple(MediaSpan(int(end) - num, int(end)) for end, num in zip(ends, num_tokens, strict=True))
+    return np.repeat(compact_ids, repeats), spans
+
+
+def _content(question: str) -> list[dict[str, str]]:
+    """The parts of a user turn: text and pictures in the order of the question."""
+    first, *rest = ({"type": "text", "text": text} for text in question.split(IMAGE_PLACEHOLDER))
+    parts = [first, *(part for text in rest for part in ({"type": "image"}, text))]
+    return [part for part in parts if part["type"] == "image" or part["text"]]
+
+
+def _load(model: str, data: DataConfig) -> ProcessorMixin:
+    """The model's processor with the pixel budget of `data`."""
+    try:
+        processor = AutoProcessor.from_pretrained(model, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+    except OSError as error:
+        raise ValueError(
+            f"policy.model={model} has no processor that loads ({error}): choose a vision-language checkpoint"
+        ) from error
+    if not isinstance(processor, ProcessorMixin) or "image_processor" not in processor.get_attributes():
+        raise ValueError(f"policy.model={model} has no image processor: choose a vision-language checkpoint")
+    size = processor.image_processor.size
+    if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
+        raise ValueError(
+            f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
+            "data.max_pixels: choose a checkpoint of the Qwen2-VL or Qwen2.5-VL family"
+        )
+    return processor
+
+
+def _fingerprint(processor: ProcessorMixin) -> str:
+    """A hash of all that decides what this processor makes of a question and its pictures."""
+    settings = {
+        "processor": type(processor).__name__,
+        "images": processor.image_processor.to_dict(),
+        "tokenizer": type(processor.tokenizer).__name__,
+        "vocabulary": len(processor.tokenizer),
+        "chat_template": processor.chat_template,
+        "transformers": transformers.__version__,
+    }
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _eos_token_ids(model: str, tokenizer_eos: int) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's own first, then those that the checkpoint generates with."""
+    try:
+        configured = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a checkpoint may come without a generation_config.json
+        return (tokenizer_eos,)
+    others = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys([tokenizer_eos, *(i for i in others if i is not None)]))
+
+
+def _thumbnail(image: Image.Image) -> bytes:
+    small = image.copy()
+    small.thumbnail(THUMBNAIL_SIZE)
+    png = BytesIO()
+    small.save(png, format="PNG")
+    return png.getvalue()

@@ -1,0 +1,125 @@
+"""Picture files to RGB pictures, safely: nothing is read or decoded before its size is known to be in bounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from cluster.errors import MediaError
+
+# Only formats that are pictures and nothing else: Pillow would also run PostScript and read several plain-text formats.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+SIXTEEN_BIT_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What a picture may cost: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
+
+    max_image_bytes: int
+    max_decoded_pixels: int
+
+
+def check_image(path: Path, limits: ImageLimits) -> tuple[int, int]:
+    """(width, height) from the file's header alone; for checks of a whole dataset.
+
+    Raises:
+        MediaError: the file is missing, empty, too large or no picture.
+    """
+    with _open_file(path, limits) as file, _open_image(file, path, limits) as image:
+        return image.size
+
+
+def read_image(path: Path, limits: ImageLimits) -> bytes:
+    """The file's bytes.
+
+    Raises:
+        MediaError: the file is missing, empty or too large.
+    """
+    with _open_file(path, limits) as file:
+        return file.read()
+
+
+def measure_image(content: bytes, source: Path, limits: ImageLimits) -> tuple[int, int]:
+    """(width, height) from the header in `content`, the bytes of the file `source`.
+
+    Raises:
+        MediaError: it is no picture, or decodes to too many pixels.
+    """
+    with _open_image(BytesIO(content), source, limits) as image:
+        return image.size
+
+
+def decode_image(content: bytes, source: Path, limits: ImageLimits) -> Image.Image:
+    """The picture as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several.
+
+    Raises:
+        MediaError: it is no picture, is corrupt or truncated, or decodes to too many pixels.
+    """
+    with _open_image(BytesIO(content), source, limits) as image:
+        try:
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
+        except Exception as error:  # decoders of damaged files raise nearly everything
+            raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
+
+
+@contextmanager
+def _open_file(path: Path, limits: ImageLimits) -> Iterator[IO[bytes]]:
+    """The open file, once its size is known to be in bounds."""
+    try:
+        if not path.is_file():  # asked first, because opening a named pipe waits for ever
+            raise MediaError(f"{path} is missing or no regular file: add the picture or remove its row")
+        with path.open("rb") as file:
+            _check_num_bytes(path, os.fstat(file.fileno()).st_size, limits)
+            yield file
+    except OSError as error:
+        raise MediaError(f"{path} cannot be read ({error}): make it readable or remove its row") from error
+
+
+def _check_num_bytes(path: Path, num_bytes: int, limits: ImageLimits) -> None:
+    if num_bytes == 0:
+        raise MediaError(f"{path} is empty: replace the file or remove its row")
+    if num_bytes > limits.max_image_bytes:
+        raise MediaError(
+            f"{path} has {num_bytes:,} bytes, data.max_image_bytes is {limits.max_image_bytes:,}: "
+            "make the picture smaller or raise the limit"
+        )
+
+
+def _open_image(file: IO[bytes], source: Path, limits: ImageLimits) -> Image.Image:
+    """Read the header; no pixel is decoded yet."""
+    try:
+        image = Image.open(file, formats=FORMATS)
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"{source} is a decompression bomb ({error}): replace the file or remove its row") from error
+    except Exception as error:  # a damaged header raises nearly everything
+        raise MediaError(f"{source} is no {', '.join(FORMATS)} picture: replace the file or remove its row") from error
+    width, height = image.size
+    if not 0 < width * height <= limits.max_decoded_pixels:
+        raise MediaError(
+            f"{source} decodes to {width} x {height} = {width * height:,} pixels, "
+            f"data.max_decoded_pixels is {limits.max_decoded_pixels:,}: make the picture smaller or raise the limit"
+        )
+    return image
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversion would clip at 255
+        grey = np.asarray(image).clip(0, 0xFFFF) // 257  # [H, W]
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known range; save it with 8 or 16 bits a channel")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")

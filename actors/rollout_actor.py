@@ -1,0 +1,84 @@
+"""RolloutActor: one prompt to one TrajectoryGroup, sampled at known weight versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from actors.samplers import build_sampler
+from actors.samplers.base import EngineSettings, SampledSequence
+from cluster.actions import TokenActions
+from cluster.media import MediaReader, ProcessedMedia
+from cluster.roles import SamplingSettings
+from cluster.trajectory import FinishReason, GroupSummary, Prompt, Response, Trajectory, TrajectoryGroup
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+MEDIA_IN_MEMORY = 512  # processed pictures that one actor keeps at hand; each is also in the object store
+
+
+class RolloutActor:
+    """Samples groups with an engine of its own, and takes new weights between or within them.
+
+    Runs as an asyncio actor: many prompts are in flight at a time and the engine batches them.
+    """
+
+    def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
+        self._sampler = build_sampler(sampler, settings)
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY)
+
+    async def start(self) -> None:
+        """Load the engine."""
+        await self._sampler.start()
+
+    async def ping(self) -> int:
+        """The weight version it serves; answers while it generates."""
+        return await self._sampler.weight_version()
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        """Sample all siblings of one prompt. Two results, so that the bytes can stay where they were made."""
+        sequences = await self._sampler.sample(prompt, await self._read(prompt), settings, prompt.prompt_id)
+        group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
+        return group, group.summary()
+
+    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
+        """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
+        return await self._sampler.prompt_logprobs(prompt, await self._read(prompt))
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        await self._sampler.check_manifest(manifest)
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        await self._sampler.join_transfer(rendezvous, rank)
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        await self._sampler.receive_weights(manifest, bucket_bytes, version)
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        await self._sampler.load_weights(manifest, bucket_bytes, buckets, version)
+
+    async def close(self) -> None:
+        await self._sampler.close()
+
+    async def _read(self, prompt: Prompt) -> list[ProcessedMedia]:
+        return await asyncio.to_thread(self._media.read, prompt.media) if prompt.media else []
+
+    def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
+        num_tokens = int(sequence.token_ids.shape[0])
+        is_truncated = sequence.finish_reason is FinishReason.LENGTH
+        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        return Trajectory(
+            trajectory_id=f"{prompt.prompt_id}#{index}",
+            actions=TokenActions(sequence.token_ids),
+            behavior_logprobs=sequence.logprobs,
+            action_mask=np.ones(num_tokens, dtype=bool),
+            weight_spans=sequence.weight_spans,
+            finish_reason=sequence.finish_reason,
+            response=Response(text, num_tokens, is_truncated),
+        )

@@ -1,0 +1,74 @@
+"""The rollout actors as the driver sees them: one client an actor, and the pool that the loop samples from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cluster.ray_group import answer
+from cluster.roles import SamplingSettings
+from cluster.trajectory import GroupSummary, Prompt
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+
+class RolloutClient:
+    """Typed calls to one `RolloutActor`, each with a deadline; also a weight-sync `Receiver`."""
+
+    def __init__(self, handle: Any, name: str, *, start_s: float, rollout_s: float, sync_s: float) -> None:
+        """`handle` is the Ray handle of a `RolloutActor`."""
+        self.name = name
+        self.num_in_flight = 0
+        self._handle = handle
+        self._start_s = start_s
+        self._rollout_s = rollout_s
+        self._sync_s = sync_s
+
+    async def start(self) -> None:
+        await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        """A reference to the group, which the caller owns and which outlives the actor, and its summary."""
+        self.num_in_flight += 1
+        try:
+            group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings)
+            what = f"{self.name} to generate prompt {prompt.prompt_id}"
+            return group, await answer(summary, timeout_s=self._rollout_s, what=what)
+        finally:
+            self.num_in_flight -= 1
+
+    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
+        return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        await self._sync(self._handle.check_manifest.remote(manifest), "check the manifest")
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        await self._sync(self._handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
+        await self._sync(call, f"receive version {version}")
+
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None:
+        call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
+        await self._sync(call, f"load version {version}")
+
+    async def weight_version(self) -> int:
+        return await self._sync(self._handle.ping.remote(), "name its weight version")
+
+    async def _sync(self, reference: Any, what: str) -> Any:
+        return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")
+
+
+class RolloutPool:
+    """Sends each prompt to the actor with the fewest prompts in flight."""
+
+    def __init__(self, clients: Sequence[RolloutClient]) -> None:
+        self._clients = list(clients)
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        least_loaded = min(self._clients, key=lambda client: client.num_in_flight)
+        return await least_loaded.generate(prompt, settings)

@@ -1,0 +1,18 @@
+"""Engines that sample responses."""
+
+from __future__ import annotations
+
+from actors.samplers.base import EngineSettings, Sampler
+
+
+def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
+    """The sampler named by `sampler.kind`; its engine is imported only when it is the one that runs."""
+    if kind == "vllm":
+        from actors.samplers.vllm import VLLMSampler
+
+        return VLLMSampler(settings)
+    if kind == "huggingface":
+        from actors.samplers.huggingface import HuggingFaceSampler
+
+        return HuggingFaceSampler(settings)
+    raise ValueError(f"sampler.kind={kind} is unknown: use vllm or huggingface")

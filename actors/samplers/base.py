@@ -1,0 +1,87 @@
+"""What every sampler gives and can: sampled sequences, and weights that are replaced under a version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cluster.media import ProcessedMedia
+from cluster.roles import SamplingSettings
+from cluster.trajectory import FinishReason, Prompt, WeightSpan
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+
+@dataclass(frozen=True)
+class SampledSequence:
+    """One response as the engine sampled it."""
+
+    token_ids: np.ndarray  # int32 [T], EOS included if the policy sampled it
+    logprobs: np.ndarray  # float32 [T], of the distribution that was sampled from
+    weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What a sampler needs to start; the same for every engine of a run except `seed`."""
+
+    model: str
+    dtype: str  # float32 | bfloat16
+    device: str  # cpu | cuda
+    seed: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_images_per_prompt: int
+    kv_cache_bytes: int
+    block_size: int
+    enforce_eager: bool
+    banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    expected: Manifest  # the tensors every push must carry
+
+
+class Sampler(Protocol):
+    """An engine that samples responses and takes new weights while it lives."""
+
+    async def start(self) -> None:
+        """Load the model. Must be awaited before anything else."""
+        ...
+
+    async def sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+    ) -> list[SampledSequence]:
+        """All siblings of one prompt in one request; requests of other prompts run beside it."""
+        ...
+
+    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        """float32 [P - 1]: log-prob of each prompt token after the first, at temperature 1 without banned ids."""
+        ...
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        """Refuse (ManifestError) a push that does not fit, before anything is sent."""
+        ...
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        """Become receiver `rank` of a transfer group, leaving the one before."""
+        ...
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        """Freeze running requests, take a push from the transfer group, stamp `version`, and go on.
+
+        Every cache that depends on weights (KV, prefix, encoder) is empty afterwards.
+        """
+        ...
+
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
+        """The same from packed buckets in hand: the way of a late joiner, who is in no transfer group yet."""
+        ...
+
+    async def weight_version(self) -> int: ...
+
+    async def close(self) -> None: ...

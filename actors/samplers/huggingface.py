@@ -1,0 +1,146 @@
+"""Sampling with transformers' own generate(): the parity oracle, and the sampler where vLLM cannot be installed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from transformers import SuppressTokensLogitsProcessor
+from transformers.generation import LogitsProcessorList
+
+from actors.samplers.base import EngineSettings, SampledSequence
+from cluster.errors import WeightSyncError
+from cluster.media import ProcessedMedia
+from cluster.roles import SamplingSettings
+from cluster.trajectory import FinishReason, Prompt, WeightSpan
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from learner.policies.loading import DTYPES, checkpoint_names, load_model
+
+IMAGE_TOKEN_TYPE = 1  # what transformers' mm_token_type_ids calls an image placeholder
+
+
+class HuggingFaceSampler:
+    """A `Sampler` that generates one group at a time; a push waits for the group that runs."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._device = torch.device(settings.device)
+        self._turn = asyncio.Lock()
+        self._version = -1
+        self._group: TransferGroup | None = None
+
+    async def start(self) -> None:
+        model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
+        self._model = model.to(self._device).eval()
+        names = checkpoint_names(self._model)
+        self._parameters = {names[name]: p for name, p in self._model.named_parameters() if name in names}
+
+    async def sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+    ) -> list[SampledSequence]:
+        async with self._turn:
+            return await asyncio.to_thread(self._sample, prompt, media, settings)
+
+    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        async with self._turn:
+            return await asyncio.to_thread(self._prompt_logprobs, prompt, media)
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        manifest.check_against(self._settings.expected)
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, self._device)
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        async with self._turn:
+            await asyncio.to_thread(self._copy_weights, self._received(manifest, bucket_bytes))
+            self._version = version
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
+        tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
+        async with self._turn:
+            await asyncio.to_thread(self._copy_weights, tensors)
+            self._version = version
+
+    async def weight_version(self) -> int:
+        return self._version
+
+    async def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
+        for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            self._group.broadcast(buffer, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+            yield from unpack(bucket, buffer)
+
+    @torch.no_grad()
+    def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._parameters[name].copy_(tensor)
+
+    @torch.no_grad()
+    def _sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
+    ) -> list[SampledSequence]:
+        torch.manual_seed(settings.seed)
+        is_greedy = settings.temperature == 0
+        bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
+        output = self._model.generate(
+            **self._model_inputs(prompt, media, settings.num_samples),
+            do_sample=not is_greedy,
+            temperature=None if is_greedy else settings.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=settings.max_tokens,
+            eos_token_id=list(self._settings.stop_ids),
+            pad_token_id=self._settings.pad_id,
+            logits_processor=LogitsProcessorList(bans if self._settings.banned_ids else []),
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        tokens = output.sequences[:, prompt.num_tokens :]  # [n, T]
+        scores = torch.stack(output.scores, dim=1).float()  # [n, T, V], temperature and bans applied
+        logprobs = scores.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [n, T]
+        return [self._sequence(t, l) for t, l in zip(tokens.cpu().numpy(), logprobs.cpu().numpy(), strict=True)]
+
+    def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray) -> SampledSequence:
+        """Cut the padding off: a response ends with its first stop token, if it has one."""
+        stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
+        length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
+        reason = FinishReason.STOP if stops.size else FinishReason.LENGTH
+        spans = (WeightSpan(self._version, 0, length),)
+        return SampledSequence(tokens[:length].astype(np.int32), logprobs[:length].astype(np.float32), spans, reason)
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        inputs = self._model_inputs(prompt, media, 1)
+        logprobs = self._model(**inputs).logits[0].float().log_softmax(-1)  # [P, V]
+        return logprobs[:-1].gather(-1, inputs["input_ids"][0, 1:, None]).squeeze(-1).cpu().numpy()
+
+    def _model_inputs(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], num_copies: int
+    ) -> Mapping[str, torch.Tensor]:
+        """forward() arguments for `num_copies` of one prompt."""
+        ids = torch.from_numpy(prompt.expanded_ids).long().expand(num_copies, -1)  # [n, P]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if media:
+            types = torch.zeros_like(ids)
+            for span in prompt.media_spans:
+                types[:, span.start : span.end] = IMAGE_TOKEN_TYPE
+            inputs["mm_token_type_ids"] = types
+            for key in media[0].inputs:
+                values = torch.from_numpy(np.concatenate([m.inputs[key] for m in media]))
+                inputs[key] = values.repeat(num_copies, *(1 for _ in values.shape[1:]))
+        return {key: value.to(self._device) for key, value in inputs.items()}

@@ -1,0 +1,188 @@
+"""Sampling with vLLM's AsyncLLM: token in, token out, one request a group, continuous batching across prompts.
+
+The engine gets the expanded prompt ids and the very tensors that the learner trains on, so nothing is tokenised or
+processed twice and the two sides cannot disagree about a picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs.engine import mm_input, tokens_input
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from actors.samplers.base import EngineSettings, SampledSequence
+from actors.samplers.vllm_weights import BACKEND
+from cluster.errors import RolloutError, WeightSyncError
+from cluster.media import ProcessedMedia
+from cluster.roles import SamplingSettings
+from cluster.trajectory import FinishReason, MediaSpan, Prompt, WeightSpan
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+BAN = -100.0  # logit bias that leaves a banned id a probability of about e**-100
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+
+class VLLMSampler:
+    """A `Sampler` around one vLLM engine."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._bans = {token_id: BAN for token_id in settings.banned_ids}
+
+    async def start(self) -> None:
+        self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
+        processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+        self._fields_of = processor._get_mm_fields_config
+        await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
+
+    async def sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+    ) -> list[SampledSequence]:
+        params = SamplingParams(
+            n=settings.num_samples,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            seed=settings.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            logit_bias=self._bans,
+            stop_token_ids=list(self._settings.stop_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._generate(prompt, media, params, request_id)
+        ordered = sorted(output.outputs, key=lambda completion: completion.index)
+        return [_to_sequence(completion) for completion in ordered]
+
+    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._generate(prompt, media, params, f"probe-{uuid.uuid4().hex}")
+        ids = output.prompt_token_ids
+        return np.asarray(
+            [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))], dtype=np.float32
+        )  # [P - 1]
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        manifest.check_against(self._settings.expected)
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        info = {"rendezvous": rendezvous.to_wire(), "rank": rank}
+        with _named(f"join transfer epoch {rendezvous.epoch}"):
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info))
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        with _named(f"receive version {version}"):
+            await self._replace_weights({"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes}, version)
+
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
+        packed = [bucket.tobytes() for bucket in buckets]
+        update = {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes, "buckets": packed}
+        with _named(f"load version {version}"):
+            await self._replace_weights(update, version)
+
+    async def weight_version(self) -> int:
+        return int(await self._engine.get_weight_version())
+
+    async def close(self) -> None:
+        self._engine.shutdown()
+
+    async def _replace_weights(self, update: dict[str, Any], version: int) -> None:
+        """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on.
+
+        An engine whose reload fails stays frozen: its weights are neither old nor new.
+        """
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(WeightTransferUpdateRequest(update))
+        await self._engine.finish_weight_update(weight_version=str(version))
+        await self._engine.reset_encoder_cache()
+        await self._engine.reset_prefix_cache()
+        await self._engine.resume_generation()
+
+    async def _generate(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], params: SamplingParams, request_id: str
+    ) -> Any:
+        final = None
+        async for output in self._engine.generate(self._engine_input(prompt, media), params, request_id):
+            final = output
+        if final is None:
+            raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
+        return final
+
+    def _engine_input(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> Any:
+        ids = prompt.expanded_ids.tolist()
+        if not media:
+            return tokens_input(ids)
+        features = BatchFeature(
+            {key: torch.from_numpy(np.concatenate([m.inputs[key] for m in media])) for key in media[0].inputs}
+        )
+        return mm_input(
+            ids,
+            MultiModalKwargsItems.from_hf_inputs(features, self._fields_of(features, {})),
+            mm_hashes={"image": [handle.key for handle in prompt.media]},
+            mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
+        )
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """vLLM hands on an error of its engine process as a bare Exception with a text; tell the caller what it means."""
+    try:
+        yield
+    except Exception as error:
+        raise WeightSyncError(f"the engine could not {what}: {error}") from error
+
+
+def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        limit_mm_per_prompt={"image": settings.max_images_per_prompt, "video": 0},
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        block_size=settings.block_size,
+        enforce_eager=settings.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
+        mm_processor_cache_gb=0,  # pictures arrive processed, ...
+        mm_device_do_normalize=False,  # ... normalised included
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls="actors.samplers.vllm_weights.WorkerExtension",
+        enable_log_requests=False,
+        disable_log_stats=True,
+    )
+
+
+def _to_sequence(completion: CompletionOutput) -> SampledSequence:
+    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+    if logprobs.shape != token_ids.shape:
+        raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
+    spans = tuple(WeightSpan(int(s.version), s.start, s.end) for s in completion.weight_versions)
+    return SampledSequence(token_ids, logprobs, spans, FINISH_REASONS[completion.finish_reason])
+
+
+def _placeholder(span: MediaSpan) -> PlaceholderRange:
+    return PlaceholderRange(offset=span.start, length=span.end - span.start)

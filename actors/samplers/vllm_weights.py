@@ -1,0 +1,120 @@
+"""Runs inside vLLM's worker process: our weight-transfer engine for its registry, over gloo or nccl.
+
+None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
+weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
+tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
+every worker, which registers the engine there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from cluster.errors import WeightSyncError
+from cluster.weight_sync.manifest import Bucket, Manifest
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+
+BACKEND = "mobula"
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Which transfer group to join, and as which rank."""
+
+    rendezvous: dict[str, Any]
+    rank: int
+
+
+@dataclass
+class PushInfo(WeightTransferUpdateInfo):
+    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group."""
+
+    manifest: list[dict[str, Any]]
+    bucket_bytes: int
+    buckets: list[bytes] | None = None
+
+
+class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
+    """Receives packed buckets and reloads the model layer by layer."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = PushInfo
+
+    _group: TransferGroup | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self.shutdown()
+        self._group = TransferGroup(Rendezvous(**init_info.rendezvous), init_info.rank, torch.device(self.device))
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
+        # a broadcast of ours has arrived when it returns.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PushInfo) -> None:
+        manifest = Manifest.from_wire(update_info.manifest)
+        buckets = list(manifest.buckets(update_info.bucket_bytes))
+        bring = self._receive if update_info.buckets is None else _from_bytes(update_info.buckets)
+        with torch.no_grad():
+            self.model.load_weights(_arriving(buckets, bring))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_head(self.model)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _receive(self, index: int, bucket: Bucket) -> torch.Tensor:
+        if self._group is None:
+            raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
+        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
+        self._group.broadcast(buffer, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+        return buffer
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; importing it registers the engine."""
+
+
+def _arriving(
+    buckets: list[Bucket], bring: Callable[[int, Bucket], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in manifest order. Each bucket has memory of its own: layers keep views until they are complete."""
+    for index, bucket in enumerate(buckets):
+        yield from unpack(bucket, bring(index, bucket))
+
+
+def _from_bytes(packed: list[bytes]) -> Callable[[int, Bucket], torch.Tensor]:
+    def bring(index: int, bucket: Bucket) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(packed[index], dtype=np.uint8).copy())[: bucket.num_bytes]
+
+    return bring
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Pack a tied LM head again: the reload replaces the embedding it shares but not the head's packed copy."""
+    language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
+    head = getattr(language_model, "lm_head", None)
+    if head is not None and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, MobulaWeightTransferEngine)

@@ -1,0 +1,92 @@
+"""Where benchmarks play: a private Ray cluster, and the roles of a run on it, spawned as a run spawns them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.session import ray_session  # isort: skip  (sets what ray reads when imported)
+import ray
+
+from actors.datasets.prompts import PromptSource
+from cluster.network import LOOPBACK
+from cluster.placement import plan_placement
+from cluster.placement_groups import create_placement_groups, remove_placement_groups
+from cluster.trajectory import Prompt
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.machine import as_node, this_machine
+from deploy.preparation import TRAIN, Prepared, prepare
+from deploy.spawner import Spawner
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Directly below /tmp: a Unix socket's path, which Ray makes from it, may have 107 characters at most."""
+    folder = Path(tempfile.mkdtemp(prefix="mobula-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def scratch_config(settings: Sequence[str], overrides: Sequence[str]) -> Iterator[RunConfig]:
+    """The default digits run with a benchmark's `settings`, then the user's `overrides`; it leaves nothing behind."""
+    with scratch_folder() as folder:
+        yield load_config(["experiment=digits", f"folder={folder}", "metrics.progress=false", *settings, *overrides])
+
+
+@contextmanager
+def private_ray(config: RunConfig) -> Iterator[None]:
+    """A cluster on the loopback address with a folder of its own; whatever runs in the body joins it."""
+    node = as_node(this_machine(), config.resources)
+    with scratch_folder() as folder:
+        ray.init(
+            address="local",
+            namespace=config.name,
+            num_cpus=int(node.num_cpus),
+            num_gpus=int(node.num_gpus),
+            object_store_memory=config.resources.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="WARNING",
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A prepared run and what spawns its roles."""
+
+    prepared: Prepared
+    spawner: Spawner
+
+    def prompts(self, num_rounds: int, num_prompts: int) -> list[list[Prompt]]:
+        """Fresh prompts for every round: an engine never sees one twice, as in training."""
+        prepared = self.prepared
+        source = PromptSource(
+            prepared.splits[TRAIN].rows, prepared.processor, seed=prepared.config.seed, split_name=TRAIN
+        )
+        return [[source.next() for _ in range(num_prompts)] for _ in range(num_rounds)]
+
+
+@asynccontextmanager
+async def staged(config: RunConfig, roles: tuple[str, ...]) -> AsyncIterator[Stage]:
+    """Book `roles` on the cluster that `private_ray` started."""
+    with ray_session(config) as session:
+        plan = plan_placement(config.resources, session.nodes, roles)
+        bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
+        try:
+            yield Stage(prepare(config, ray.put), Spawner(config, session, plan, bookings))
+        finally:
+            remove_placement_groups(bookings)

@@ -1,0 +1,305 @@
+"""Weight sync: bytes/s of a push over those of a raw broadcast of the same bytes between the same two processes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import prod
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from actors.rollout_client import RolloutClient
+from benchmarks.apart import Peer, apart
+from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
+from benchmarks.stage import Stage, private_ray, scratch_config, staged
+from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from configs.schema import RunConfig
+from deploy.build import spawn_inference
+from learner.weight_publisher import WeightPublisher
+
+SETTINGS = ("resources.rollout.num_workers=1",)
+ROLES = ("rollout", "reward")
+MIB = 2**20
+SIZES = {256: 1, 64: 4, 1: 64}  # MiB of one push -> pushes within one measurement
+CLAIMED = 256
+TARGET = 0.5
+TIMEOUT_S = 60.0
+SENDER, RECEIVER = 0, 1
+UNIT = "GB/s"
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """Two processes on a core each; then, as information, a push of the run's model into a vLLM engine."""
+    with scratch_config(SETTINGS, overrides) as config:
+        found = asyncio.run(_between_processes(effort, config))
+        with private_ray(config):
+            reload, num_bytes = asyncio.run(_into_engine(effort, config))
+    return _findings(config, found, reload, num_bytes)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the two processes meet for their raw process group, and on what they compute."""
+
+    address: str
+    device: str
+    transport: str
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Open:
+    """Allocate `manifest`'s tensors; the sender names the rendezvous of a transfer group for them."""
+
+    manifest: Manifest
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Join:
+    rendezvous: Rendezvous
+
+
+@dataclass(frozen=True)
+class Push:
+    """Move all tensors `num_times`: raw as one broadcast of as many bytes, or as our push."""
+
+    is_raw: bool
+    num_times: int
+
+
+@dataclass(frozen=True)
+class Compare:
+    """The receiver says whether it holds what the sender was filled with."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """When it began and ended, on the clock that both processes share."""
+
+    started_s: float
+    ended_s: float
+
+
+Job = Open | Join | Push | Compare
+
+
+class Member:
+    """One end of the wire: rank 0 sends, rank 1 receives as a sampler does, into parameters that it holds."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        index = f":{rank % torch.cuda.device_count()}" if meeting.device == "cuda" else ""
+        self._device = torch.device(meeting.device + index)
+        dist.init_process_group(meeting.transport, init_method=meeting.address, rank=rank, world_size=2)
+
+    def __call__(self, job: Job) -> Rendezvous | Moved | bool | None:
+        match job:
+            case Open():
+                return self._open(job)
+            case Join():
+                return self._join(job.rendezvous)
+            case Push():
+                return self._timed(self._broadcast if job.is_raw else self._push, job.num_times)
+            case Compare():
+                return all(torch.equal(tensor, filled(i, tensor)) for i, tensor in enumerate(self._tensors.values()))
+
+    def _open(self, job: Open) -> Rendezvous | None:
+        self._manifest = job.manifest
+        self._raw = torch.zeros(job.manifest.num_bytes, dtype=torch.uint8, device=self._device)
+        self._tensors = {spec.name: torch.zeros(spec.shape, device=self._device) for spec in job.manifest.tensors}
+        if self._rank == RECEIVER:
+            return None
+        for i, tensor in enumerate(self._tensors.values()):
+            tensor.copy_(filled(i, tensor))
+        self._publisher = WeightPublisher(
+            job.manifest,
+            lambda: iter(self._tensors.items()),
+            rank=SENDER,
+            device=self._device,
+            transport=self._meeting.transport,
+            timeout_s=TIMEOUT_S,
+        )
+        return self._publisher.open_transfer(job.epoch, num_receivers=1)
+
+    def _join(self, rendezvous: Rendezvous) -> None:
+        if self._rank == SENDER:
+            self._publisher.join_transfer(rendezvous)
+        else:
+            self._group = TransferGroup(rendezvous, RECEIVER, self._device)
+
+    def _timed(self, move: Callable[[], None], num_times: int) -> Moved:
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(num_times):
+            move()
+        self._synchronize()
+        return Moved(started, time.perf_counter())
+
+    def _broadcast(self) -> None:
+        dist.broadcast(self._raw, src=SENDER)
+
+    def _push(self) -> None:
+        if self._rank == SENDER:
+            self._publisher.send(self._meeting.bucket_bytes)
+        else:
+            self._receive()
+
+    def _receive(self) -> None:
+        for index, bucket in enumerate(self._manifest.buckets(self._meeting.bucket_bytes)):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
+            self._group.broadcast(buffer, f"bucket {index}")
+            for name, tensor in unpack(bucket, buffer):
+                self._tensors[name].copy_(tensor)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def filled(index: int, like: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ from tensor to tensor and from place to place."""
+    return torch.arange(like.numel(), device=like.device, dtype=torch.float32).add_(index).view(like.shape)
+
+
+def transformer_manifest(num_bytes: int) -> Manifest:
+    """float32 tensors of exactly `num_bytes`, with the sizes of a transformer's blocks, large and small."""
+    hidden = 1024 if num_bytes >= 64 * MIB else 128
+    block = ((hidden, hidden), (hidden,), (hidden // 4, hidden), (hidden // 4,), (hidden * 8 // 3, hidden), (hidden,))
+    return Manifest(tuple(_fitting(cycle(block), num_bytes // 4)))
+
+
+def _fitting(shapes: Iterator[tuple[int, ...]], num_left: int) -> Iterator[TensorSpec]:
+    index = 0
+    while num_left > 0:
+        shape = next(shapes)
+        shape = shape if prod(shape) <= num_left else (num_left,)
+        yield TensorSpec(f"blocks.{index}.weight", shape, "float32")
+        num_left -= prod(shape)
+        index += 1
+
+
+async def _between_processes(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
+    """Series name -> GB/s, e.g. "push_256" and "raw_256"."""
+    resources = config.resources
+    address = f"file://{config.folder / 'rendezvous'}"
+    meeting = Meeting(address, resources.device, resources.transport, config.weight_sync.bucket_bytes)
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    found: dict[str, tuple[float, ...]] = {}
+    with (
+        apart(Member, meeting, SENDER, name="sender", cores=(0,), env=env) as sender,
+        apart(Member, meeting, RECEIVER, name="receiver", cores=(1,), env=env) as receiver,
+    ):
+        for epoch, (size, num_times) in enumerate(SIZES.items()):
+            _connect((sender, receiver), transformer_manifest(size * MIB), epoch)
+            sides = {
+                f"{name}_{size}": _side((sender, receiver), Push(is_raw, num_times), size * MIB)
+                for name, is_raw in (("push", False), ("raw", True))
+            }
+            found |= await interleave(sides, effort)
+            if not receiver.ask(Compare()):
+                raise ValueError(f"the push of {size} MiB did not arrive as it was sent")
+    return found
+
+
+def _connect(members: tuple[Peer, Peer], manifest: Manifest, epoch: int) -> None:
+    [rendezvous, _] = _ask_both(members, Open(manifest, epoch))
+    _ask_both(members, Join(rendezvous))
+
+
+def _ask_both(members: tuple[Peer, Peer], job: Job) -> list:
+    for member in members:
+        member.send(job)
+    return [member.receive() for member in members]
+
+
+def _side(members: tuple[Peer, Peer], job: Push, num_bytes: int) -> Callable:
+    async def run(round_number: int) -> float:
+        moves = _ask_both(members, job)
+        seconds = max(m.ended_s for m in moves) - min(m.started_s for m in moves)
+        return job.num_times * num_bytes / seconds / 1e9
+
+    return run
+
+
+async def _into_engine(effort: Effort, config: RunConfig) -> tuple[tuple[float, ...], int]:
+    """Seconds of each push of the run's model into a vLLM engine, and the bytes of one push."""
+    async with staged(config, ROLES) as stage:
+        inference = spawn_inference(stage.prepared, stage.spawner)
+        await inference.start()
+        [client] = inference.clients
+        manifest, publisher = _model_publisher(stage)
+        rendezvous = publisher.open_transfer(1, num_receivers=1)
+        await asyncio.gather(
+            asyncio.to_thread(publisher.join_transfer, rendezvous), client.join_transfer(rendezvous, RECEIVER)
+        )
+        seconds = [
+            await _push_into(client, publisher, manifest, config.weight_sync.bucket_bytes, version)
+            for version in range(effort.warmups + effort.repeats)
+        ]
+        publisher.close()
+        for role in inference.watched:
+            await role.close()
+    return tuple(seconds[effort.warmups :]), manifest.num_bytes
+
+
+def _model_publisher(stage: Stage) -> tuple[Manifest, WeightPublisher]:
+    """A publisher of the checkpoint's tensors, as the run would send them."""
+    resources, folder = stage.prepared.config.resources, stage.prepared.model_folder
+    manifest = checkpoint_manifest(folder, resources.dtype)
+    files = [load_file(file, device=resources.device) for file in folder.glob("*.safetensors")]
+    tensors = {name: tensor for file in files for name, tensor in file.items()}
+    publisher = WeightPublisher(
+        manifest,
+        lambda: ((spec.name, tensors[spec.name]) for spec in manifest.tensors),
+        rank=SENDER,
+        device=torch.device(resources.device),
+        transport=resources.transport,
+        timeout_s=TIMEOUT_S,
+    )
+    return manifest, publisher
+
+
+async def _push_into(
+    client: RolloutClient, publisher: WeightPublisher, manifest: Manifest, bucket_bytes: int, version: int
+) -> float:
+    started = time.perf_counter()
+    await asyncio.gather(
+        asyncio.to_thread(publisher.send, bucket_bytes), client.receive_weights(manifest, bucket_bytes, version)
+    )
+    return time.perf_counter() - started
+
+
+def _findings(
+    config: RunConfig, found: dict[str, tuple[float, ...]], reload: tuple[float, ...], num_bytes: int
+) -> Findings:
+    transport = config.resources.transport
+    what = {
+        "push": "pack, broadcast bucket by bucket, unpack and copy into the receiver's parameters",
+        "raw": f"dist.broadcast over {transport} of one tensor of as many bytes",
+    }
+    series = {
+        f"{side}_{size}": Series(f"{what[side]} ({size} MiB)", UNIT, found[f"{side}_{size}"])
+        for size in SIZES
+        for side in what
+    }
+    series["engine_reload"] = Series(f"push of {num_bytes} bytes into a vLLM engine, pause to resume", "s", reload)
+    claims = tuple(
+        Claim(f"push / raw broadcast, {size} MiB", rates(series[f"push_{size}"], series[f"raw_{size}"]), target)
+        for size, target in ((size, TARGET if size == CLAIMED else None) for size in SIZES)
+    )
+    settings = {
+        "transport": transport,
+        "bucket_bytes": config.weight_sync.bucket_bytes,
+        "threads": 1,
+        "pushes_in_one_measurement": {str(size): n for size, n in SIZES.items()},
+        "tensors": {str(size): len(transformer_manifest(size * MIB).tensors) for size in SIZES},
+    }
+    return Findings(settings, series, claims)

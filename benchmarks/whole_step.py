@@ -1,0 +1,175 @@
+"""Whole step: samples/s of the loop over the serial sum of its raw parts, at 8 prompts x 8 samples x 8 tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import mean
+
+import numpy as np
+from rich.console import Console
+
+from benchmarks.apart import Peer
+from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, serial_rate
+from benchmarks.raw_trainer import Rows, StepJob, raw_trainer, rows_of
+from benchmarks.raw_vllm import GenerateJob, Generated, RawPrompt, raw_engine, raw_sampling
+from benchmarks.stage import Stage, private_ray, scratch_config, staged
+from cluster.media import MediaReader
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.records import StepRecord
+from cluster.metrics.run_folder import read_run_folder
+from cluster.placement import PlacedWorker
+from cluster.trajectory import Prompt
+from configs.schema import RunConfig
+from deploy.preparation import Prepared
+from deploy.runtime import run_training
+
+PROMPTS, SAMPLES = 8, 8
+SETTINGS = (  # a random model hardly ever stops before its 8 tokens are full, and hardly learns to at this rate
+    f"algorithm.prompts_per_step={PROMPTS}",
+    f"algorithm.samples_per_prompt={SAMPLES}",
+    "sampler.max_tokens=8",
+    "algorithm.kl.coef=0",
+    "learner.learning_rate=1e-6",
+    "warm_start.num_steps=0",
+    "evaluation.num_prompts=8",
+    "checkpoints.interval_steps=0",
+)
+ROLES = ("rollout", "reward")
+NUM_WARMUP_STEPS = 5
+STEPS_A_BLOCK = 5  # one value of the loop's series
+CALLS = 4  # generate calls, each of a whole step's fresh prompts, in one measurement
+TRAIN_STEPS = 4  # optimizer steps in one measurement
+TARGET = 0.6
+UNIT = "samples/s"
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """The raw parts, the loop, then the raw parts again, all on the same cores and never two at a time."""
+    steps: dict[int, list[StepRecord]] = {}
+    half = replace(effort, repeats=-(-effort.repeats // 2))
+    with scratch_config(SETTINGS, overrides) as config, private_ray(config):
+        raw = [asyncio.run(_raw_parts(half, config))]
+        for staleness in (0, 1):
+            steps[staleness] = _loop(config, effort.num_steps, staleness)
+        raw.append(asyncio.run(_raw_parts(half, config)))
+    parts = {name: raw[0][name] + raw[1][name] for name in raw[0]}
+    return _findings(config, parts, steps)
+
+
+def _loop(config: RunConfig, num_steps: int, max_staleness: int) -> list[StepRecord]:
+    """The steps of a run that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
+    changes = {
+        "name": f"staleness-{max_staleness}",
+        "num_steps": NUM_WARMUP_STEPS + num_steps + 1,
+        "algorithm": config.algorithm.model_copy(update={"max_staleness": max_staleness}),
+    }
+    run = config.model_copy(update=changes)
+    run_training(run, Console(stderr=True))
+    return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])
+
+
+async def _raw_parts(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
+    """Part -> samples/s, each part alone on the machine."""
+    async with staged(config, ROLES) as stage:
+        rounds = stage.prompts((effort.warmups + effort.repeats) * CALLS, PROMPTS)
+        generating = _Generating(stage.prepared, rounds)
+        found: dict[str, tuple[float, ...]] = {}
+        for name, engines in _engines(stage).items():
+            with ExitStack() as stack:
+                generating.engines = [stack.enter_context(raw_engine(stage.prepared, worker)) for worker in engines]
+                found |= await interleave({name: generating.run}, effort)
+        rows = rows_of(rounds[-1], generating.responses, MediaReader(timeout_s=60, max_items=PROMPTS))
+        with raw_trainer(config) as trainer:
+            sides = {f"train_{n}_threads": _training(trainer, rows, n) for n in (1, 2)}
+            found |= await interleave(sides, effort)
+    return found
+
+
+def _engines(stage: Stage) -> dict[str, list[PlacedWorker]]:
+    """The ways to lay raw engines over the machine: one with all cores, or one a rollout actor. GPUs: one engine."""
+    workers = stage.spawner.workers("rollout")
+    cores = tuple(core for worker in workers for core in worker.cores)
+    one = replace(workers[0], num_threads=sum(worker.num_threads for worker in workers), cores=cores)
+    ways = {"generate_one_engine": [one]}
+    if stage.prepared.config.resources.device == "cpu" and len(workers) > 1:
+        ways["generate_engine_a_core"] = list(workers)
+    return ways
+
+
+@dataclass
+class _Generating:
+    """Raw generation of whole steps, their prompts shared out among the engines."""
+
+    prepared: Prepared
+    rounds: list[list[Prompt]]
+    engines: Sequence[Peer[GenerateJob, Generated]] = ()
+    responses: Sequence[Sequence[np.ndarray]] = ()  # to the last round's prompts
+
+    async def run(self, round_number: int) -> float:
+        seconds = [self._generate(self.rounds[round_number * CALLS + call]) for call in range(CALLS)]
+        return CALLS * PROMPTS * SAMPLES / sum(seconds)
+
+    def _generate(self, prompts: Sequence[Prompt]) -> float:
+        raw = [RawPrompt.of(prompt) for prompt in prompts]
+        sampling = raw_sampling(self.prepared.config, self.prepared.processor.media_token_ids)
+        share = -(-len(raw) // len(self.engines))
+        for index, engine in enumerate(self.engines):
+            part = raw[index * share : (index + 1) * share]
+            engine.send(GenerateJob(part, sampling, is_processed=True))
+        answers = [engine.receive() for engine in self.engines]
+        self.responses = [siblings for answer in answers for siblings in answer.responses]
+        return max(answer.seconds for answer in answers)
+
+
+def _training(trainer: Peer[StepJob, float], rows: Rows, num_threads: int) -> Side:
+    async def run(round_number: int) -> float:
+        return PROMPTS * SAMPLES / trainer.ask(StepJob(rows, num_threads, TRAIN_STEPS))
+
+    return run
+
+
+def _blocks(steps: Sequence[StepRecord]) -> tuple[float, ...]:
+    """samples/s over every few steps, so that what happens only in some of them is in every value."""
+    blocks = [steps[start : start + STEPS_A_BLOCK] for start in range(0, len(steps), STEPS_A_BLOCK)]
+    return tuple(PROMPTS * SAMPLES * len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
+
+
+def _findings(
+    config: RunConfig, parts: dict[str, tuple[float, ...]], steps: dict[int, list[StepRecord]]
+) -> Findings:
+    what = {
+        "generate_one_engine": "LLM.generate, one engine with all cores; pictures processed beforehand",
+        "generate_engine_a_core": "the same, with an engine on every core and the prompts shared out",
+        "train_1_threads": "forward, backward, clip and AdamW of all sequences in plain transformers, 1 thread",
+        "train_2_threads": "the same with 2 threads",
+    }
+    series = {name: Series(what[name], UNIT, values) for name, values in parts.items()}
+    for staleness, records in steps.items():
+        text = f"the loop with max_staleness={staleness}, {STEPS_A_BLOCK} steps a value"
+        series[f"loop_staleness_{staleness}"] = Series(text, UNIT, _blocks(records))
+    generate, train = (max(s.median for n, s in series.items() if n.startswith(p)) for p in ("generate", "train"))
+    serial = serial_rate((generate, train))
+    settings = {
+        "prompts": PROMPTS,
+        "samples_per_prompt": SAMPLES,
+        "max_tokens": config.sampler.max_tokens,
+        "mean_response_tokens": mean(s.values[MetricName.RESPONSE_LENGTH] for run in steps.values() for s in run),
+        "serial_samples_per_s": serial,
+        "learner_ranks": config.resources.learner.num_workers,
+        "rollout_actors": config.resources.rollout.num_workers,
+        "seconds_of_a_step": {str(lag): _mean_phases(records) for lag, records in steps.items()},
+    }
+    claims = (
+        Claim("loop / serial sum of raw parts", series["loop_staleness_0"].median / serial, TARGET),
+        Claim("loop with max_staleness=1 / serial sum", series["loop_staleness_1"].median / serial),
+    )
+    return Findings(settings, series, claims)
+
+
+def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Phase -> mean seconds."""
+    names = {phase for step in steps for phase in step.seconds}
+    return {name: mean(step.seconds[name] for step in steps if name in step.seconds) for name in sorted(names)}

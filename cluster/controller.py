@@ -1,0 +1,100 @@
+"""Controller: the main loop of a run, and what it asks of its collaborators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.roles import Learner, Reference, Replay, ReplayStats, UpdateReport, Weights
+from cluster.trajectory import ScoredGroup
+
+
+class RunCheckpoints(Protocol):
+    """Where the run goes on from, and what it leaves behind; knows its own schedule."""
+
+    async def resume(self) -> int: ...
+
+    async def maybe_save(self, version: int) -> None: ...
+
+
+class HeldOutEvaluator(Protocol):
+    """Evaluates the published weights; knows its own schedule."""
+
+    async def maybe_run(self, version: int) -> None: ...
+
+
+class RoleSupervisor(Protocol):
+    """Watches the roles while the body runs."""
+
+    def watching(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class GroupProducer(Protocol):
+    """Fills the replay buffer while the body runs."""
+
+    def streaming(self) -> AbstractAsyncContextManager[None]: ...
+
+
+class StepScope(Protocol):
+    """The measurements of one step."""
+
+    def timed(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None: ...
+
+
+class RunMetrics(Protocol):
+    """Makes one record a step."""
+
+    def step(self, step: int) -> AbstractContextManager[StepScope]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controller:
+    """Runs a run.
+
+    Version v is what the learner holds after v steps; step v + 1 trains from version v and makes version v + 1. There
+    is one loop for synchronous and asynchronous training, with and without a reference: modes are the collaborators'.
+    """
+
+    total_steps: int
+    groups_per_step: int
+    checkpoints: RunCheckpoints
+    weights: Weights
+    supervisor: RoleSupervisor
+    rollouts: GroupProducer
+    replay: Replay
+    reference: Reference
+    learner: Learner
+    evaluator: HeldOutEvaluator
+    metrics: RunMetrics
+
+    async def run(self) -> int:
+        """Train until version `total_steps`, and return it.
+
+        Raises:
+            MobulaError: something failed that no retry could mend; the newest complete checkpoint is untouched.
+        """
+        version = await self.checkpoints.resume()
+        await self.weights.publish(version)
+        async with self.supervisor.watching(), self.rollouts.streaming():
+            await self.evaluator.maybe_run(version)
+            while version < self.total_steps:
+                with self.metrics.step(version + 1) as step:
+                    with step.timed("wait_for_rollouts"):
+                        groups = await self.replay.take(self.groups_per_step)
+                    with step.timed("reference"):
+                        groups = await self.reference.score(groups)
+                    with step.timed("update"):
+                        update = await self.learner.update(groups)
+                    with step.timed("weight_sync"):
+                        version = await self.weights.publish(update.version)
+                    await self.replay.release(groups)
+                    step.record(groups, update, await self.replay.stats())
+                    with step.timed("evaluation"):
+                        await self.evaluator.maybe_run(version)
+                    with step.timed("checkpoint"):
+                        await self.checkpoints.maybe_save(version)
+        return version

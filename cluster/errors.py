@@ -1,0 +1,87 @@
+"""The exception tree of a run.
+
+    MobulaError
+    ├── PreflightError          the run cannot start: a preset, a path or a dataset is unfit (never raised later)
+    │   ├── PlacementError      the cluster cannot hold the resource preset
+    │   └── DatasetError        nothing to train on, or a row that may not be skipped
+    ├── MediaError              one picture is missing, corrupt, too large or no picture; its sample is skipped
+    ├── PromptError             one prompt is too long or its placeholders do not match its media; it is skipped
+    ├── DeadlineError           something did not answer in time; the message names what was waited for
+    ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
+    ├── RolloutError            a rollout actor could not finish a prompt
+    ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
+    ├── WeightSyncError         weights could not be moved or verified
+    │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
+    │   └── CanaryError         after a push the engine does not equal the learner
+    └── CheckpointError         a checkpoint cannot be written or is not complete
+
+User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
+"""
+
+from __future__ import annotations
+
+
+class MobulaError(Exception):
+    """Base of everything that a run raises on purpose."""
+
+
+class PreflightError(MobulaError):
+    """The run cannot start."""
+
+
+class PlacementError(PreflightError):
+    """The cluster cannot hold the resource preset."""
+
+
+class DatasetError(PreflightError):
+    """There is nothing to train on, or the data folder is unusable."""
+
+
+class SkippedSample(MobulaError):
+    """Base of what makes one sample unusable: it is skipped, counted by `reason` and named in the report."""
+
+    reason = "unusable"
+
+
+class MediaError(SkippedSample):
+    """One picture is missing, corrupt, too large or no picture."""
+
+    reason = "bad_media"
+
+
+class PromptError(SkippedSample):
+    """One prompt is too long, or its placeholders do not match its media."""
+
+    reason = "bad_prompt"
+
+
+class DeadlineError(MobulaError, TimeoutError):
+    """Something did not answer in time; the message names what was waited for and for how long."""
+
+
+class WorkerDiedError(MobulaError):
+    """A role's process ended or no longer answers; the message names it."""
+
+
+class RolloutError(MobulaError):
+    """A rollout actor could not finish a prompt."""
+
+
+class RewardError(MobulaError):
+    """A reward function failed, timed out or returned something that is not a finite number."""
+
+
+class WeightSyncError(MobulaError):
+    """Weights could not be moved or verified."""
+
+
+class ManifestError(WeightSyncError):
+    """Sender and receiver disagree on tensor names, shapes or dtypes."""
+
+
+class CanaryError(WeightSyncError):
+    """After a push the engine does not equal the learner."""
+
+
+class CheckpointError(MobulaError):
+    """A checkpoint cannot be written, or is not complete."""

@@ -1,0 +1,136 @@
+"""Evaluator: scores held-out prompts with the run's own rollout actors and reward pool, on its own schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.errors import RewardError
+from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.supervision import background_tasks
+from cluster.trajectory import Prompt, Reward
+
+Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The held-out accuracy of one weight version with its 95 % interval [low, high]."""
+
+    version: int
+    accuracy: float  # mean of the accuracy component over the scored responses
+    low: float
+    high: float
+    mean_reward: float
+    num_scored: int
+    num_unscored: int
+
+
+@dataclass(frozen=True)
+class EvaluationSchedule:
+    """Before the first step, after the last one, and after every `interval_steps` between (0: none between)."""
+
+    interval_steps: int
+    total_steps: int
+
+    def is_due(self, version: int) -> bool:
+        is_between = self.interval_steps > 0 and version % self.interval_steps == 0
+        return is_between or version in (0, self.total_steps)
+
+
+class Evaluator:
+    """Samples every held-out prompt, `max_concurrent` at a time, and averages the accuracy component.
+
+    A response that could not be scored is left out of the means and counted; it is never taken for wrong. `on_result`
+    is told each result once; a version that was evaluated before a resume is not evaluated again.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        rollouts: Rollouts,
+        rewards: Rewards,
+        settings: SamplingSettings,
+        accuracy_component: str,
+        max_concurrent: int,
+        schedule: EvaluationSchedule,
+        on_result: Callable[[EvaluationResult], None],
+    ) -> None:
+        self.results: dict[int, EvaluationResult] = {}
+        self._prompts = prompts
+        self._rollouts = rollouts
+        self._rewards = rewards
+        self._settings = settings
+        self._accuracy_component = accuracy_component
+        self._max_concurrent = max_concurrent
+        self._schedule = schedule
+        self._on_result = on_result
+
+    async def maybe_run(self, version: int) -> None:
+        """Evaluate `version`, which every rollout actor serves now, if it is due and was not evaluated yet."""
+        if self._schedule.is_due(version) and version not in self.results:
+            self._on_result(await self.run(version))
+
+    async def run(self, version: int) -> EvaluationResult:
+        """Evaluate `version`, which every rollout actor serves now.
+
+        Raises:
+            RewardError: no response could be scored, or a reward lacks the accuracy component.
+        """
+        slots = asyncio.Semaphore(self._max_concurrent)
+        async with background_tasks() as tasks:
+            running = [tasks.create_task(self._score(prompt, slots)) for prompt in self._prompts]
+            answers = [reward for task in running for reward in await task]
+        self.results[version] = self._summarise(version, answers)
+        return self.results[version]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"results": [asdict(result) for result in self.results.values()]}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Know the results of an earlier part of this run."""
+        self.results = {row["version"]: EvaluationResult(**row) for row in state["results"]}
+
+    async def _score(self, prompt: Prompt, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
+        async with slots:
+            group, _ = await self._rollouts.generate(prompt, self._settings)
+            return await self._rewards.score(group)
+
+    def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:
+        scored = [reward for reward in answers if reward is not None]
+        if not scored:
+            raise RewardError(
+                f"evaluation of version {version}: none of {len(answers)} responses could be scored; "
+                "see the reward failures in the metrics, and check rewards.components and evaluation.num_prompts"
+            )
+        accuracy = math.fsum(self._accuracy(reward) for reward in scored) / len(scored)
+        low, high = wilson_interval(accuracy, len(scored))
+        mean_reward = math.fsum(reward.value for reward in scored) / len(scored)
+        return EvaluationResult(version, accuracy, low, high, mean_reward, len(scored), len(answers) - len(scored))
+
+    def _accuracy(self, reward: Reward) -> float:
+        if self._accuracy_component not in reward.components:
+            raise RewardError(
+                f"rewards.accuracy_component={self._accuracy_component} is not among the components "
+                f"{sorted(reward.components)}: name one of them"
+            )
+        return reward.components[self._accuracy_component]
+
+
+def wilson_interval(share: float, num: int) -> tuple[float, float]:
+    """The 95 % score interval of a share of `num` independent trials (Wilson 1927).
+
+        (share + z^2 / 2n  -+  z * sqrt(share * (1 - share) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    It stays within [0, 1] and has a width even at 0 and 1. For a mean of values within [0, 1] it is conservative.
+    """
+    z2 = Z_95 * Z_95
+    centre = share + z2 / (2 * num)
+    half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
+    scale = 1 + z2 / num
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

@@ -1,0 +1,119 @@
+"""Every metric of a run: its name, its unit and what it says.
+
+Names are the keys of `StepRecord.values`, of `metrics.jsonl`, of TensorBoard tags and (with the prefix `mobula_`) of
+Prometheus series. A learner may report more than is listed here; such a number is carried under its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MetricName(StrEnum):
+    """The values of one step."""
+
+    REWARD_MEAN = "reward_mean"
+    REWARD_STD = "reward_std"
+    REWARD_MAX = "reward_max"
+    REWARD_MIN = "reward_min"
+    ACCURACY = "accuracy"
+    KL = "kl"
+    ENTROPY = "entropy"
+    LOSS = "loss"
+    GRAD_NORM = "grad_norm"
+    CLIP_FRACTION = "clip_fraction"
+    LEARNING_RATE = "learning_rate"
+    LOGPROB_GAP_MEAN = "logprob_gap_mean"
+    LOGPROB_GAP_MAX = "logprob_gap_max"
+    RESPONSE_LENGTH = "response_length"
+    TRUNCATED_FRACTION = "truncated_fraction"
+    UNIFORM_FRACTION = "uniform_fraction"
+    STALENESS = "staleness"
+    STALENESS_MAX = "staleness_max"
+    NUM_GROUPS = "num_groups"
+    NUM_SAMPLES = "num_samples"
+    NUM_TOKENS = "num_tokens"
+    SAMPLES_PER_S = "samples_per_s"
+    TOKENS_PER_S = "tokens_per_s"
+    BYTES_PER_TRAJECTORY = "bytes_per_trajectory"
+    MEDIA_BYTES_UNIQUE = "media_bytes_unique"
+    MEDIA_BYTES_REFERENCED = "media_bytes_referenced"
+    QUEUE_READY = "queue_ready"
+    QUEUE_TAKEN = "queue_taken"
+    QUEUE_BYTES = "queue_bytes"
+    QUEUE_OLDEST_AGE_S = "queue_oldest_age_s"
+    CANARY = "canary"
+
+
+class CounterName(StrEnum):
+    """Counts since the run began, each split by a reason."""
+
+    REJECTED = "rejected"
+    SKIPPED = "skipped"
+    RESTARTS = "restarts"
+    WEIGHT_SYNCS = "weight_syncs"
+    ROLLOUT_RETRIES = "rollout_retries"
+    REWARD_FAILURES = "reward_failures"
+    DROPPED_SINKS = "dropped_sinks"
+    DROPPED_SAMPLES = "dropped_samples"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number means. `unit` is empty where the number has none."""
+
+    unit: str
+    help: str
+
+
+METRICS: Mapping[str, Metric] = {
+    MetricName.REWARD_MEAN: Metric("", "Mean reward over the responses of one step"),
+    MetricName.REWARD_STD: Metric("", "Standard deviation of the reward over the responses of one step"),
+    MetricName.REWARD_MAX: Metric("", "Highest reward in one step"),
+    MetricName.REWARD_MIN: Metric("", "Lowest reward in one step"),
+    MetricName.ACCURACY: Metric("", "Mean of the reward component that rewards.accuracy_component names"),
+    MetricName.KL: Metric("nat/token", "Estimated divergence of the policy from the reference"),
+    MetricName.ENTROPY: Metric("nat/token", "Entropy of the policy's token distribution"),
+    MetricName.LOSS: Metric("", "Loss of the update"),
+    MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
+    MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
+    MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
+    MetricName.LOGPROB_GAP_MEAN: Metric("nat", "Mean absolute log-prob difference of engine and learner"),
+    MetricName.LOGPROB_GAP_MAX: Metric("nat", "Largest absolute log-prob difference of engine and learner"),
+    MetricName.RESPONSE_LENGTH: Metric("tokens", "Mean number of tokens of a response"),
+    MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses cut at sampler.max_tokens"),
+    MetricName.UNIFORM_FRACTION: Metric("", "Share of groups whose rewards are all equal (no gradient)"),
+    MetricName.STALENESS: Metric("versions", "Mean age of a trained token: version trained from less its own"),
+    MetricName.STALENESS_MAX: Metric("versions", "Age of the oldest trained token"),
+    MetricName.NUM_GROUPS: Metric("", "Groups trained on in one step"),
+    MetricName.NUM_SAMPLES: Metric("", "Responses trained on in one step"),
+    MetricName.NUM_TOKENS: Metric("tokens", "Generated tokens trained on in one step"),
+    MetricName.SAMPLES_PER_S: Metric("1/s", "Responses trained on per second of the whole step"),
+    MetricName.TOKENS_PER_S: Metric("tokens/s", "Generated tokens trained on per second of the whole step"),
+    MetricName.BYTES_PER_TRAJECTORY: Metric("B", "Bytes of one trajectory in the object store, media excluded"),
+    MetricName.MEDIA_BYTES_UNIQUE: Metric("B", "Bytes of all media stored so far, each counted once"),
+    MetricName.MEDIA_BYTES_REFERENCED: Metric("B", "Bytes that the media of the trained samples would have taken with one copy a sample"),
+    MetricName.QUEUE_READY: Metric("", "Groups in the replay buffer that wait for a step"),
+    MetricName.QUEUE_TAKEN: Metric("", "Groups in the replay buffer that a step has leased"),
+    MetricName.QUEUE_BYTES: Metric("B", "Bytes of the groups in the replay buffer"),
+    MetricName.QUEUE_OLDEST_AGE_S: Metric("s", "Age of the oldest group in the replay buffer"),
+    MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
+}
+
+COUNTERS: Mapping[str, Metric] = {
+    CounterName.REJECTED: Metric("", "Groups that the replay buffer refused"),
+    CounterName.SKIPPED: Metric("", "Dataset samples that could not be used"),
+    CounterName.RESTARTS: Metric("", "Workers that were started again after a failure"),
+    CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),
+    CounterName.ROLLOUT_RETRIES: Metric("", "Prompts that were sent out again after a failure"),
+    CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
+    CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
+    CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
+}
+
+
+def describe(name: str) -> Metric:
+    """The meaning of a value; one that only the learner knows is described by where it comes from."""
+    return METRICS[name] if name in METRICS else Metric("", f"{name}, as the learner reports it")

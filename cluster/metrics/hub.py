@@ -1,0 +1,178 @@
+"""Metrics: where the loop's numbers come together, become one record a step, and leave for the sinks.
+
+    with metrics.step(version + 1) as step:
+        with step.timed("update"):
+            update = await learner.update(groups)
+        step.record(groups, update, await replay.stats())
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.records import EvaluationRecord, Record, StepRecord
+from cluster.metrics.sinks.base import Sink
+from cluster.metrics.sinks.fan_out import FanOut
+from cluster.metrics.step_values import component_means, staleness_of, step_values
+from cluster.metrics.totals import RunTotals
+
+if TYPE_CHECKING:
+    from cluster.roles import ReplayStats, UpdateReport
+    from cluster.trajectory import ScoredGroup
+
+_logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class Samples(Protocol):
+    """Keeps a few responses of the run to look at."""
+
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None: ...
+
+
+class StepScope:
+    """One step while it runs: phases are timed, then what it did is recorded once."""
+
+    def __init__(self, step: int, clock: Clock, accuracy_component: str) -> None:
+        self.groups: Sequence[ScoredGroup] = ()
+        self.replay: ReplayStats | None = None
+        self._step = step
+        self._clock = clock
+        self._accuracy_component = accuracy_component
+        self._start = clock()
+        self._seconds: Counter[str] = Counter()
+        self._update: Mapping[str, float] = {}
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of the body to `phase`; phases follow each other and do not nest."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += self._clock() - start
+
+    def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
+        """State what the step trained on and what came of it."""
+        assert groups, f"step {self._step} recorded no groups"
+        self.groups, self.replay, self._update = groups, replay, update.metrics
+
+    def finish(self, observed: Mapping[str, float], counters: Mapping[str, Counter[str]]) -> StepRecord:
+        """The step's record; `observed` are the run's gauges."""
+        assert self.replay is not None, f"step {self._step} ended without step.record(...)"
+        total = self._clock() - self._start
+        other = max(0.0, total - math.fsum(self._seconds.values()))
+        staleness = staleness_of(self.groups, trained_version=self._step - 1)
+        components = component_means(self.groups)
+        values = step_values(self.groups, self.replay, staleness, total)
+        values[MetricName.ACCURACY] = self._accuracy(components)
+        return StepRecord(
+            step=self._step,
+            seconds={**self._seconds, "other": other, "total": total},
+            values={**observed, **{name: float(v) for name, v in self._update.items()}, **values},  # ours win
+            staleness=staleness,
+            components=components,
+            counters={name: dict(reasons) for name, reasons in counters.items()},
+        )
+
+    def _accuracy(self, components: Mapping[str, float]) -> float:
+        if self._accuracy_component not in components:
+            raise ValueError(
+                f"rewards.accuracy_component={self._accuracy_component} is not among the reward components "
+                f"{sorted(components)}: name one of them"
+            )
+        return components[self._accuracy_component]
+
+
+class Metrics:
+    """The hub. It keeps the run's totals, and emits one `StepRecord` a step that ended well.
+
+    `clock` gives seconds that never run backwards (`time.perf_counter`). A sink that fails is logged, counted and
+    dropped; a report sample that cannot be fetched is logged and counted. Neither ends the run.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], clock: Clock, *, accuracy_component: str, samples: Samples) -> None:
+        self.totals = RunTotals()
+        self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
+        self._clock = clock
+        self._accuracy_component = accuracy_component
+        self._samples = samples
+        self._observed: dict[str, float] = {}
+        self._counters: dict[str, Counter[str]] = {}
+        self._sources: dict[str, Mapping[str, int]] = {}
+
+    def resume(self, records: Sequence[Record]) -> None:
+        """Take up the totals and counters of an earlier part of this run (what `JsonlSink` kept of it)."""
+        for record in records:
+            if isinstance(record, EvaluationRecord):
+                self.totals.add_evaluation(record)
+            else:
+                self.totals.add(record)
+                self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[StepScope]:
+        """Measure the step that makes version `step`; nothing is emitted if its body raises."""
+        scope = StepScope(step, self._clock, self._accuracy_component)
+        yield scope
+        self._offer_samples(step, scope.groups)
+        if scope.replay is not None:
+            self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)
+        record = scope.finish(self._observed, self._counters)
+        self.totals.add(record)
+        self._sinks.emit(record)
+
+    def record_evaluation(self, version: int, accuracy: float, interval: tuple[float, float], num: int) -> None:
+        """State the held-out accuracy of `version` over `num` prompts with its 95 % `interval` (low, high)."""
+        record = EvaluationRecord(version, accuracy, *interval, num)
+        self.totals.add_evaluation(record)
+        self._sinks.emit_evaluation(record)
+
+    def count(self, name: CounterName, reason: str, n: int = 1) -> None:
+        """Add `n` to a counter; it appears in the next step's record and in the summary."""
+        self._counters.setdefault(name, Counter())[reason] += n
+
+    def count_up_to(self, name: CounterName, totals: Mapping[str, int]) -> None:
+        """Follow a role that counts by itself since it was started: add what is new, and all of it when it is new."""
+        last = self._sources[name] if name in self._sources else {}
+        is_new = any(totals[r] < n if r in totals else n > 0 for r, n in last.items())
+        known = Counter({} if is_new else last)
+        for reason, total in totals.items():
+            if total > known[reason]:
+                self.count(name, reason, total - known[reason])
+        self._sources[name] = dict(totals)
+
+    def set_counts(self, name: CounterName, totals: Mapping[str, int]) -> None:
+        """State a counter's value as it is, for what does not depend on how often the run was started."""
+        self._counters[name] = Counter(totals)
+
+    def observe(self, name: MetricName, value: float) -> None:
+        """Set a gauge of the run (e.g. media bytes); every later step carries its newest value."""
+        self._observed[name] = value
+
+    def observed(self, name: MetricName) -> float | None:
+        """The newest value of a gauge or step value; None if it was never set, here or before a resume."""
+        known = {**self.totals.last_values, **self._observed}
+        return known[name] if name in known else None
+
+    def counts(self, name: CounterName) -> dict[str, int]:
+        """Reason -> count since the run began."""
+        return dict(self._counters[name]) if name in self._counters else {}
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._sinks.close()
+
+    def _offer_samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        try:
+            self._samples.offer(step, groups)
+        except Exception:  # a picture for the report is not worth the run
+            _logger.exception("step %d: a report sample could not be kept", step)
+            self.count(CounterName.DROPPED_SAMPLES, "error")

@@ -1,0 +1,69 @@
+"""Means with their uncertainty, and means that can be added to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z95 = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over `num` observations with its 95 % interval [low, high]."""
+
+    mean: float
+    low: float
+    high: float
+    num: int
+
+
+def wilson(num_correct: float, num: int) -> Estimate:
+    """A share of `num` trials with Wilson's score interval, which stays inside [0, 1] and holds at both ends.
+
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); Wilson (1927).
+    """
+    if num < 1 or not 0 <= num_correct <= num:
+        raise ValueError(f"an accuracy needs 0 <= correct <= num and num >= 1, got {num_correct:g} of {num}")
+    share = num_correct / num
+    scale = 1 + Z95**2 / num
+    centre = (share + Z95**2 / (2 * num)) / scale
+    half = Z95 * math.sqrt(share * (1 - share) / num + Z95**2 / (4 * num**2)) / scale
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), num)
+
+
+def mean_interval(values: Sequence[float]) -> Estimate:
+    """The mean of independent values with its normal 95 % interval, which is infinite for a single value."""
+    if not values:
+        raise ValueError("a mean needs at least one value, got none")
+    num = len(values)
+    mean = math.fsum(values) / num
+    if num == 1:
+        return Estimate(mean, -math.inf, math.inf, 1)
+    variance = math.fsum((v - mean) ** 2 for v in values) / (num - 1)
+    half = Z95 * math.sqrt(variance / num)
+    return Estimate(mean, mean - half, mean + half, num)
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Population standard deviation."""
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+class WeightedMean:
+    """A mean that is added to; equal to the mean over all observations when each weight is their number."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        self._total += value * weight
+        self._weight += weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean so far; None before the first observation."""
+        return self._total / self._weight if self._weight > 0 else None

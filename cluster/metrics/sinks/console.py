@@ -1,0 +1,89 @@
+"""ConsoleSink: one line that says how the run goes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.records import EvaluationRecord, StepRecord
+
+_logger = logging.getLogger(__name__)
+
+
+class ConsoleSink:
+    """A progress bar on a terminal; elsewhere one log line at most every `interval_s` seconds, and one at the end.
+
+    `version` is where the run starts from, `num_steps` where it ends.
+    """
+
+    name = "console"
+
+    def __init__(
+        self, console: Console, clock: Callable[[], float], *, num_steps: int, version: int, interval_s: float
+    ) -> None:
+        self._clock = clock
+        self._num_steps = num_steps
+        self._interval_s = interval_s
+        self._start_s = clock()
+        self._start_version = version
+        self._last_line_s = -math.inf
+        self._progress = _bar(console) if console.is_terminal else None
+        if self._progress is not None:
+            self._task = self._progress.add_task("", total=num_steps, completed=version, numbers="waiting for rollouts")
+            self._progress.start()
+
+    def emit(self, record: StepRecord) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record.step, numbers=_numbers(record))
+            return
+        now = self._clock()
+        if now - self._last_line_s >= self._interval_s or record.step >= self._num_steps:
+            self._last_line_s = now
+            left = _duration(self._remaining_s(record.step, now))
+            _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.num} prompts"
+        text = f"held-out accuracy at version {record.version}: {record.accuracy:.3f} ({interval})"
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False)
+        else:
+            _logger.info(text)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _remaining_s(self, step: int, now: float) -> float:
+        num_done = max(1, step - self._start_version)
+        return (now - self._start_s) / num_done * (self._num_steps - step)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )
+
+
+def _numbers(record: StepRecord) -> str:
+    values = record.values
+    return (
+        f"reward {values[MetricName.REWARD_MEAN]:.3f}  accuracy {values[MetricName.ACCURACY]:.3f}  "
+        f"{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

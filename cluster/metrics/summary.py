@@ -1,0 +1,112 @@
+"""Summary: the run in one small typed record, `summary.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.files import write_atomically
+from cluster.metrics.hub import Metrics
+from cluster.metrics.records import strict
+
+Status = Literal["running", "done", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run is, beside what it measured."""
+
+    seed: int
+    sampler: str
+    learner_backend: str
+    learner_ranks: int
+    rollout_actors: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole run, resumed parts included. A number is None where nothing was measured.
+
+    `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` that of the newest later
+    one. `seconds` sums each phase over all steps, with `other` and `total`; throughput is over that total.
+    """
+
+    accuracy_before: float | None
+    accuracy_after: float | None
+    seed: int
+    num_steps: int
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    seconds: Mapping[str, float]
+    logprob_gap_mean: float | None
+    logprob_gap_max: float | None
+    staleness: Mapping[int, int]
+    weight_syncs: int
+    restarts: int
+    rejected: Mapping[str, int]
+    sampler: str
+    learner_backend: str
+    learner_ranks: int
+    rollout_actors: int
+    media_bytes_unique: int | None
+    media_bytes_referenced: int
+    status: Status
+    wall_s: float
+    version: int
+    skipped: Mapping[str, int]
+    canary_max: float | None
+
+
+def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
+    """What `metrics` knows of the run now."""
+    totals = metrics.totals
+    evaluations = totals.evaluations
+    return Summary(
+        accuracy_before=evaluations[0].accuracy if evaluations else None,
+        accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
+        seed=facts.seed,
+        num_steps=totals.num_steps,
+        samples_per_s=totals.samples_per_s,
+        tokens_per_s=totals.tokens_per_s,
+        seconds=dict(totals.seconds),
+        logprob_gap_mean=totals.logprob_gap_mean,
+        logprob_gap_max=totals.maximum(MetricName.LOGPROB_GAP_MAX),
+        staleness=dict(sorted(totals.staleness.items())),
+        weight_syncs=sum(metrics.counts(CounterName.WEIGHT_SYNCS).values()),
+        restarts=sum(metrics.counts(CounterName.RESTARTS).values()),
+        rejected=metrics.counts(CounterName.REJECTED),
+        sampler=facts.sampler,
+        learner_backend=facts.learner_backend,
+        learner_ranks=facts.learner_ranks,
+        rollout_actors=facts.rollout_actors,
+        media_bytes_unique=_whole(metrics.observed(MetricName.MEDIA_BYTES_UNIQUE)),
+        media_bytes_referenced=totals.media_bytes_referenced,
+        status=status,
+        wall_s=wall_s,
+        version=version,
+        skipped=metrics.counts(CounterName.SKIPPED),
+        canary_max=totals.maximum(MetricName.CANARY),
+    )
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write it whole or not at all."""
+    write_atomically(path, json.dumps(strict(asdict(summary)), indent=2, allow_nan=False) + "\n")
+
+
+def read_summary(path: Path) -> Summary:
+    """The inverse of `write_summary`."""
+    row = json.loads(path.read_text(encoding="utf-8"))
+    known = {field.name for field in fields(Summary)}
+    if set(row) != known:
+        raise ValueError(f"{path} holds no summary: these keys are missing or unknown: {sorted(known ^ set(row))}")
+    row["staleness"] = {int(lag): tokens for lag, tokens in row["staleness"].items()}
+    return Summary(**{key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in row.items()})
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,72 @@
+"""RunTotals: the whole run's means, maxima and sums, kept step by step from the records alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.records import EvaluationRecord, StepRecord
+from cluster.metrics.reducers import WeightedMean
+
+
+class RunTotals:
+    """Everything the summary says; built again from `metrics.jsonl` after a resume by adding the kept records."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.version = 0  # that the newest step made
+        self.num_samples = 0
+        self.num_tokens = 0
+        self.media_bytes_referenced = 0
+        self.seconds: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
+        self.last_values: dict[str, float] = {}
+        self._gap = WeightedMean()
+        self._maxima: dict[str, float] = {}
+        self._evaluations: dict[int, EvaluationRecord] = {}
+
+    def add(self, record: StepRecord) -> None:
+        values = record.values
+        self.num_steps += 1
+        self.version = record.step
+        self.num_samples += round(values[MetricName.NUM_SAMPLES])
+        self.num_tokens += round(values[MetricName.NUM_TOKENS])
+        if MetricName.MEDIA_BYTES_REFERENCED in values:
+            self.media_bytes_referenced += round(values[MetricName.MEDIA_BYTES_REFERENCED])
+        self.seconds.update(record.seconds)
+        self.staleness.update(record.staleness)
+        self.last_values.update(values)
+        if MetricName.LOGPROB_GAP_MEAN in values:
+            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], values[MetricName.NUM_TOKENS])
+        for name, value in values.items():
+            known = self._maxima.setdefault(name, value)
+            self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
+
+    def add_evaluation(self, record: EvaluationRecord) -> None:
+        """Keep it; a version that is evaluated again keeps the newer result."""
+        self._evaluations[record.version] = record
+
+    @property
+    def evaluations(self) -> Sequence[EvaluationRecord]:
+        """By version, oldest first."""
+        return [self._evaluations[version] for version in sorted(self._evaluations)]
+
+    @property
+    def logprob_gap_mean(self) -> float | None:
+        """Over all trained tokens; None before the first step."""
+        return self._gap.value
+
+    def maximum(self, name: MetricName) -> float | None:
+        """Largest value that any step had; None where no step had one."""
+        return self._maxima[name] if name in self._maxima else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return self.num_samples / self.seconds["total"] if self.seconds["total"] > 0 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.num_tokens / self.seconds["total"] if self.seconds["total"] > 0 else None

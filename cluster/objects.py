@@ -1,0 +1,31 @@
+"""References to values that may live in Ray's object store, and how any process resolves them.
+
+Roles never import ray: they call `fetch`, which takes object refs and plain values alike, so the same role runs inside
+and outside a cluster. Every fetch has a deadline and names what it waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+from cluster.errors import DeadlineError
+
+
+def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
+    """Resolve references to values, in order; a value that is no object ref is returned as it is.
+
+    Raises:
+        DeadlineError: some value did not arrive within `timeout_s`.
+    """
+    pending = [r for r in references if isinstance(r, ray.ObjectRef)]
+    if not pending:
+        return list(references)
+    try:
+        values = iter(ray.get(pending, timeout=timeout_s))
+    except GetTimeoutError as error:
+        raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
+    return [next(values) if isinstance(r, ray.ObjectRef) else r for r in references]

@@ -1,0 +1,231 @@
+"""From a resource preset to a plan: which worker runs on which node, with which CPUs, GPUs and cores.
+
+Pure arithmetic, done before anything starts: a preset that the cluster cannot hold is refused here in a moment, while
+a placement group that does not fit would wait for ever and say nothing.
+
+    nodes = [NodeResources("a", num_cpus=2, num_gpus=0)]
+    plan = plan_placement(config.resources, nodes, roles=needed_roles(config))
+    [worker.name for worker in plan.workers]   # learner/0, learner/1, rollout/0, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import PlacementError
+from configs.schema import ResourcesConfig, RunConfig, WorkerResources
+
+EPSILON = 1e-6
+"""Shares are sums of decimal fractions; Ray itself counts in steps of 1e-4."""
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """What one node has to give: what is free there, in Ray's units."""
+
+    node_id: str
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class PlacedWorker:
+    """One worker of one role at its place.
+
+    `cores` are positions in the list of cores that the node lets a process use; empty means not bound.
+    """
+
+    role: str
+    index: int
+    node_id: str
+    num_cpus: float
+    num_gpus: float
+    num_threads: int
+    cores: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}/{self.index}"
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Every worker of a run at its place, role by role, in the order of their indices."""
+
+    workers: tuple[PlacedWorker, ...]
+
+    def of_role(self, role: str) -> tuple[PlacedWorker, ...]:
+        return tuple(worker for worker in self.workers if worker.role == role)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One role on one node, as a line of the table that people read."""
+
+    role: str
+    node_id: str
+    num_workers: int
+    num_cpus: float  # of all these workers
+    num_gpus: float  # of all these workers
+    num_threads: int  # of one worker
+    cores: tuple[tuple[int, ...], ...]  # one entry a worker
+
+
+def needed_roles(config: RunConfig) -> tuple[str, ...]:
+    """The roles that this run starts: without a KL term there is no reference."""
+    return tuple(role for role in config.resources.roles if role != "reference" or config.needs_reference)
+
+
+def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
+    """Give every worker of `roles` a node. Learner ranks come first and share as few nodes as they can.
+
+    Raises:
+        PlacementError: some worker fits on no node; the message names its role, what it asks and what is free.
+    """
+    spaces = [_Space(node) for node in nodes]
+    asked = {role: resources.roles[role] for role in resources.roles if role in roles}
+    most_demanding = sorted(asked, key=lambda role: (role != "learner", -asked[role].num_gpus, -asked[role].num_cpus))
+    placed: dict[str, list[_Space]] = {}
+    for role in most_demanding:
+        placed[role] = _place_role(role, asked[role], spaces, packed=role == "learner", preset=resources.preset)
+    return PlacementPlan(
+        tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role]))
+    )
+
+
+def plan_table(plan: PlacementPlan) -> list[PlanRow]:
+    """The plan as rows: the workers of one role on one node together."""
+    together: dict[tuple[str, str], list[PlacedWorker]] = {}
+    for worker in plan.workers:
+        together.setdefault((worker.role, worker.node_id), []).append(worker)
+    return [
+        PlanRow(
+            role=role,
+            node_id=node_id,
+            num_workers=len(workers),
+            num_cpus=sum(worker.num_cpus for worker in workers),
+            num_gpus=sum(worker.num_gpus for worker in workers),
+            num_threads=workers[0].num_threads,
+            cores=tuple(worker.cores for worker in workers),
+        )
+        for (role, node_id), workers in together.items()
+    ]
+
+
+class _Space:
+    """What is still free on one node. GPUs are counted one by one, for a share of a GPU must lie on one GPU."""
+
+    def __init__(self, node: NodeResources) -> None:
+        self.node = node
+        self.free_cpus = node.num_cpus
+        self.free_gpus = [1.0] * int(node.num_gpus + EPSILON)
+
+    def fits(self, workers: WorkerResources) -> bool:
+        return self.free_cpus + EPSILON >= workers.num_cpus and self._gpus_for(workers.num_gpus) is not None
+
+    def take(self, workers: WorkerResources) -> None:
+        gpus = self._gpus_for(workers.num_gpus)
+        assert gpus is not None, f"{self.node.node_id} was asked for GPUs that it does not have"
+        self.free_cpus -= workers.num_cpus
+        for gpu in gpus:
+            self.free_gpus[gpu] -= min(1.0, workers.num_gpus)
+
+    def capacity(self, workers: WorkerResources) -> int:
+        """How many more workers of this kind fit."""
+        trial = _Space(self.node)
+        trial.free_cpus, trial.free_gpus = self.free_cpus, list(self.free_gpus)
+        count = 0
+        while count < workers.num_workers and trial.fits(workers):
+            trial.take(workers)
+            count += 1
+        return count
+
+    def describe(self) -> str:
+        return f"{self.node.node_id} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs free"
+
+    def _gpus_for(self, num_gpus: float) -> list[int] | None:
+        """GPUs to take: the fullest one that holds a share, or as many empty ones; None if there are too few."""
+        share = min(1.0, num_gpus)
+        holding = [gpu for gpu, free in enumerate(self.free_gpus) if free + EPSILON >= share]
+        holding.sort(key=lambda gpu: self.free_gpus[gpu])
+        count = 0 if num_gpus == 0 else max(1, round(num_gpus))
+        return holding[:count] if len(holding) >= count else None
+
+
+def _place_role(
+    role: str, workers: WorkerResources, spaces: Sequence[_Space], *, packed: bool, preset: str
+) -> list[_Space]:
+    """The space of each worker of one role, taken from `spaces`."""
+    chosen: list[_Space] = []
+    for index in range(workers.num_workers):
+        fitting = [space for space in spaces if space.fits(workers)]
+        if not fitting:
+            raise PlacementError(_refusal(role, index, workers, spaces, preset))
+        space = _roomiest(fitting, workers) if packed and not chosen else _preferred(fitting, workers, chosen, packed)
+        space.take(workers)
+        chosen.append(space)
+    return chosen
+
+
+def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
+    """Where a role that wants to stay together begins: the node that holds most of it."""
+    return max(fitting, key=lambda space: space.capacity(workers))
+
+
+def _preferred(
+    fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool
+) -> _Space:
+    """A packed role stays where it is; a worker without GPU leaves GPU nodes alone; then the node with most CPUs."""
+    return max(
+        fitting,
+        key=lambda space: (
+            packed and space in chosen,
+            workers.num_gpus > 0 or space.node.num_gpus == 0,
+            space.free_cpus,
+        ),
+    )
+
+
+def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> str:
+    free = "; ".join(space.describe() for space in spaces) or "there is no node"
+    return (
+        f"resources.{role} asks for {workers.num_workers} workers with {workers.num_cpus:g} CPUs and "
+        f"{workers.num_gpus:g} GPUs each, and worker {index} fits nowhere: {free}. Use a preset smaller than "
+        f"resources={preset}, or lower resources.{role}.num_workers, num_cpus or num_gpus"
+    )
+
+
+def _workers(role: str, workers: WorkerResources, spaces: Sequence[_Space]) -> list[PlacedWorker]:
+    """The placed workers of one role; those on one node are bound to cores one after the other."""
+    seats: dict[str, int] = {}
+    placed = []
+    for index, space in enumerate(spaces):
+        seat = seats.get(space.node.node_id, 0)
+        seats[space.node.node_id] = seat + 1
+        cores = _cores(role, workers, space.node, seat) if workers.bind_cores else ()
+        placed.append(
+            PlacedWorker(
+                role=role,
+                index=index,
+                node_id=space.node.node_id,
+                num_cpus=workers.num_cpus,
+                num_gpus=workers.num_gpus,
+                num_threads=workers.num_threads,
+                cores=cores,
+            )
+        )
+    return placed
+
+
+def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) -> tuple[int, ...]:
+    """Cores of the worker that sits `seat`-th on its node; beyond the last core the first ones are shared."""
+    num_cores = int(node.num_cpus + EPSILON)
+    if workers.num_threads > num_cores:
+        raise PlacementError(
+            f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.node_id} has "
+            f"{num_cores} cores: set resources.{role}.num_threads={max(1, num_cores)} or "
+            f"resources.{role}.bind_cores=false"
+        )
+    first = seat * workers.num_threads
+    return tuple((first + offset) % num_cores for offset in range(workers.num_threads))

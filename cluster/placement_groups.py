@@ -1,0 +1,99 @@
+"""Book a placement plan on a Ray cluster: placement groups, with a deadline, pinned to the planned nodes.
+
+Bundles cannot be added to a placement group later, so a worker that may come and go alone has a group of its own; the
+learner ranks share one, because they only work together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+import ray
+from ray._private.state import available_resources_per_node  # the public API knows only the whole cluster's sum
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from cluster.errors import PlacementError
+from cluster.placement import NodeResources, PlacedWorker, PlacementPlan
+
+TOGETHER = "learner"
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass(frozen=True)
+class Booking:
+    """Where one worker's resources are reserved: pass both to `cluster.ray_group.spawn`."""
+
+    group: PlacementGroup
+    bundle_index: int
+
+
+def cluster_nodes() -> tuple[NodeResources, ...]:
+    """What is free on every live node of the connected cluster."""
+    free = available_resources_per_node()
+    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    return tuple(
+        NodeResources(node_id, num_cpus=free[node_id].get("CPU", 0.0), num_gpus=free[node_id].get("GPU", 0.0))
+        for node_id in alive
+    )
+
+
+def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
+    """Reserve every worker's resources on its planned node and wait for all of them; by worker name.
+
+    Raises:
+        PlacementError: some group was still pending after `timeout_s`; nothing stays reserved.
+    """
+    bookings: dict[str, Booking] = {}
+    booking_id = uuid4().hex[:8]  # Ray refuses a name twice, and a killed run's groups linger for a moment
+    for members in _groups(plan):
+        group = _reserve(members, f"{run_name}/{members[0].name}/{booking_id}")
+        bookings.update({worker.name: Booking(group, index) for index, worker in enumerate(members)})
+    pending = _wait(bookings, time.monotonic() + timeout_s)
+    if pending:
+        remove_placement_groups(bookings)
+        raise PlacementError(
+            f"waited {timeout_s:g} s for the cluster to reserve {', '.join(pending)}: something else holds the "
+            "resources that the plan counted as free. Look for other runs with `ray status`, or raise timeouts.start_s"
+        )
+    return bookings
+
+
+def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
+    """Give everything back. Actors that still run in these groups are ended."""
+    for group in {booking.group.id: booking.group for booking in bookings.values()}.values():
+        remove_placement_group(group)
+
+
+def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
+    together = plan.of_role(TOGETHER)
+    alone = [[worker] for worker in plan.workers if worker.role != TOGETHER]
+    return [together, *alone] if together else alone
+
+
+def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
+    return placement_group(
+        [_bundle(worker) for worker in members],
+        strategy="PACK",
+        name=name,
+        bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
+    )
+
+
+def _bundle(worker: PlacedWorker) -> dict[str, float]:
+    return {"CPU": worker.num_cpus} | ({"GPU": worker.num_gpus} if worker.num_gpus else {})
+
+
+def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:
+    """Wait for all groups until `deadline` (on the monotonic clock); the names of the workers that are left.
+
+    Ray counts this wait in whole seconds and drops the rest, so what is left is rounded up.
+    """
+    return [
+        name
+        for name, booking in bookings.items()
+        if not booking.group.wait(math.ceil(max(0.0, deadline - time.monotonic())))
+    ]

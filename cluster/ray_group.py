@@ -1,0 +1,103 @@
+"""Spawn plain role classes as Ray actors, and wait for their answers with a deadline.
+
+This is where Ray appears. A role is a plain class; `spawn` runs it in an actor of its own, at its place in the plan and
+with the threads and cores planned for it. Calls stay typed method calls on the handle; `answer` waits for them:
+
+    handle = spawn(RewardWorker, components, worker=plan.of_role("reward")[0], booking=booking, env={})
+    rewards = await answer(handle.score.remote([group]), timeout_s=30, what="reward/0 to score group 7")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.placement import PlacedWorker
+from cluster.placement_groups import Booking
+
+HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
+
+
+def spawn(
+    role: type,
+    *args: Any,
+    worker: PlacedWorker,
+    booking: Booking,
+    env: Mapping[str, str],
+    max_concurrency: int = 1,
+    **kwargs: Any,
+) -> ray.actor.ActorHandle:
+    """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
+
+    The actor carries the worker's name in the dashboard and in logs. It is never restarted by Ray itself: a role that
+    died has lost its state, so whoever supervises it builds a new one.
+    """
+    threads = str(worker.num_threads)
+    env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
+    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, worker.name)).options(
+        num_cpus=worker.num_cpus,
+        num_gpus=worker.num_gpus,
+        max_restarts=0,
+        max_concurrency=max_concurrency,
+        runtime_env={"env_vars": env_vars},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
+    )
+    return actor.remote(worker.cores, *args, **kwargs)
+
+
+async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
+    """Wait for the result of one actor call.
+
+    Raises:
+        DeadlineError: no answer within `timeout_s`; the message names `what`.
+        WorkerDiedError: the actor died, or cannot be reached.
+        Exception: whatever the role itself raised, as it raised it.
+    """
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+    except TimeoutError as error:
+        if isinstance(error, DeadlineError):
+            raise
+        raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
+    except RayActorError as error:
+        raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
+    except RayTaskError as error:
+        raise error.as_instanceof_cause() from None
+
+
+async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:
+    """Ask the role to `close()`, then end its process whatever it answered."""
+    try:
+        await answer(handle.close.remote(), timeout_s=timeout_s, what=f"{what} to close")
+    except (DeadlineError, WorkerDiedError):
+        pass  # it is ended below either way
+    finally:
+        ray.kill(handle, no_restart=True)
+
+
+def _hosted(role: type, name: str) -> type:
+    """`role` with a constructor that first claims its cores, and a sign of life; everything else is inherited."""
+
+    class Hosted(role):
+        def __init__(self, cores: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+            if cores:
+                usable = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, [usable[core] for core in cores])
+            super().__init__(*args, **kwargs)
+
+        @ray.method(concurrency_group=HEALTH)
+        def is_alive(self) -> bool:
+            return True
+
+        def __repr__(self) -> str:  # what the dashboard and log prefixes show
+            return name
+
+    Hosted.__name__ = Hosted.__qualname__ = role.__name__
+    return Hosted

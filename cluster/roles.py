@@ -1,0 +1,102 @@
+"""The roles as the loop sees them.
+
+Every method is a coroutine: behind it stands a plain object in the same process, one Ray actor, or a group of them;
+the loop cannot tell. Each call has a deadline of its own, set from `timeouts` where the role is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How one group is sampled."""
+
+    num_samples: int
+    temperature: float  # 0 is greedy (evaluation only)
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one learner update did. `metrics` are means over the global batch, reduced over all ranks."""
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ReplayStats:
+    """The buffer's state for metrics."""
+
+    num_ready: int
+    num_taken: int
+    num_bytes: int
+    oldest_age_s: float
+    num_rejected: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
+
+
+class Rollouts(Protocol):
+    """The pool of rollout actors."""
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        """One prompt to one group: a reference to the `TrajectoryGroup` and its summary."""
+        ...
+
+
+class Rewards(Protocol):
+    """The reward pool."""
+
+    async def score(self, group: Any) -> Sequence[Reward | None]:
+        """One reward a trajectory, in order; None where it could not be scored (counted by the pool)."""
+        ...
+
+
+class Replay(Protocol):
+    """The replay buffer: finished groups wait here, first in, first out, until a step takes them."""
+
+    async def put(self, group: ScoredGroup) -> None: ...
+
+    async def reject(self, group_id: str, reason: str) -> None:
+        """Count a finished group that will not be trained on."""
+        ...
+
+    async def take(self, num_groups: int) -> list[ScoredGroup]:
+        """Wait until `num_groups` groups are ready and lease the oldest ones."""
+        ...
+
+    async def release(self, groups: Sequence[ScoredGroup]) -> None:
+        """The step that took these groups is done: forget them."""
+        ...
+
+    async def stats(self) -> ReplayStats: ...
+
+
+class Reference(Protocol):
+    """Log-probs of the frozen policy."""
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The same groups with `reference_logprobs` filled in."""
+        ...
+
+
+class Learner(Protocol):
+    """The learner group."""
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """One step on these groups; returns the version that it made."""
+        ...
+
+
+class Weights(Protocol):
+    """The way of weights from the learner to the rollout actors."""
+
+    async def publish(self, version: int) -> int:
+        """Bring every rollout actor to `version`, prove it, and return it."""
+        ...

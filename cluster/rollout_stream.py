@@ -1,0 +1,226 @@
+"""RolloutStream: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
+
+It knows the fate of every prompt it handed out: trained on, rejected for a reason, or pending (for the checkpoint).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.errors import DeadlineError, RewardError, RolloutError, WorkerDiedError
+from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from cluster.staleness import Admission, StalenessGate, StepOrder
+from cluster.supervision import background_tasks
+from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+
+_logger = logging.getLogger(__name__)
+
+TOO_FEW_SCORED = "too_few_scored"
+UNIFORM = "uniform"
+STALE = "stale"
+
+
+class PromptSource(Protocol):
+    """The endless sequence of prompts, a pure function of the run's seed."""
+
+    @property
+    def cursor(self) -> int:
+        """How many places of the sequence have been passed."""
+        ...
+
+    def next(self) -> Prompt: ...
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdmissionFilter:
+    """Which finished groups are worth a step.
+
+    A policy may get so good or so bad that every group is rejected; `max_rejected_in_a_row` ends such a run.
+    """
+
+    min_scored: int  # siblings with a reward: 2 where they are compared, else 1
+    drop_uniform: bool
+    max_rejected_in_a_row: int
+
+    def reason_to_reject(self, rewards: Sequence[Reward]) -> str | None:
+        """Why a group whose scored siblings got `rewards` is not trained on; None if it is."""
+        if len(rewards) < self.min_scored:
+            return TOO_FEW_SCORED
+        if self.drop_uniform and len({reward.value for reward in rewards}) == 1:
+            return UNIFORM
+        return None
+
+
+class RetryingRollouts:
+    """Rollouts that try a prompt again, on whichever actor the pool then picks, before they give up.
+
+    `on_retry` is told the kind of each failure that is tried again.
+    """
+
+    RETRIED = (RolloutError, WorkerDiedError, DeadlineError)
+
+    def __init__(self, rollouts: Rollouts, *, max_retries: int, on_retry: Callable[[str], None]) -> None:
+        self._rollouts = rollouts
+        self._max_retries = max_retries
+        self._on_retry = on_retry
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        """Raises: RolloutError, caused by the last failure, once all tries have failed."""
+        num_failed = 0
+        while True:
+            try:
+                return await self._rollouts.generate(prompt, settings)
+            except self.RETRIED as error:
+                num_failed += 1
+                if num_failed > self._max_retries:
+                    raise RolloutError(
+                        f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) failed {num_failed} times, last with "
+                        f"{type(error).__name__}: {error}; take the sample out of the data, or raise "
+                        f"max_rollout_retries={self._max_retries} if the actors were at fault"
+                    ) from error
+                _logger.warning("prompt %s failed and is tried again: %s", prompt.prompt_id, error)
+                self._on_retry(type(error).__name__)
+
+
+class RolloutStream:
+    """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
+
+    `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. Whoever publishes
+    weights calls `advance` after each push.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: PromptSource,
+        gate: StalenessGate,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        replay: Replay,
+        settings: SamplingSettings,
+        admission_filter: AdmissionFilter,
+    ) -> None:
+        self._prompts = prompts
+        self._gate = gate
+        self._order: StepOrder[ScoredGroup] = StepOrder(gate)
+        self._rollouts = rollouts
+        self._rewards = rewards
+        self._replay = replay
+        self._settings = settings
+        self._filter = admission_filter
+        self._cursor = prompts.cursor
+        self._pending: dict[str, None] = {}  # prompt ids, in order of hand-out
+        self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
+        self._putting = asyncio.Lock()
+        self._num_rejected_in_a_row = 0
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Produce groups while the body runs.
+
+        Raises:
+            MobulaError: a prompt could not be rolled out or scored, or nothing is worth training on; the body was
+                cancelled.
+        """
+        async with background_tasks() as tasks:
+            tasks.create_task(self._produce(tasks), name="hand out prompts")
+            yield
+
+    def advance(self, version: int) -> None:
+        """Every rollout actor now serves `version`: all steps that led to it are trained, and slots are free."""
+        for step in [s for s in self._steps if s < version]:
+            for prompt_id in self._steps.pop(step):
+                del self._pending[prompt_id]
+        self._gate.advance(version)
+
+    def pending(self) -> tuple[str, ...]:
+        """Ids of the prompts that were handed out and neither trained on nor rejected, in order of hand-out."""
+        return tuple(self._pending)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"cursor": self._cursor, "pending": list(self._pending)}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint of `version`: its pending prompts come first, and anew."""
+        self._prompts.restore(state["cursor"], state["pending"])
+        self._cursor = state["cursor"]
+        self._pending = dict.fromkeys(state["pending"])
+        self._gate.resume(version)
+        self._order.resume(version)
+
+    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._gate.wait_for_slot()
+            # Reading and processing a picture would hold up every other task of the driver.
+            prompt = await asyncio.to_thread(self._prompts.next)
+            self._cursor = self._prompts.cursor
+            self._pending[prompt.prompt_id] = None
+            tasks.create_task(self._roll_out(prompt, self._gate.start()), name=f"roll out {prompt.prompt_id}")
+
+    async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
+        settings = replace(self._settings, seed=prompt_seed(self._settings.seed, prompt.prompt_id))
+        reference, summary = await self._rollouts.generate(prompt, settings)
+        rewards = tuple(await self._rewards.score(reference))
+        if len(rewards) != summary.num_trajectories:
+            raise RewardError(
+                f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} rewards: "
+                "a reward pool gives one a trajectory, None where it cannot"
+            )
+        group = ScoredGroup(summary, reference, rewards)
+        reason = self._reason_to_reject(group, admission)
+        if reason is None:
+            self._accept(group, admission)
+        else:
+            await self._reject(group, admission, reason)
+        await self._put_complete_steps()
+
+    def _reason_to_reject(self, group: ScoredGroup, admission: Admission) -> str | None:
+        if group.summary.oldest_version < admission.version:
+            return STALE  # an actor served older weights than were published: the bound would not hold
+        return self._filter.reason_to_reject(group.scored_rewards)
+
+    def _accept(self, group: ScoredGroup, admission: Admission) -> None:
+        self._num_rejected_in_a_row = 0
+        self._gate.accept(admission)
+        self._order.add(admission, group)
+
+    async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
+        self._num_rejected_in_a_row += 1
+        if self._num_rejected_in_a_row >= self._filter.max_rejected_in_a_row:
+            raise RolloutError(
+                f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
+                f"as {reason!r}: there is nothing to learn from here; if it is 'uniform', the task is solved or out of "
+                "reach: end the run, change the data, or set algorithm.drop_uniform_groups=false"
+            )
+        del self._pending[group.summary.group_id]
+        self._gate.reject(admission)
+        await self._replay.reject(group.summary.group_id, reason)
+
+    async def _put_complete_steps(self) -> None:
+        async with self._putting:  # one at a time: the buffer keeps the order of arrival
+            step = self._order.next_step
+            while groups := self._order.pop_step():
+                self._steps[step] = [group.summary.group_id for group in groups]
+                for group in groups:
+                    await self._replay.put(group)
+                step += 1
+
+
+def prompt_seed(run_seed: int, prompt_id: str) -> int:
+    """The seed of one prompt's samples, a pure function of both arguments: sha256 cut to 31 bits.
+
+    A sampler that adds the sibling's number to it stays below 2^32.
+    """
+    digest = hashlib.sha256(f"{run_seed}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -1,0 +1,137 @@
+"""StalenessGate and StepOrder: how many groups may start, and which finished ones make up the next step.
+
+Together they make the staleness bound hard without throwing finished work away: the gate never admits more groups than
+the steps within the bound can hold, and the order never leaves a group for a step in which it would be over-age.
+Pure accounting: nothing here knows a prompt, a group's bytes or a clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True, order=True)
+class Admission:
+    """One slot of the gate. Groups are numbered as they start; none of its tokens is older than `version`."""
+
+    number: int
+    version: int  # newest published version when it started
+
+
+class StalenessGate:
+    """Decides how many groups may start now.
+
+    With B groups a step and `version` the newest published weights (after AReaL, Fu et al. 2025):
+
+        capacity = min(max_concurrent - running, (max_staleness + version + 1) * B - (accepted + running))
+
+    `accepted` counts every group that was ever finished and kept, so the second term bounds how far rollouts may run
+    ahead of training; `max_staleness = 0` admits exactly the groups of the step to come. Its first factor ends at
+    `total_steps`: nothing is sampled for a step that will not be. A rejected group gives its slot back. After a resume
+    `accepted = version * B`: what was under way is started again.
+    """
+
+    def __init__(self, *, prompts_per_step: int, max_staleness: int, max_concurrent: int, total_steps: int) -> None:
+        self.prompts_per_step = prompts_per_step
+        self.max_staleness = max_staleness
+        self.version = 0
+        self.num_accepted = 0
+        self._max_concurrent = max_concurrent
+        self._total_steps = total_steps
+        self._num_started = 0
+        self._running: dict[int, Admission] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def running(self) -> Sequence[Admission]:
+        """Groups under way, oldest first."""
+        return tuple(self._running.values())
+
+    @property
+    def capacity(self) -> int:
+        """How many groups may start now; 0 or less means none."""
+        running = len(self._running)
+        num_steps = min(self.max_staleness + self.version + 1, self._total_steps)
+        ahead = num_steps * self.prompts_per_step - (self.num_accepted + running)
+        return min(self._max_concurrent - running, ahead)
+
+    async def wait_for_slot(self) -> None:
+        """Wait until a group may start; call `start` before the next await, or another may take the slot."""
+        while self.capacity <= 0:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def start(self) -> Admission:
+        """Take a slot."""
+        assert self.capacity > 0, f"a group started with capacity {self.capacity}"
+        admission = Admission(self._num_started, self.version)
+        self._num_started += 1
+        self._running[admission.number] = admission
+        return admission
+
+    def accept(self, admission: Admission) -> None:
+        """The group is finished and will be trained on."""
+        del self._running[admission.number]
+        self.num_accepted += 1
+        self._changed.set()
+
+    def reject(self, admission: Admission) -> None:
+        """The group is finished and will not be trained on: its slot is free at once."""
+        del self._running[admission.number]
+        self._changed.set()
+
+    def advance(self, version: int) -> None:
+        """Every rollout actor now serves `version`."""
+        assert version >= self.version, f"published version {version} after {self.version}"
+        self.version = version
+        self._changed.set()
+
+    def resume(self, version: int) -> None:
+        """Begin at `version`, with all groups of earlier steps trained and none under way."""
+        assert not self._running, f"resumed with {len(self._running)} groups under way"
+        self.advance(version)
+        self.num_accepted = version * self.prompts_per_step
+
+
+class StepOrder(Generic[Group]):
+    """Puts accepted groups into steps, so that no group is older than `max_staleness` when its step trains.
+
+    Step s trains from version s, so a group admitted at version v is due in step v + max_staleness. A step takes the
+    oldest finished groups, and waits for slower ones only as long as leaving those out would make one of them late:
+    what is left, in order of admission, must still fit B a step into the steps after this one. The gate's formula makes
+    plain order of admission such a plan at any time, so the wait always ends.
+
+    Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0 and are due in step 1. If 1 finishes first
+    it becomes step 0, and step 1 waits for 0 though group 2 may be finished.
+    """
+
+    def __init__(self, gate: StalenessGate) -> None:
+        self.next_step = 0
+        self._gate = gate
+        self._finished: dict[Admission, Group] = {}
+
+    def add(self, admission: Admission, group: Group) -> None:
+        """State that the gate has accepted this group."""
+        self._finished[admission] = group
+
+    def pop_step(self) -> list[Group]:
+        """The groups of the next step in order of admission, or none while it is not complete."""
+        size = self._gate.prompts_per_step
+        finished = sorted(self._finished)
+        if len(finished) < size or self._makes_late(sorted([*self._gate.running, *finished[size:]])):
+            return []
+        self.next_step += 1
+        return [self._finished.pop(admission) for admission in finished[:size]]
+
+    def resume(self, version: int) -> None:
+        """Begin with the step that trains from `version`."""
+        self.next_step = version
+
+    def _makes_late(self, left: Sequence[Admission]) -> bool:
+        size, bound = self._gate.prompts_per_step, self._gate.max_staleness
+        return any(self.next_step + 1 + i // size > a.version + bound for i, a in enumerate(left))

@@ -1,0 +1,202 @@
+"""The records that flow between roles: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
+
+Everything an RL formula needs lies on one axis, T: the decision steps of one trajectory (generated tokens, or denoising
+steps). What the policy did in each step is opaque here (`actions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from cluster.actions import TokenActions
+from cluster.media import MediaHandle
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """Where one medium stands in `Prompt.expanded_ids`: the half-open interval [start, end) of its placeholders."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, processed once and shared by all its siblings and all roles.
+
+    Two token spaces are kept: `compact_ids` holds one placeholder a medium (what an engine expands itself),
+    `expanded_ids` one placeholder a vision embedding (what a policy trains on). `media[i]` fills `media_spans[i]`.
+    """
+
+    prompt_id: str  # unique in the run: "<epoch>/<index>/<sample_id>"
+    sample_id: str  # the dataset row's own id
+    text: str  # the rendered chat prompt, for reports
+    compact_ids: np.ndarray  # int32 [P_compact]
+    expanded_ids: np.ndarray  # int32 [P]
+    media: tuple[MediaHandle, ...] = ()
+    media_spans: tuple[MediaSpan, ...] = ()
+    references: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.expanded_ids.shape[0])
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Steps [start, end) were sampled by weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a reward function reads: the response alone, without prompt and special tokens."""
+
+    text: str
+    num_tokens: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One response's score. `components` holds each component's unweighted value by name."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled response with what learning needs of it.
+
+    `behavior_logprobs` are those of the distribution that was sampled from (temperature and banned ids included).
+    `action_mask` is False where a step is not trained on.
+    """
+
+    trajectory_id: str  # "<prompt_id>#<sibling>"
+    actions: TokenActions
+    behavior_logprobs: np.ndarray  # float32 [T]
+    action_mask: np.ndarray  # bool [T]
+    weight_spans: tuple[WeightSpan, ...]
+    finish_reason: FinishReason
+    response: Response
+
+    def __post_init__(self) -> None:
+        steps = self.actions.num_steps
+        shapes = {self.behavior_logprobs.shape[0], self.action_mask.shape[0], steps}
+        covered = sum(span.end - span.start for span in self.weight_spans)
+        if len(shapes) != 1 or covered != steps:
+            raise ValueError(
+                f"trajectory {self.trajectory_id}: {steps} actions, {self.behavior_logprobs.shape[0]} log-probs, "
+                f"{self.action_mask.shape[0]} mask entries and {covered} versioned steps: they must be equal"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        return self.actions.num_steps
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 [T]: the version that sampled each step."""
+        versions = np.empty(self.num_steps, dtype=np.int32)
+        for span in self.weight_spans:
+            versions[span.start : span.end] = span.version
+        return versions
+
+
+@dataclass(frozen=True)
+class TrajectoryGroup:
+    """The siblings of one prompt: the unit of admission, scoring, filtering and credit. Grouping is by id."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def group_id(self) -> str:
+        return self.prompt.prompt_id
+
+    def summary(self) -> GroupSummary:
+        """The few numbers that the driver keeps while the bytes stay in the object store."""
+        tokens_by_version: dict[int, int] = {}
+        for trajectory in self.trajectories:
+            for span in trajectory.weight_spans:
+                tokens_by_version[span.version] = tokens_by_version.get(span.version, 0) + span.end - span.start
+        return GroupSummary(
+            group_id=self.group_id,
+            sample_id=self.prompt.sample_id,
+            num_trajectories=len(self.trajectories),
+            num_prompt_tokens=self.prompt.num_tokens,
+            num_tokens=sum(t.num_steps for t in self.trajectories),
+            num_truncated=sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories),
+            tokens_by_version=tokens_by_version,
+            media_keys=tuple(handle.key for handle in self.prompt.media),
+            num_media_bytes=sum(handle.num_bytes for handle in self.prompt.media),
+            num_bytes=group_num_bytes(self),
+        )
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Metadata of one group; small enough to travel with every message."""
+
+    group_id: str
+    sample_id: str
+    num_trajectories: int
+    num_prompt_tokens: int
+    num_tokens: int  # generated, all siblings
+    num_truncated: int
+    tokens_by_version: Mapping[int, int]
+    media_keys: tuple[str, ...]
+    num_media_bytes: int  # of the media it refers to, each counted once for this group
+    num_bytes: int  # of the group itself, media excluded
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.tokens_by_version)
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A finished group on its way to the learner: a reference to the bytes, and what was said about them.
+
+    `group` is whatever `cluster.objects.fetch` resolves to a `TrajectoryGroup` (an object ref, or the value itself in
+    one process). `reference_logprobs`, once scored, resolves to one float32 [T] array a trajectory.
+    `rewards[i]` belongs to trajectory i; None says that it could not be scored: it takes no part in learning.
+    """
+
+    summary: GroupSummary
+    group: Any
+    rewards: tuple[Reward | None, ...]
+    reference_logprobs: Any = None
+
+    @property
+    def scored_rewards(self) -> tuple[Reward, ...]:
+        """The rewards of the siblings that could be scored."""
+        return tuple(reward for reward in self.rewards if reward is not None)
+
+
+def group_num_bytes(group: TrajectoryGroup) -> int:
+    """Bytes of a group's arrays; media are stored elsewhere, once."""
+    arrays: Sequence[np.ndarray] = [group.prompt.compact_ids, group.prompt.expanded_ids]
+    per_trajectory = (
+        t.actions.token_ids.nbytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
+    )
+    return sum(a.nbytes for a in arrays) + sum(per_trajectory)

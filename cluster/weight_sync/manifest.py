@@ -1,0 +1,135 @@
+"""The manifest: which tensors a push carries, in which order, and how they are packed into buckets.
+
+Names are the checkpoint's own (what is in the safetensors files), never those of one library's modules. The receiver
+compares the sender's manifest with what its own checkpoint promises; a difference refuses the push before the first byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+
+from cluster.errors import ManifestError
+
+ALIGNMENT_BYTES = 16
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SAFETENSORS_HEADER_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor by its checkpoint name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies in its bucket: bytes [offset, offset + spec.num_bytes)."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are sent in one piece."""
+
+    slots: tuple[Slot, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything one push carries, in order."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def check_against(self, expected: Manifest) -> None:
+        """Compare by name, shape and dtype; order is the sender's.
+
+        Raises:
+            ManifestError: names what is missing, unexpected or different.
+        """
+        ours = {spec.name: spec for spec in self.tensors}
+        theirs = {spec.name: spec for spec in expected.tensors}
+        problems = [f"missing {name}" for name in sorted(theirs.keys() - ours.keys())]
+        problems += [f"unexpected {name}" for name in sorted(ours.keys() - theirs.keys())]
+        problems += [
+            f"{name} is {_describe(ours[name])} but {_describe(theirs[name])} is expected"
+            for name in sorted(ours.keys() & theirs.keys())
+            if ours[name] != theirs[name]
+        ]
+        if len(ours) != len(self.tensors):
+            problems.append("some name occurs twice")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ManifestError(f"the push does not fit the engine's checkpoint: {shown}. No byte was sent")
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Pack in order; a bucket exceeds `max_bytes` only if a single tensor does."""
+        slots: list[Slot] = []
+        end = 0
+        for spec in self.tensors:
+            start = _align(end)
+            if slots and start + spec.num_bytes > max_bytes:
+                yield Bucket(tuple(slots), end)
+                slots, start = [], 0
+            slots.append(Slot(spec, start))
+            end = start + spec.num_bytes
+        if slots:
+            yield Bucket(tuple(slots), end)
+
+    def to_wire(self) -> list[dict[str, object]]:
+        """Plain lists and strings, for serializers that know nothing else."""
+        return [asdict(spec) for spec in self.tensors]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Mapping[str, object]]) -> Manifest:
+        return cls(tuple(TensorSpec(str(w["name"]), tuple(w["shape"]), str(w["dtype"])) for w in wire))  # type: ignore[arg-type]
+
+
+def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
+    """What a checkpoint folder promises, read from its safetensors headers alone, as tensors of `dtype`.
+
+    Raises:
+        ManifestError: the folder holds no safetensors file.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ManifestError(f"{folder} holds no safetensors file: weight sync needs the checkpoint's tensor names")
+    specs = [
+        TensorSpec(name, tuple(entry["shape"]), dtype)
+        for file in files
+        for name, entry in _read_header(file).items()
+        if name != "__metadata__"
+    ]
+    return Manifest(tuple(sorted(specs, key=lambda spec: spec.name)))
+
+
+def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
+    """The JSON header of a safetensors file: an 8-byte little-endian length, then that many bytes."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(SAFETENSORS_HEADER_LENGTH_BYTES), "little")
+        return json.loads(stream.read(length))
+
+
+def _align(offset: int) -> int:
+    return (offset + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{list(spec.shape)}"

@@ -1,0 +1,123 @@
+"""The transfer group: one sender and many receivers, over gloo or nccl, apart from every other process group.
+
+Rank 0 is the learner's rank 0; rank 1 + i is receiver i. Groups are numbered by epoch: members of another epoch can
+never meet, because the epoch is part of every key of the rendezvous store. A collective runs on a helper thread and is
+waited for with a deadline on the calling one, since no backend can be trusted to give up by itself.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cluster.errors import DeadlineError, WeightSyncError
+from cluster.network import join_store
+from cluster.weight_sync.manifest import Bucket
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and how the members of one transfer group meet."""
+
+    host: str
+    port: int
+    epoch: int
+    world_size: int
+    transport: str  # gloo | nccl
+    timeout_s: float
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class TransferGroup:
+    """One member's end of the transfer group. Broadcasts always go from rank 0 to all others."""
+
+    SENDER = 0
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
+        """Meet the others; waits for them at most `rendezvous.timeout_s`.
+
+        Raises:
+            WeightSyncError: the others did not come, or the transport is unknown.
+        """
+        self.rank = rank
+        self.device = device
+        self._timeout_s = rendezvous.timeout_s
+        self._epoch = rendezvous.epoch
+        self._group = _open_group(rendezvous, rank)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"transfer-epoch-{rendezvous.epoch}")
+
+    def broadcast(self, buffer: torch.Tensor, what: str) -> None:
+        """Send `buffer` (rank 0) or fill it (others), in place; returns when the bytes have arrived.
+
+        Raises:
+            DeadlineError: some member did not take part in time; the group is unusable from then on.
+        """
+        future = self._executor.submit(self._broadcast, buffer)
+        try:
+            future.result(self._timeout_s)
+        except FutureTimeoutError as error:
+            raise DeadlineError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
+        except RuntimeError as error:
+            raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
+
+    def _broadcast(self, buffer: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = self.SENDER
+        options.timeout = timedelta(seconds=self._timeout_s)
+        self._group.broadcast([buffer], options).wait()
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    def close(self) -> None:
+        """Leave the group, once or again; pending collectives of other members end at their own deadline."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._group = None
+
+
+def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    try:
+        prefix = f"transfer-epoch-{rendezvous.epoch}"
+        store = join_store(rendezvous.host, rendezvous.port, prefix, rendezvous.timeout_s)
+        if rendezvous.transport == "gloo":
+            return dist.ProcessGroupGloo(store, rank, rendezvous.world_size, timeout)
+        if rendezvous.transport == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {rank} of {rendezvous.world_size} could not join transfer epoch {rendezvous.epoch} at "
+            f"{rendezvous.host}:{rendezvous.port} over {rendezvous.transport}: {error}"
+        ) from error
+    raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
+
+
+def pack(bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    """Copy the bucket's tensors into the front of `buffer` (uint8); returns the filled part."""
+    for slot in bucket.slots:
+        source = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous()
+        view = buffer[slot.offset : slot.offset + slot.spec.num_bytes]
+        view.copy_(source.view(-1).view(torch.uint8))
+    return buffer[: bucket.num_bytes]
+
+
+def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Name and view of each tensor in a filled bucket; the views share the buffer's memory."""
+    return [
+        (
+            slot.spec.name,
+            buffer[slot.offset : slot.offset + slot.spec.num_bytes]
+            .view(getattr(torch, slot.spec.dtype))
+            .view(slot.spec.shape),
+        )
+        for slot in bucket.slots
+    ]

@@ -1,0 +1,130 @@
+"""Every dotted key of the schema: what value it expects, what it means, and which one a mistyped key meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import EnumType
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from configs.schema.base import Section
+from configs.schema.run import RunConfig
+
+ITEM = "INDEX"
+"""Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""
+
+BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+NOUNS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key. `section` is the model below it, for keys that only hold other keys."""
+
+    name: str
+    expected: str
+    description: str
+    section: type[Section] | None
+    is_open: bool  # any key may stand below it
+
+
+def walk(section: type[Section], prefix: str) -> Iterator[Key]:
+    """The keys of `section` in the schema's order, each section before what it holds."""
+    for field_name, info in section.model_fields.items():
+        name = f"{prefix}{field_name}"
+        below, item = _section_below(info.annotation)
+        is_open = get_origin(info.annotation) is dict
+        yield Key(name, _expectation(info), info.description or "", below, is_open)
+        if below is not None:
+            yield from walk(below, f"{name}.{item}")
+
+
+@cache
+def known_keys() -> Mapping[str, Key]:
+    """Every key of a run's configuration by its dotted name, in the schema's order."""
+    return {key.name: key for key in walk(RunConfig, "")}
+
+
+def find(name: str) -> Key | None:
+    """The schema's key for a dotted name; a position in a list stands for ITEM, and any name fits below an open key."""
+    parts = [ITEM if part.isdecimal() else part for part in name.split(".")]
+    known = known_keys()
+    exact = known.get(".".join(parts))
+    if exact is not None:
+        return exact
+    parents = (known.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
+    return next((key for key in parents if key is not None and key.is_open), None)
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that `name` most likely meant: one that ends in it, a similar sibling, or a similar name."""
+    parent, _, last = name.rpartition(".")
+    endings = [candidate for candidate in known if _flat(candidate).endswith(f".{_flat(name)}")]
+    if endings:
+        return endings[0]
+    siblings = {_last(candidate): candidate for candidate in known if candidate.rpartition(".")[0] == parent}
+    others = {_last(candidate): candidate for candidate in known}
+    whole = {candidate: candidate for candidate in known if not name.startswith(f"{candidate}.")}
+    for wanted, candidates, cutoff in ((last, siblings, 0.6), (name, whole, 0.8), (last, others, 0.8)):
+        similar = get_close_matches(wanted, list(candidates), n=1, cutoff=cutoff)
+        if similar:
+            return candidates[similar[0]]
+    return None
+
+
+def _flat(name: str) -> str:
+    return name.replace("_", ".")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _section_below(annotation: Any) -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and the path from the field to the section's own keys."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, ""
+    if get_origin(annotation) is tuple:
+        item = get_args(annotation)[0]
+        if isinstance(item, type) and issubclass(item, Section):
+            return item, f"{ITEM}."
+    return None, ""
+
+
+def _expectation(info: FieldInfo) -> str:
+    """What a field's value must be, in words: 'a number, at least 0'."""
+    bounds = [
+        words.format(getattr(constraint, bound))
+        for constraint in info.metadata
+        for bound, words in BOUNDS.items()
+        if hasattr(constraint, bound)
+    ]
+    patterns = [f"matching {c.pattern}" for c in info.metadata if hasattr(c, "pattern") and c.pattern is not None]
+    return ", ".join([_noun(info.annotation), *bounds, *patterns])
+
+
+def _noun(annotation: Any) -> str:
+    if annotation in NOUNS:
+        return NOUNS[annotation]
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(get_args(annotation))
+    if isinstance(annotation, EnumType):
+        return "one of " + ", ".join(member.value for member in annotation)
+    if get_origin(annotation) is dict:
+        return "a mapping"
+    if get_origin(annotation) is tuple:
+        return "a list, each item " + _noun(get_args(annotation)[0])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "a section with " + ", ".join(annotation.model_fields)
+    raise AssertionError(f"no words for {annotation}: name the type in configs.keys.NOUNS")

@@ -1,0 +1,45 @@
+"""The schema of a run's configuration."""
+
+from configs.schema.learner import AlgorithmConfig, KLConfig, LearnerConfig, WarmStartConfig
+from configs.schema.resources import ResourcesConfig, WorkerResources
+from configs.schema.rollout import (
+    DataConfig,
+    DataKind,
+    PolicyConfig,
+    RewardComponent,
+    RewardsConfig,
+    SamplerConfig,
+    SamplerKind,
+)
+from configs.schema.run import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MetricsConfig,
+    Resume,
+    RunConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "DataKind",
+    "EvaluationConfig",
+    "KLConfig",
+    "LearnerConfig",
+    "MetricsConfig",
+    "PolicyConfig",
+    "ResourcesConfig",
+    "Resume",
+    "RewardComponent",
+    "RewardsConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "SamplerKind",
+    "TimeoutsConfig",
+    "WarmStartConfig",
+    "WeightSyncConfig",
+    "WorkerResources",
+]

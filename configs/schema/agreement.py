@@ -1,0 +1,288 @@
+"""What sections of a run's configuration must agree on, one rule a function.
+
+A rule returns what is wrong, with the value got and the next action, or None. All rules are asked, so that a user
+reads every contradiction at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from configs.schema.rollout import DataKind
+
+if TYPE_CHECKING:
+    from configs.schema.run import RunConfig
+
+Rule = Callable[["RunConfig"], str | None]
+
+COMPUTING_ROLES = ("rollout", "learner", "reference")
+TRANSPORT_ROLES = ("rollout", "learner")
+
+
+def contradictions(config: RunConfig) -> tuple[str, ...]:
+    """Every contradiction between sections of `config`, in the order of RULES."""
+    found = (rule(config) for rule in RULES)
+    return tuple(message for message in found if message is not None)
+
+
+def _minibatches_hold_groups(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.num_minibatches <= algorithm.prompts_per_step:
+        return None
+    return (
+        f"algorithm.num_minibatches={algorithm.num_minibatches} is more than "
+        f"algorithm.prompts_per_step={algorithm.prompts_per_step}: a minibatch holds at least one group, "
+        "so lower algorithm.num_minibatches or raise algorithm.prompts_per_step"
+    )
+
+
+def _groups_have_siblings(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.samples_per_prompt > 1 or not algorithm.is_group_relative:
+        return None
+    return (
+        f"algorithm.advantage={algorithm.advantage} compares siblings but "
+        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}: set algorithm.samples_per_prompt to 2 or more, "
+        "or algorithm.advantage=reinforce"
+    )
+
+
+def _uniform_groups_can_differ(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.samples_per_prompt > 1 or not algorithm.drop_uniform_groups:
+        return None
+    return (
+        "algorithm.drop_uniform_groups=true rejects every group when algorithm.samples_per_prompt=1, so no step would "
+        "ever fill: set algorithm.drop_uniform_groups=false"
+    )
+
+
+def _every_rank_gets_samples(config: RunConfig) -> str | None:
+    algorithm, num_ranks = config.algorithm, config.resources.learner.num_workers
+    samples = algorithm.prompts_per_step // algorithm.num_minibatches * algorithm.samples_per_prompt
+    if samples >= num_ranks:
+        return None
+    return (
+        f"a minibatch holds {samples} samples (algorithm.prompts_per_step={algorithm.prompts_per_step} / "
+        f"algorithm.num_minibatches={algorithm.num_minibatches} * "
+        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}) but "
+        f"resources.learner.num_workers={num_ranks}: raise algorithm.prompts_per_step or use fewer learner workers"
+    )
+
+
+def _lengths_fit(config: RunConfig) -> str | None:
+    longest = config.data.max_prompt_tokens + config.sampler.max_tokens
+    if longest <= config.sampler.max_model_len:
+        return None
+    return (
+        f"data.max_prompt_tokens={config.data.max_prompt_tokens} + sampler.max_tokens={config.sampler.max_tokens} "
+        f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: "
+        f"set sampler.max_model_len={longest} or lower one of the two"
+    )
+
+
+def _batch_holds_sequences(config: RunConfig) -> str | None:
+    sampler = config.sampler
+    if sampler.max_num_batched_tokens >= sampler.max_num_seqs:
+        return None
+    return (
+        f"sampler.max_num_batched_tokens={sampler.max_num_batched_tokens} is less than "
+        f"sampler.max_num_seqs={sampler.max_num_seqs}: each sequence takes a token a step, "
+        f"so set sampler.max_num_batched_tokens to {sampler.max_num_seqs} or more"
+    )
+
+
+def _nothing_cuts_the_distribution(config: RunConfig) -> str | None:
+    sampler = config.sampler
+    if sampler.top_p == 1.0 and sampler.top_k == 0:
+        return None
+    key, off = (f"sampler.top_p={sampler.top_p:g}", "sampler.top_p=1.0")
+    if sampler.top_k != 0:
+        key, off = (f"sampler.top_k={sampler.top_k}", "sampler.top_k=0")
+    return (
+        f"{key} samples from a cut distribution whose log-probs the learner does not compute, so ratios would be "
+        f"wrong: set {off} and shape sampling with sampler.temperature"
+    )
+
+
+def _sum_shows_two_pictures(config: RunConfig) -> str | None:
+    if config.data.kind is not DataKind.DIGIT_SUM or config.sampler.max_images_per_prompt >= 2:
+        return None
+    return (
+        f"data.kind=digit_sum shows two pictures in a prompt but "
+        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to 2"
+    )
+
+
+def _pixel_range_is_open(config: RunConfig) -> str | None:
+    if config.data.min_pixels <= config.data.max_pixels:
+        return None
+    return (
+        f"data.min_pixels={config.data.min_pixels} is more than data.max_pixels={config.data.max_pixels}: "
+        "lower data.min_pixels or raise data.max_pixels"
+    )
+
+
+def _reward_has_signal(config: RunConfig) -> str | None:
+    if any(component.weight != 0 for component in config.rewards.components):
+        return None
+    return (
+        f"rewards.components has {len(config.rewards.components)} parts and none has a weight, so every reward is 0: "
+        "give at least one part a weight other than 0, e.g. rewards=math_answer"
+    )
+
+
+def _reward_names_differ(config: RunConfig) -> str | None:
+    counts = Counter(component.name for component in config.rewards.components)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if not repeated:
+        return None
+    return (
+        f"rewards.components names {', '.join(repeated)} more than once: metrics and reports tell parts apart by name, "
+        "so give each rewards.components.INDEX.name its own"
+    )
+
+
+def _accuracy_is_scored(config: RunConfig) -> str | None:
+    names = [component.name for component in config.rewards.components]
+    if config.rewards.accuracy_component in names:
+        return None
+    return (
+        f"rewards.accuracy_component={config.rewards.accuracy_component} is no part of the reward: "
+        f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
+    )
+
+
+def _warm_start_has_a_target(config: RunConfig) -> str | None:
+    if config.warm_start.num_steps == 0 or config.warm_start.target_accuracy > 0:
+        return None
+    return (
+        f"warm_start.target_accuracy=0 is reached before the first of warm_start.num_steps="
+        f"{config.warm_start.num_steps}: use warm_start=none, or set a target above 0"
+    )
+
+
+def _roles_have_workers(config: RunConfig) -> str | None:
+    needed = ("rollout", "learner", "reward")
+    empty = [role for role in needed if config.resources.roles[role].num_workers == 0]
+    if not empty:
+        return None
+    keys = ", ".join(f"resources.{role}.num_workers" for role in empty)
+    return f"{keys} is 0, and no run works without these roles: set it to 1 or more"
+
+
+def _replay_is_one(config: RunConfig) -> str | None:
+    if config.resources.replay.num_workers == 1:
+        return None
+    return (
+        f"resources.replay.num_workers={config.resources.replay.num_workers}: there is one replay buffer, "
+        "because groups are taken in one order; set resources.replay.num_workers=1"
+    )
+
+
+def _reference_has_a_scorer(config: RunConfig) -> str | None:
+    if not config.needs_reference or config.resources.reference.num_workers > 0:
+        return None
+    return (
+        f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "
+        "resources.reference.num_workers=0: set resources.reference.num_workers=1, or algorithm.kl.coef=0"
+    )
+
+
+def _single_learner_is_one(config: RunConfig) -> str | None:
+    num_workers = config.resources.learner.num_workers
+    if config.learner.backend != "single" or num_workers == 1:
+        return None
+    return (
+        f"learner.backend=single trains in one process but resources.learner.num_workers={num_workers}: "
+        "use learner=fsdp2, or set resources.learner.num_workers=1"
+    )
+
+
+def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
+    for role, workers in config.resources.roles.items():
+        num_gpus = workers.num_gpus
+        if num_gpus > 1 and not num_gpus.is_integer():
+            return (
+                f"resources.{role}.num_gpus={num_gpus:g}: Ray books a share of one GPU or a whole number of them, "
+                f"so set resources.{role}.num_gpus={int(num_gpus)} or {int(num_gpus) + 1}"
+            )
+    return None
+
+
+def _device_has_its_gpus(config: RunConfig) -> str | None:
+    resources = config.resources
+    used = COMPUTING_ROLES if config.needs_reference else TRANSPORT_ROLES
+    for role in used:
+        num_gpus = resources.roles[role].num_gpus
+        if resources.device == "cuda" and num_gpus == 0:
+            return (
+                f"resources.device=cuda but resources.{role}.num_gpus=0, so {role} would see no GPU: "
+                f"set resources.{role}.num_gpus=1 or resources.device=cpu"
+            )
+        if resources.device == "cpu" and num_gpus > 0:
+            return (
+                f"resources.device=cpu but resources.{role}.num_gpus={num_gpus:g} would be booked for nothing: "
+                f"set resources.{role}.num_gpus=0, or use a GPU preset such as resources=gpu_2"
+            )
+    return None
+
+
+def _transport_fits_device(config: RunConfig) -> str | None:
+    if config.resources.transport == "nccl" and config.resources.device == "cpu":
+        return (
+            "resources.transport=nccl moves weights between GPUs but resources.device=cpu: "
+            "set resources.transport=gloo"
+        )
+    return None
+
+
+def _nccl_members_have_their_own_gpu(config: RunConfig) -> str | None:
+    if config.resources.transport != "nccl" or config.resources.device != "cuda":
+        return None
+    for role in TRANSPORT_ROLES:
+        num_gpus = config.resources.roles[role].num_gpus
+        if 0 < num_gpus <= 0.5:
+            return (
+                f"resources.{role}.num_gpus={num_gpus:g} lets two members of one NCCL group share a GPU, "
+                f"which NCCL refuses: set resources.{role}.num_gpus=1 or resources.transport=gloo"
+            )
+    return None
+
+
+def _attention_fits_device(config: RunConfig) -> str | None:
+    resources = config.resources
+    if config.policy.attention != "flash_attention_2" or (resources.device, resources.dtype) == ("cuda", "bfloat16"):
+        return None
+    return (
+        f"policy.attention=flash_attention_2 needs resources.device=cuda and resources.dtype=bfloat16, got "
+        f"{resources.device} and {resources.dtype}: set policy.attention=sdpa"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    _minibatches_hold_groups,
+    _groups_have_siblings,
+    _uniform_groups_can_differ,
+    _every_rank_gets_samples,
+    _lengths_fit,
+    _batch_holds_sequences,
+    _nothing_cuts_the_distribution,
+    _sum_shows_two_pictures,
+    _pixel_range_is_open,
+    _reward_has_signal,
+    _reward_names_differ,
+    _accuracy_is_scored,
+    _warm_start_has_a_target,
+    _roles_have_workers,
+    _replay_is_one,
+    _reference_has_a_scorer,
+    _single_learner_is_one,
+    _gpus_are_whole_or_shares,
+    _device_has_its_gpus,
+    _transport_fits_device,
+    _nccl_members_have_their_own_gpu,
+    _attention_fits_device,
+)

@@ -1,0 +1,94 @@
+"""How the policy is made better: algorithm, learner, warm start."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import Section
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class KLConfig(Section):
+    """Distance to the reference policy, as a term of the loss."""
+
+    coef: NonNegativeFloat
+    """Weight of the KL term; 0 turns the reference off."""
+    estimator: Literal["k1", "k2", "k3"]
+    """Schulman's estimators; k3 is unbiased and never negative."""
+
+
+class AlgorithmConfig(Section):
+    """The RL algorithm, as values."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"]
+    """`grpo`: (r - mean) / (std + eps) within the group; `dr_grpo`: r - mean; `rloo`: r - mean of the others;
+    `reinforce`: r."""
+    prompts_per_step: PositiveInt
+    """Groups in one step (B)."""
+    samples_per_prompt: PositiveInt
+    """Siblings in one group (n)."""
+    max_staleness: Annotated[int, Field(ge=0)]
+    """Versions a trained token may be behind; 0 is synchronous on-policy training."""
+    max_concurrent_groups: PositiveInt
+    """Groups in flight at most."""
+    num_minibatches: PositiveInt
+    """Optimizer steps that one step's groups are split into."""
+    clip_low: NonNegativeFloat
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: NonNegativeFloat
+    """Upper half of the clip range; larger than `clip_low` lets unlikely tokens grow more."""
+    loss_aggregation: Literal["token_mean", "sequence_mean"]
+    """`token_mean`: every trained token weighs the same; `sequence_mean`: every response does."""
+    kl: KLConfig
+    """Distance to the reference policy."""
+    drop_uniform_groups: bool
+    """Reject groups whose rewards are all equal (they carry no gradient) and sample others instead."""
+
+    @property
+    def is_group_relative(self) -> bool:
+        return self.advantage != "reinforce"
+
+
+class LearnerConfig(Section):
+    """The optimizer and how it is distributed."""
+
+    backend: Literal["fsdp2", "single"]
+    """What shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
+    learning_rate: PositiveFloat
+    """AdamW's learning rate in RL."""
+    warmup_steps: Annotated[int, Field(ge=0)]
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "cosine", "linear"]
+    """Course of the learning rate after the rise, over `num_steps`."""
+    weight_decay: NonNegativeFloat
+    """AdamW's decoupled weight decay."""
+    beta1: Annotated[float, Field(ge=0, lt=1)]
+    """AdamW's decay of the gradient's mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)]
+    """AdamW's decay of the gradient's square."""
+    max_grad_norm: PositiveFloat
+    """Global gradient norm is clipped to this."""
+    tokens_per_microbatch: PositiveInt
+    """Padded tokens in one forward and backward pass of one rank."""
+
+
+class WarmStartConfig(Section):
+    """Supervised steps before RL, so that RL has something to do."""
+
+    num_steps: Annotated[int, Field(ge=0)]
+    """Longest warm start; 0 skips it."""
+    num_rows: Annotated[int, Field(ge=0)]
+    """Rows of the train split that it learns from, chosen by the seed; 0 takes all."""
+    batch_size: PositiveInt
+    """Rows in one step."""
+    learning_rate: PositiveFloat
+    """AdamW's learning rate in the warm start."""
+    target_accuracy: Annotated[float, Field(ge=0, le=1)]
+    """Stop early once greedy accuracy on the validation split reaches this."""
+    check_interval: PositiveInt
+    """Steps between two accuracy checks."""
+    max_checks_rows: PositiveInt
+    """Rows of the validation split in one check."""

@@ -1,0 +1,66 @@
+"""Resource presets: how many workers each role has and what each one takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import Section
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class WorkerResources(Section):
+    """One role's workers. CPU shares are what Ray books; threads are what a process really runs."""
+
+    num_workers: Annotated[int, Field(ge=0)]
+    """Processes of this role."""
+    num_cpus: PositiveFloat
+    """CPUs that Ray books for one worker; roles that take turns book shares of one."""
+    num_gpus: NonNegativeFloat
+    """GPUs that Ray books for one worker: a share of one, or a whole number."""
+    num_threads: PositiveInt
+    """Threads of one worker process (OMP, torch)."""
+    bind_cores: bool
+    """Bind worker i to its own cores [i * num_threads, (i + 1) * num_threads) of its node, modulo the node's cores."""
+
+
+class ResourcesConfig(Section):
+    """A named preset: where the run fits."""
+
+    preset: str
+    """The preset's name."""
+    device: Literal["cpu", "cuda"]
+    """Where engines, learner and reference compute."""
+    dtype: Literal["float32", "bfloat16"]
+    """Compute type of engines, learner and reference."""
+    transport: Literal["gloo", "nccl"]
+    """Weight transport from learner to engines."""
+    rollout: WorkerResources
+    """The rollout actors, one engine each."""
+    learner: WorkerResources
+    """The learner ranks; they are placed together."""
+    reference: WorkerResources
+    """The scorers of the frozen policy; unused when `algorithm.kl.coef` is 0."""
+    reward: WorkerResources
+    """The reward pool."""
+    replay: WorkerResources
+    """The replay buffer; exactly one worker."""
+    object_store_bytes: PositiveInt
+    """Size of the object store of a cluster that this run starts itself."""
+    num_cpus: Annotated[int, Field(ge=0)]
+    """CPUs of a cluster that this run starts itself; 0 takes what the machine has."""
+    dashboard: bool
+    """Whether a cluster that this run starts itself serves the Ray dashboard, on the loopback address."""
+
+    @property
+    def roles(self) -> dict[str, WorkerResources]:
+        """Every role's workers by the role's name, the ones that are placed first first."""
+        return {
+            "learner": self.learner,
+            "rollout": self.rollout,
+            "reference": self.reference,
+            "reward": self.reward,
+            "replay": self.replay,
+        }

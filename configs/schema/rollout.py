@@ -1,0 +1,119 @@
+"""What is asked, who answers, and how good the answer is: policy, data, sampler, rewards."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import Section
+
+
+class PolicyConfig(Section):
+    """The network that is trained."""
+
+    model: str
+    """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
+    tiny: Literal["none", "qwen2.5-vl"]
+    """If `model` is a folder that does not exist yet, write this random-weight model there first."""
+    tiny_tied_embeddings: bool
+    """Whether the tiny model ties its output to its input embeddings."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"]
+    """Attention implementation of learner and reference."""
+    gradient_checkpointing: bool
+    """Recompute activations in the backward pass to save memory."""
+    freeze: tuple[str, ...]
+    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
+
+
+class DataKind(StrEnum):
+    JSONL = "jsonl"
+    DIGITS = "digits"
+    DIGIT_SUM = "digit_sum"
+
+
+class DataConfig(Section):
+    """The prompts: a folder with train.jsonl, validation.jsonl and test.jsonl."""
+
+    kind: DataKind
+    """`jsonl` reads a folder that is there; the digit tasks write theirs first if it is missing."""
+    path: Path
+    """The folder."""
+    prompt_suffix: str
+    """Text that is put behind every question."""
+    system_prompt: str
+    """System turn of every prompt; empty for none."""
+    max_prompt_tokens: PositiveInt
+    """A longer prompt (vision tokens included) is skipped and counted, never cut."""
+    min_pixels: PositiveInt
+    """Smaller pictures are scaled up to this many pixels by the model's image processor."""
+    max_pixels: PositiveInt
+    """Larger pictures are scaled down to this many pixels by the model's image processor."""
+    max_image_bytes: PositiveInt
+    """A larger file is refused before it is read."""
+    max_decoded_pixels: PositiveInt
+    """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
+    media_cache_bytes: PositiveInt
+    """Byte budget of processed pictures that are kept for later epochs."""
+    max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
+    """If a larger share of a split is unusable the run refuses to start."""
+
+
+class SamplerKind(StrEnum):
+    VLLM = "vllm"
+    HUGGINGFACE = "huggingface"
+
+
+class SamplerConfig(Section):
+    """How responses are sampled. Learner and engine use the same distribution."""
+
+    kind: SamplerKind
+    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed."""
+    temperature: PositiveFloat
+    """Divides the logits, in the engine and in the learner."""
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    """Only 1.0 keeps engine and learner on one distribution; another value is refused."""
+    top_k: int
+    """Only 0 (off) keeps engine and learner on one distribution; another value is refused."""
+    max_tokens: PositiveInt
+    """Longest response."""
+    max_model_len: PositiveInt
+    """Longest prompt and response together."""
+    max_images_per_prompt: PositiveInt
+    """Most pictures in one prompt."""
+    max_num_seqs: PositiveInt
+    """Sequences that one engine decodes at a time."""
+    max_num_batched_tokens: PositiveInt
+    """Tokens that one engine step processes at most."""
+    kv_cache_bytes: PositiveInt
+    """KV cache of one engine."""
+    enforce_eager: bool
+    """Skip graph capture and compilation."""
+    block_size: PositiveInt
+    """Tokens in one KV cache block."""
+
+
+class RewardComponent(Section):
+    """One named, weighted part of the reward."""
+
+    name: str
+    """Its name in metrics and reports."""
+    function: str
+    """A built-in function (`math_answer`, `exact_match`, `format`) or `module:function`."""
+    weight: float
+    """Its weight in the sum."""
+    options: dict[str, Any]
+    """Arguments of the function."""
+
+
+class RewardsConfig(Section):
+    """The reward: a weighted sum of components."""
+
+    components: tuple[RewardComponent, ...]
+    """The parts of the sum."""
+    accuracy_component: str
+    """The component whose mean is reported as accuracy."""
+    on_failure: Literal["exclude", "stop"]
+    """A response that cannot be scored: take it out of its group, or stop the run. It never counts as 0."""

@@ -1,0 +1,154 @@
+"""RunConfig: what a run is, as data."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from configs.schema.agreement import contradictions
+from configs.schema.base import Section
+from configs.schema.learner import AlgorithmConfig, LearnerConfig, WarmStartConfig
+from configs.schema.resources import ResourcesConfig
+from configs.schema.rollout import DataConfig, PolicyConfig, RewardsConfig, SamplerConfig
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class Resume(StrEnum):
+    """What to do with checkpoints found in the run folder."""
+
+    NEVER = "never"
+    AUTO = "auto"
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation with the run's own rollout actors."""
+
+    split: Literal["validation", "test"]
+    """The split that is scored; never the one that is trained on."""
+    interval_steps: NonNegativeInt
+    """Evaluate after every so many steps; 0 means only before and after RL."""
+    num_prompts: PositiveInt
+    """How many prompts of the split are scored (the first ones, always the same)."""
+    temperature: Annotated[float, Field(ge=0)]
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    """Run checkpoints."""
+
+    interval_steps: NonNegativeInt
+    """Write a checkpoint after every so many steps; 0 means only at the end."""
+    keep: Annotated[int, Field(ge=1)]
+    """How many complete checkpoints to keep."""
+
+
+class MetricsConfig(Section):
+    """Where numbers go."""
+
+    tensorboard: bool
+    """Write TensorBoard event files below the run folder."""
+    ray: bool
+    """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
+    progress: bool
+    """Show a progress bar."""
+    heartbeat_s: Annotated[float, Field(gt=0, le=10)]
+    """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
+    num_report_samples: PositiveInt
+    """How many samples, good and bad, the report shows."""
+
+
+class WeightSyncConfig(Section):
+    """How the learner's weights reach the rollout actors."""
+
+    bucket_bytes: PositiveInt
+    """Tensors are packed into buckets of at most this size before they are sent."""
+    timeout_s: PositiveFloat
+    """Deadline for one whole push; what did not answer is named."""
+    canary_interval: NonNegativeInt
+    """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
+    canary_tolerance: PositiveFloat
+    """Largest absolute log-prob difference that the canary accepts."""
+
+
+class TimeoutsConfig(Section):
+    """Every wait has a deadline, in seconds."""
+
+    start_s: PositiveFloat
+    """Starting one role, engine load included."""
+    rollout_s: PositiveFloat
+    """Generating one group."""
+    reward_s: PositiveFloat
+    """Scoring one group."""
+    reference_s: PositiveFloat
+    """Reference log-probs of one step's groups."""
+    update_s: PositiveFloat
+    """One learner update."""
+    checkpoint_s: PositiveFloat
+    """Writing or reading one checkpoint."""
+    object_s: PositiveFloat
+    """Fetching one object from the object store."""
+    stop_s: PositiveFloat
+    """Stopping one role in good order before it is killed."""
+
+
+class RunConfig(Section):
+    """Everything that defines a run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """The run's id: its folder is `<folder>/<name>`. Give a new name for a new run."""
+    folder: Path
+    """Where runs are written."""
+    seed: Annotated[int, Field(ge=0, le=4294967295)]
+    """Seeds data order, sampling and initialisation."""
+    num_steps: PositiveInt
+    """RL steps: weight versions after the initial one."""
+    resume: Resume
+    """`auto` goes on from the newest complete checkpoint of this run; `never` refuses a folder that holds one."""
+    max_rollout_retries: NonNegativeInt
+    """How often one prompt is tried again after a failure before the run gives up."""
+    policy: PolicyConfig
+    """The network that is trained."""
+    data: DataConfig
+    """The prompts."""
+    sampler: SamplerConfig
+    """How responses are sampled."""
+    rewards: RewardsConfig
+    """How good a response is."""
+    algorithm: AlgorithmConfig
+    """The RL algorithm."""
+    learner: LearnerConfig
+    """The optimizer and how it is distributed."""
+    warm_start: WarmStartConfig
+    """Supervised steps before RL."""
+    resources: ResourcesConfig
+    """Where the run fits."""
+    weight_sync: WeightSyncConfig
+    """How the learner's weights reach the rollout actors."""
+    evaluation: EvaluationConfig
+    """Held-out evaluation."""
+    checkpoints: CheckpointConfig
+    """Run checkpoints."""
+    metrics: MetricsConfig
+    """Where numbers go."""
+    timeouts: TimeoutsConfig
+    """Deadlines, in seconds."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / self.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some loss reads reference log-probs."""
+        return self.algorithm.kl.coef > 0
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        found = contradictions(self)
+        if found:
+            raise ValueError("\n".join(found))
+        return self

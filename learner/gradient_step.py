@@ -1,0 +1,59 @@
+"""One optimizer step over rows of any kind: split, forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from configs.schema import LearnerConfig
+from learner.backends.base import Backend
+from learner.optim import set_learning_rate
+from learner.policies.batch import TokenSequence
+from learner.policies.packing import split_microbatches
+
+
+class Row(Protocol):
+    """What can be trained on."""
+
+    @property
+    def sequence(self) -> TokenSequence: ...
+
+    def untrained(self) -> Self:
+        """The same row with no token to learn from."""
+        ...
+
+
+R = TypeVar("R", bound=Row)
+
+
+class GradientStep:
+    """Takes optimizer steps with the rank's own share of the rows; every rank is called with all of them."""
+
+    def __init__(
+        self, backend: Backend, optimizer: torch.optim.Optimizer, config: LearnerConfig, rank: int, world_size: int
+    ) -> None:
+        self._backend = backend
+        self._optimizer = optimizer
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+
+    def __call__(self, rows: Sequence[R], loss: Callable[[Sequence[R]], Tensor], learning_rate: float) -> float:
+        """One step on the sum of `loss` over all micro-batches of all ranks; returns the gradient norm. Collective."""
+        shares = self.shares(rows)
+        for n, share in enumerate(shares):
+            self._backend.backward(loss(share), is_last=n == len(shares) - 1)
+        set_learning_rate(self._optimizer, learning_rate)
+        return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
+
+    def shares(self, rows: Sequence[R]) -> list[list[R]]:
+        """This rank's micro-batches. Where other ranks have more, an untrained row keeps step with them."""
+        sequences = [row.sequence for row in rows]
+        plan = split_microbatches(sequences, self._config.tokens_per_microbatch, self._world_size)
+        return [[rows[i] for i in share] if share else [self._stand_in(rows)] for share in plan[self._rank]]
+
+    def _stand_in(self, rows: Sequence[R]) -> R:
+        return min(rows, key=lambda row: row.sequence.num_tokens).untrained()

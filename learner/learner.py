@@ -1,0 +1,221 @@
+"""Learner: one rank of the group that trains the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cluster.media import MediaReader
+from cluster.roles import UpdateReport
+from cluster.trajectory import Prompt, ScoredGroup
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.transport import Rendezvous
+from configs.schema import RunConfig
+from learner.algorithms.advantages import ADVANTAGES
+from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals
+from learner.backends.base import Backend
+from learner.backends.fsdp2 import FSDP2Backend
+from learner.backends.single import SingleBackend
+from learner.gradient_step import GradientStep
+from learner.meter import Meter
+from learner.objective import PolicyObjective, measure_gap
+from learner.optim import build_optimizer, learning_rate
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.loading import DTYPES, checkpoint_names, load_policy_model, save_policy
+from learner.policies.logprobs import PLAIN, Distribution
+from learner.policies.token import TokenPolicy
+from learner.process_group import RankRendezvous
+from learner.state import load_state, save_state
+from learner.supervised import SupervisedExample, SupervisedTrainer
+from learner.weight_publisher import WeightPublisher
+
+BACKENDS = {"fsdp2": FSDP2Backend, "single": SingleBackend}
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+class Learner:
+    """Trains the policy. Every method but `rendezvous_address` and `close` is collective: all ranks call it alike.
+
+    Example:
+        address = ranks[0].rendezvous_address()
+        for rank in ranks: rank.connect(address)      # at the same time
+        for rank in ranks: rank.update(groups, version=1)
+    """
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._rendezvous = RankRendezvous()
+        self._device = torch.device(config.resources.device)
+        self._distribution = Distribution(config.sampler.temperature, banned_ids)
+        self._objective = PolicyObjective(config.algorithm)
+        self._reader = MediaReader(
+            timeout_s=config.timeouts.object_s,
+            max_items=config.algorithm.prompts_per_step * config.sampler.max_images_per_prompt,
+        )
+        self.version = 0
+
+    def rendezvous_address(self) -> str:
+        """`host:port` that all ranks `connect` to; asked of rank 0."""
+        return self._rendezvous.address(self._config.timeouts.start_s)
+
+    def connect(self, init_method: str) -> None:
+        """Load the policy, meet the other ranks and share it out among them."""
+        torch.set_num_threads(self._config.resources.learner.num_threads)
+        torch.manual_seed(self._config.seed + self._rank)
+        model = load_policy_model(self._config.policy, torch.float32)
+        model.train()
+        self._checkpoint_names = checkpoint_names(model)
+        if self._config.learner.backend != "single":
+            self._rendezvous.join(
+                init_method,
+                rank=self._rank,
+                world_size=self._world_size,
+                backend=COLLECTIVES[self._config.resources.device],
+                timeout_s=self._config.timeouts.update_s,
+            )
+        dtype = DTYPES[self._config.resources.dtype]
+        self._backend: Backend = BACKENDS[self._config.learner.backend](self._device, dtype)
+        self._policy = TokenPolicy(model)
+        self._backend.wrap(self._policy)
+        self._optimizer = build_optimizer(self._policy.parameters(), self._config.learner)
+        self._step = self._gradient_step(self._optimizer)
+        self._supervised = SupervisedTrainer(
+            self._policy,
+            self._backend,
+            self._gradient_step(build_optimizer(self._policy.parameters(), self._config.learner)),
+            self._reader,
+            self._device,
+        )
+        self.weights = self._publisher()
+
+    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+        """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
+        algorithm = self._config.algorithm
+        items = fetch_items(groups, ADVANTAGES[algorithm.advantage], self._config.timeouts.object_s)
+        rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
+        parts = [part for part in minibatches(items, algorithm.num_minibatches) if totals(part).num_tokens > 0]
+        meter = Meter()
+        grad_norms = [
+            self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)
+        ]
+        self.version = version
+        metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
+        skipped = algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
+        return UpdateReport(version, {**metrics, "learning_rate": rate, "skipped": float(skipped)})
+
+    def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:
+        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one."""
+        return self._supervised.step(examples, self._config.warm_start.learning_rate)
+
+    def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
+        """Exact-match accuracy that greedy decoding would have on these examples."""
+        return self._supervised.answer_accuracy(examples, self._distribution)
+
+    def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans."""
+        with self._backend.inference():
+            batch = collate([TokenSequence.of_prompt(prompt)], self._reader, self._device)
+            return self._policy(batch, PLAIN).logprobs[0].cpu().numpy()
+
+    def manifest(self) -> Manifest:
+        """What a push carries."""
+        return self.weights.manifest
+
+    def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        """Listen for the members of a transfer group; asked of rank 0."""
+        return self.weights.open_transfer(epoch, num_receivers)
+
+    def join_transfer(self, rendezvous: Rendezvous) -> None:
+        """Take part in a transfer group; only rank 0 does."""
+        self.weights.join_transfer(rendezvous)
+
+    def send_weights(self, bucket_bytes: int) -> None:
+        """Push the weights to the transfer group."""
+        self.weights.send(bucket_bytes)
+
+    def export_weights(self, bucket_bytes: int) -> list[np.ndarray]:
+        """The packed buckets, on rank 0; for engines that are in no transfer group yet."""
+        return self.weights.export(bucket_bytes)
+
+    def save(self, folder: Path) -> None:
+        """Write the learner's state for an exact resume."""
+        save_state(folder, self._policy, self._optimizer, self.version, self._rank)
+
+    def load(self, folder: Path) -> int:
+        """Go on from a saved state; returns its version."""
+        self.version = load_state(folder, self._policy, self._optimizer, self._rank)
+        return self.version
+
+    def export(self, folder: Path) -> None:
+        """Write the policy in the Hugging Face layout; rank 0 does the writing."""
+        state = {}
+        for name, tensor in self._backend.full_state():
+            if self._rank == 0:
+                state[name] = tensor.detach().cpu()
+        if self._rank == 0:
+            save_policy(self._policy.model, self._config.policy.model, folder, state)
+
+    def close(self) -> None:
+        self.weights.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _loss(
+        self, part: list[LearnerItem], meter: Meter, *, is_first: bool
+    ) -> Callable[[Sequence[LearnerItem]], Tensor]:
+        """The loss of a minibatch's micro-batches, as a function of their rows."""
+        part_totals = totals(part)
+
+        def loss(rows: Sequence[LearnerItem]) -> Tensor:
+            batch = collate_items(rows, self._reader, self._device)
+            output = self._policy(batch.tokens, self._distribution)
+            if is_first:
+                measure_gap(output, batch, part_totals, meter)
+            return self._objective(output, batch, part_totals, meter)
+
+        return loss
+
+    def _publisher(self) -> WeightPublisher:
+        names = self._checkpoint_names
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._policy.model.state_dict().items()}
+        dtype = self._config.resources.dtype
+        return WeightPublisher(
+            Manifest(tuple(TensorSpec(names[name], shape, dtype) for name, shape in shapes.items() if name in names)),
+            self._named_weights,
+            rank=self._rank,
+            device=self._device,
+            transport=self._config.resources.transport,
+            timeout_s=self._config.weight_sync.timeout_s,
+        )
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, whole tensor), one at a time; tied weights once. Run it to the end on every rank."""
+        for name, tensor in self._backend.full_state():
+            if name in self._checkpoint_names:
+                yield self._checkpoint_names[name], tensor.detach()
+
+    def _gradient_step(self, optimizer: torch.optim.Optimizer) -> GradientStep:
+        return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)
+
+    def _metrics(
+        self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]
+    ) -> dict[str, float]:
+        """Means over minibatches, over all ranks; maxima and counts over all of the step."""
+        reduced = meter.reduce()
+        per_step = ("logprob_gap_mean", "logprob_gap_max", "ratio_max")
+        means = {name: value if name in per_step else value / len(grad_norms) for name, value in reduced.items()}
+        rows = [item for group in items for item in group]
+        return {
+            **means,
+            "grad_norm": sum(grad_norms) / len(grad_norms),
+            "response_length": sum(item.sequence.num_targets for item in rows) / len(rows),
+            "num_tokens": float(sum(item.num_trained for item in rows)),
+        }

@@ -1,0 +1,110 @@
+"""LearnerGroup: the learner's ranks as one role."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.ray_group import answer, stop
+from cluster.roles import UpdateReport
+from cluster.trajectory import Prompt, ScoredGroup
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+from configs.schema import TimeoutsConfig
+from learner.supervised import SupervisedExample
+
+
+class LearnerGroup:
+    """Implements `cluster.roles.Learner` over the handles of `learner.learner.Learner` workers, one a rank.
+
+    A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
+    """
+
+    def __init__(self, workers: Sequence[Any], timeouts: TimeoutsConfig) -> None:
+        self._workers = workers
+        self._timeouts = timeouts
+        self.version = 0
+
+    @property
+    def workers(self) -> Sequence[Any]:
+        return self._workers
+
+    async def start(self) -> None:
+        """Load the policy on every rank and bring the ranks together."""
+        timeout_s = self._timeouts.start_s
+        address = await answer(
+            self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what="learner/0 to name its address"
+        )
+        await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """One step; the version after it is the one before it plus 1."""
+        calls = [w.update.remote(groups, self.version + 1) for w in self._workers]
+        report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {self.version + 1}")
+        self.version = report.version
+        return report
+
+    async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
+        calls = [w.supervised_step.remote(examples) for w in self._workers]
+        return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
+
+    async def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
+        calls = [w.answer_accuracy.remote(examples) for w in self._workers]
+        return await self._all(calls, self._timeouts.update_s, "to check answers")
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        """float32 [P - 1], at temperature 1 and without bans."""
+        calls = [w.sequence_logprobs.remote(prompt) for w in self._workers]
+        return await self._all(calls, self._timeouts.update_s, "to score the probe prompt")
+
+    async def manifest(self) -> Manifest:
+        call = self._workers[0].manifest.remote()
+        return await answer(call, timeout_s=self._timeouts.start_s, what="learner/0 to list its weights")
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        call = self._workers[0].open_transfer.remote(epoch, num_receivers)
+        return await answer(call, timeout_s=self._timeouts.start_s, what=f"learner/0 to open transfer epoch {epoch}")
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        calls = [w.join_transfer.remote(rendezvous) for w in self._workers]
+        await self._all(calls, rendezvous.timeout_s, f"to join transfer epoch {rendezvous.epoch}")
+
+    async def send_weights(self, bucket_bytes: int) -> None:
+        calls = [w.send_weights.remote(bucket_bytes) for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, "to send its weights")
+
+    async def export_weights(self, bucket_bytes: int) -> Any:
+        """A reference to the packed buckets; they stay in the object store, owned by the caller."""
+        packed, *others = [w.export_weights.remote(bucket_bytes) for w in self._workers]
+        await self._all(others, self._timeouts.update_s, "to gather its weights")
+        return packed
+
+    async def save(self, folder: Path) -> None:
+        calls = [w.save.remote(folder) for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, f"to save to {folder}")
+
+    async def load(self, folder: Path) -> int:
+        """Go on from a saved state; returns its version."""
+        calls = [w.load.remote(folder) for w in self._workers]
+        self.version = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
+        return self.version
+
+    async def export(self, folder: Path) -> None:
+        calls = [w.export.remote(folder) for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, f"to export to {folder}")
+
+    async def close(self) -> None:
+        """End every rank; each gets `timeouts.stop_s` to do it in good order."""
+        await asyncio.gather(
+            *(stop(w, timeout_s=self._timeouts.stop_s, what=f"learner/{n}") for n, w in enumerate(self._workers))
+        )
+
+    async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
+        answers = await asyncio.gather(
+            *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
+        )
+        return answers[0] if answers else None

@@ -1,0 +1,41 @@
+"""Numbers gathered over micro-batches and ranks, read once at the end of an update."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Meter:
+    """Adds up, or keeps the largest of, scalars by name. Nothing waits for the device before `reduce`.
+
+    Every rank must report the same names in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            value = value.detach()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def keep_max(self, **values: Tensor) -> None:
+        for name, value in values.items():
+            value = value.detach()
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def reduce(self) -> dict[str, float]:
+        """Totals and maxima over all ranks. Collective."""
+        return _reduced(self._sums, dist.ReduceOp.SUM) | _reduced(self._maxima, dist.ReduceOp.MAX)
+
+
+def _reduced(values: dict[str, Tensor], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:
+    if not values:
+        return {}
+    stacked = torch.stack([value.float() for value in values.values()])
+    if dist.is_initialized():
+        dist.all_reduce(stacked, operation)
+    return dict(zip(values, stacked.tolist(), strict=True))

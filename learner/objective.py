@@ -1,0 +1,68 @@
+"""The RL objective: clipped policy loss plus a KL term, and the numbers that tell how it goes."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.schema import AlgorithmConfig
+from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
+from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.policy_losses import clipped_surrogate
+from learner.batch import LearnerBatch
+from learner.meter import Meter
+from learner.policies.token import PolicyOutput
+
+
+class PolicyObjective:
+    """loss = policy_loss + kl.coef * kl, each brought to one number by `algorithm.loss_aggregation`.
+
+    The old policy of the ratio is the engine's own: its log-probs of what it sampled.
+    """
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self._config = config
+        self._aggregate = AGGREGATIONS[config.loss_aggregation]
+        self._kl = KL_ESTIMATORS[config.kl.estimator]
+
+    def __call__(self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> torch.Tensor:
+        """This micro-batch's part of the minibatch's loss; its metrics go to `meter`."""
+        mask = batch.loss_mask
+        policy = clipped_surrogate(
+            output.logprobs,
+            batch.behavior_logprobs,
+            batch.advantages,
+            clip_low=self._config.clip_low,
+            clip_high=self._config.clip_high,
+        )
+        policy_loss = self._aggregate(policy.loss, mask, totals)
+        loss = policy_loss + self._kl_term(output, batch, totals, meter)
+        meter.add(
+            loss=loss,
+            policy_loss=policy_loss,
+            entropy=token_mean(output.entropy, mask, totals),
+            clip_fraction=token_mean(policy.is_clipped.float(), mask, totals),
+            ratio_mean=token_mean(policy.ratio, mask, totals),
+        )
+        meter.keep_max(ratio_max=torch.where(mask, policy.ratio, 0.0).max())
+        return loss
+
+    def _kl_term(
+        self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter
+    ) -> torch.Tensor | float:
+        if batch.reference_logprobs is None:
+            if self._config.kl.coef > 0:
+                raise ValueError(
+                    f"algorithm.kl.coef={self._config.kl.coef:g} but these groups carry no reference log-probs: "
+                    "set resources.reference.num_workers=1, or algorithm.kl.coef=0"
+                )
+            return 0.0
+        kl = self._aggregate(self._kl(output.logprobs, batch.reference_logprobs), batch.loss_mask, totals)
+        meter.add(kl=kl)
+        return self._config.kl.coef * kl if self._config.kl.coef > 0 else 0.0
+
+
+def measure_gap(output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> None:
+    """How far learner and engine are apart on what the engine sampled, before any step: |learner - behaviour|."""
+    gap = (output.logprobs - batch.behavior_logprobs).abs()
+    meter.add(logprob_gap_mean=token_mean(gap, batch.loss_mask, totals))
+    meter.keep_max(logprob_gap_max=torch.where(batch.loss_mask, gap, 0.0).max())

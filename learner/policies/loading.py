@@ -1,0 +1,119 @@
+"""Policies from and to checkpoints in the Hugging Face layout."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from configs.schema import PolicyConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+
+
+def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `policy.model`, on the CPU, frozen parameters marked, ready to train."""
+    model = load_model(config.model, dtype, config.attention)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    freeze(model, config.freeze)
+    return model
+
+
+def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The model of a checkpoint folder or hub name, on the CPU."""
+    auto = AutoModelForImageTextToText if takes_pictures(AutoConfig.from_pretrained(source)) else AutoModelForCausalLM
+    return auto.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+
+
+def takes_pictures(config: PretrainedConfig) -> bool:
+    """Whether transformers knows this architecture as image and text to text."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
+    """Take parameters out of training whose checkpoint name starts with one of `prefixes`.
+
+    Raises:
+        ValueError: a prefix that names nothing.
+    """
+    if not prefixes:
+        return
+    names = checkpoint_names(model)
+    parameters = dict(model.named_parameters())
+    for prefix in prefixes:
+        matches = [state for state, name in names.items() if name.startswith(prefix) and state in parameters]
+        if not matches:
+            raise ValueError(_no_match(prefix, list(names.values())))
+        for state_name in matches:
+            parameters[state_name].requires_grad_(False)
+
+
+def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
+    """State-dict name -> the name in a saved checkpoint, which is also what engines load by. Tied weights are left out.
+
+    Raises:
+        ValueError: a tensor that the checkpoint holds in several pieces, or several in one; such models cannot be
+            pushed by name.
+    """
+    tied = set(model.all_tied_weights_keys)
+    names = {}
+    for name, tensor in model.state_dict().items():
+        if name in tied:
+            continue
+        saved = list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
+        if len(saved) != 1:
+            raise ValueError(
+                f"policy.model: the checkpoint holds {name} as {len(saved)} tensors ({', '.join(saved)}); "
+                "only models that save each tensor as one can be trained here"
+            )
+        names[name] = saved[0]
+    if len(set(names.values())) != len(names):
+        raise ValueError(
+            "policy.model: several tensors of the model are one in its checkpoint; "
+            "only models that save each tensor as one can be trained here"
+        )
+    return names
+
+
+def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint that transformers and vLLM load like the one at `source`, processor files included.
+
+    Args:
+        source: `policy.model`, where the processor's files come from.
+        full_state: state-dict name -> whole tensor on the CPU.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if Path(source).is_dir():
+        for file in Path(source).iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
+                shutil.copy2(file, folder / file.name)
+    else:
+        AutoProcessor.from_pretrained(source).save_pretrained(folder)
+    tied = set(model.all_tied_weights_keys)  # loading finds them again in what they are tied to
+    state = {name: tensor for name, tensor in full_state.items() if name not in tied}
+    model.save_pretrained(folder, state_dict=state)
+
+
+def _no_match(prefix: str, names: list[str]) -> str:
+    stems = {".".join(parts[: i + 1]) + "." for parts in (n.split(".") for n in names) for i in range(len(parts) - 1)}
+    nearest = get_close_matches(prefix, sorted(stems), n=3, cutoff=0.0)
+    return (
+        f"policy.freeze: no parameter of the checkpoint starts with {prefix!r}; the nearest are "
+        f"{', '.join(nearest)}: use one of them, or take it out of policy.freeze"
+    )

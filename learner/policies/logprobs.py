@@ -1,0 +1,49 @@
+"""Log-probabilities under the distribution that engines sample from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BAN_BIAS = -100.0  # what engines add to the logit of a banned token, before the temperature
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """softmax((logits + bias) / temperature), with the bias `BAN_BIAS` on banned ids and 0 elsewhere."""
+
+    temperature: float
+    banned_ids: tuple[int, ...]
+
+
+PLAIN = Distribution(temperature=1.0, banned_ids=())
+
+
+class TokenLogprobs(NamedTuple):
+    """What is known about each target; leading shape [...] is that of the targets."""
+
+    logprobs: Tensor  # float32 [...]
+    entropy: Tensor  # float32 [...], detached
+    is_argmax: Tensor  # bool [...]: greedy decoding picks this target
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution) -> TokenLogprobs:
+    """Log-probs of `targets` [...] under `logits` [..., V], in float32 whatever the logits' type.
+
+    The same numbers as vLLM's `processed_logprobs` with this temperature and a `logit_bias` of -100 on banned ids.
+    """
+    logits = logits.float()
+    if distribution.banned_ids:
+        bias = logits.new_zeros(logits.shape[-1])
+        bias[list(distribution.banned_ids)] = BAN_BIAS
+        logits = logits + bias
+    if distribution.temperature != 1.0:
+        logits = logits / distribution.temperature
+    all_logprobs = logits.log_softmax(dim=-1)  # [..., V]
+    with torch.no_grad():
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+        is_argmax = all_logprobs.argmax(dim=-1) == targets
+    return TokenLogprobs(all_logprobs.gather(-1, targets[..., None])[..., 0], entropy, is_argmax)

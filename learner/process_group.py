@@ -1,0 +1,30 @@
+"""How learner ranks find each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cluster.network import RendezvousStore, join_store
+
+PREFIX = "learner"
+
+
+class RankRendezvous:
+    """One learner rank's way into the default process group. Rank 0 holds the store in which all ranks meet."""
+
+    def __init__(self) -> None:
+        self._store: RendezvousStore | None = None
+
+    def address(self, timeout_s: float) -> str:
+        """`host:port` for all ranks; call it on rank 0."""
+        self._store = RendezvousStore(timeout_s)
+        return f"{self._store.host}:{self._store.port}"
+
+    def join(self, address: str, *, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """Meet the other ranks at `address` and make the default process group; every collective has the deadline."""
+        host, port = address.rsplit(":", 1)
+        store = join_store(host, int(port), PREFIX, timeout_s)
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

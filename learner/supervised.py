@@ -1,0 +1,89 @@
+"""Supervised steps before RL: masked cross-entropy on answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.media import MediaReader
+from cluster.trajectory import Prompt
+from learner.algorithms.aggregation import Totals, token_mean
+from learner.backends.base import Backend
+from learner.gradient_step import GradientStep
+from learner.meter import Meter
+from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from learner.policies.logprobs import PLAIN, Distribution
+from learner.policies.token import TokenPolicy
+
+
+@dataclass(frozen=True)
+class SupervisedExample:
+    """A prompt and the tokens of its right answer, EOS included. Prompt and vision tokens are never trained on."""
+
+    prompt: Prompt
+    answer_ids: np.ndarray  # int32 [A]
+    answer_mask: np.ndarray  # bool [A]: True where a token is trained
+
+    @cached_property
+    def sequence(self) -> TokenSequence:
+        return TokenSequence.of_response(self.prompt, self.answer_ids)
+
+    def untrained(self) -> SupervisedExample:
+        return replace(self, answer_mask=np.zeros_like(self.answer_mask))
+
+
+class SupervisedTrainer:
+    """Teaches the policy answers, and says how many it knows. All methods are collective."""
+
+    def __init__(
+        self, policy: TokenPolicy, backend: Backend, step: GradientStep, reader: MediaReader, device: torch.device
+    ) -> None:
+        self._policy = policy
+        self._backend = backend
+        self._step = step
+        self._reader = reader
+        self._device = device
+
+    def step(self, examples: Sequence[SupervisedExample], learning_rate: float) -> dict[str, float]:
+        """One step on the mean cross-entropy of trained answer tokens; if there are none, loss 0, `skipped` 1."""
+        trained = [int(example.answer_mask.sum()) for example in examples]
+        totals = Totals(num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained))
+        counts = {"num_tokens": float(totals.num_tokens), "learning_rate": learning_rate}
+        if totals.num_tokens == 0:
+            return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0, **counts}
+        meter = Meter()
+
+        def loss(rows: Sequence[SupervisedExample]) -> Tensor:
+            output = self._policy(self._collate(rows), PLAIN)
+            part = token_mean(-output.logprobs, self._mask(rows), totals)
+            meter.add(loss=part)
+            return part
+
+        grad_norm = self._step(examples, loss, learning_rate)
+        skipped = float(not np.isfinite(grad_norm))
+        return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
+
+    def answer_accuracy(self, examples: Sequence[SupervisedExample], distribution: Distribution) -> float:
+        """The share of examples whose every trained token is the likeliest one given those before it.
+
+        Greedy decoding gives exactly those answers, so this is its exact-match accuracy without decoding.
+        """
+        meter = Meter()
+        with self._backend.inference():
+            for rows in self._step.shares(examples):
+                mask = self._mask(rows)
+                output = self._policy(self._collate(rows), distribution)
+                is_right = (output.is_argmax | ~mask).all(dim=1) & mask.any(dim=1)
+                meter.add(right=is_right.sum())
+        return meter.reduce()["right"] / len(examples)
+
+    def _collate(self, rows: Sequence[SupervisedExample]) -> TokenBatch:
+        return collate([row.sequence for row in rows], self._reader, self._device)
+
+    def _mask(self, rows: Sequence[SupervisedExample]) -> Tensor:
+        return torch.from_numpy(pad_rows([row.answer_mask for row in rows], 0, np.bool_)).to(self._device)

@@ -1,0 +1,68 @@
+"""The reward functions by name, and how a name and its options become a function."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rewards.contract import RewardFunction
+from rewards.functions.exact_match import ExactMatch
+from rewards.functions.format import Format
+from rewards.functions.math_answer import MathAnswer
+from rewards.isolated import IsolatedProcess
+
+BUILT_IN: Mapping[str, Callable[..., RewardFunction]] = {
+    "math_answer": MathAnswer,
+    "format": Format,
+    "exact_match": ExactMatch,
+}
+
+
+def build_function(name: str, options: Mapping[str, Any], isolated: IsolatedProcess) -> RewardFunction:
+    """The reward function that `name` stands for: a built-in one, or a user's `module:function`.
+
+    A user's function is called as `function(request, **options)` in the isolated process, never in this one.
+
+    Raises:
+        ValueError: there is no such function, or an option is unknown, missing or unfit.
+    """
+    if ":" in name:
+        _check_options(name, _import(name), options)
+        return lambda request: isolated.call(name, request, **options)
+    if name not in BUILT_IN:
+        known = f"one of {', '.join(BUILT_IN)}, or module:function"
+        raise ValueError(f"there is no reward function {name!r}{_nearest(name, BUILT_IN)}: use {known}")
+    _check_options(name, BUILT_IN[name], options)
+    return BUILT_IN[name](isolated, **options)
+
+
+def _import(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"reward function {name!r} cannot be imported ({error}): put it on the PYTHONPATH") from error
+    if not callable(function):
+        raise ValueError(f"reward function {name!r} is a {type(function).__name__}: name a function")
+    return function
+
+
+def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """The first parameter is the request (or the isolated process); the options are the others, by keyword."""
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    for option in options:
+        if option not in named and not takes_any:
+            raise ValueError(f"{name} has no option {option!r}{_nearest(option, named)}: it has {', '.join(named)}")
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in options]
+    if missing:
+        raise ValueError(f"{name} needs options.{missing[0]}, which is not set")
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

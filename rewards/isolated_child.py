@@ -1,0 +1,59 @@
+"""The far end of `IsolatedProcess`: receives calls on a pipe and answers them until the pipe closes."""
+
+from __future__ import annotations
+
+import importlib
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
+GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
+
+
+def serve(connection: Connection) -> None:
+    """Answer `(called, target, args, kwargs, timeout_s)` with `(succeeded, result or error text)`.
+
+    A target that is not called is imported only.
+    """
+    while True:
+        try:
+            called, target, args, kwargs, timeout_s = connection.recv()
+        except EOFError:  # the parent closed its end or died
+            return
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # unhandled SIGALRM ends even a hang inside C code
+        reply = _run(called, target, args, kwargs)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(connection, reply)
+
+
+def _run(called: bool, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    try:
+        function = resolve(target)
+        return True, function(*args, **kwargs) if called else None
+    except BaseException as error:  # a sys.exit() inside an answer's check is that answer's failure as well
+        return False, f"{type(error).__name__}: {error}"
+
+
+def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
+    try:
+        connection.send(reply)
+    except (BrokenPipeError, ConnectionResetError):
+        raise SystemExit(0) from None  # nobody waits for it any more
+    except Exception as error:  # pickling runs code of the result's own class
+        connection.send((False, f"a result that cannot be pickled, {type(error).__name__}: {error}"))
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,49 @@
+"""The project's own Python files, parsed once, and what they import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("configs", "cluster", "rewards", "learner", "actors", "deploy")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file; `path` is relative to the repository."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        return self.path.split("/")[0]
+
+    def imports(self) -> Iterator[str]:
+        """Every dotted name that is imported, at the top, inside functions and for type checking alike."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.path}:{node.lineno} imports relatively: write the whole name"
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def sources() -> tuple[Source, ...]:
+    """All files of the packages."""
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return tuple(_read(path) for path in paths)
+
+
+def parse(path: str, text: str) -> Source:
+    return Source(path, text, ast.parse(text, filename=path))
+
+
+def _read(path: Path) -> Source:
+    return parse(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))

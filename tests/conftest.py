@@ -1,0 +1,46 @@
+"""Fixtures that several kinds of tests share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing about what it shows, and a busy machine takes longer.
+settings.register_profile("mobula", deadline=None)
+settings.load_profile("mobula")
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[str]:
+    """A private two-CPU Ray cluster, started once for all integration tests; its namespace is the fixture's value.
+
+    Its folder is made directly below /tmp: a Unix socket's path may have 107 characters at most.
+    """
+    import ray  # only the tests that ask for a cluster pay for the import
+
+    folder = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")
+    namespace = f"test-{uuid.uuid4().hex[:8]}"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "disabled")
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("GLOO_SOCKET_IFNAME", "lo")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=256 * 2**20,
+            include_dashboard=False,
+            namespace=namespace,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+        )
+        try:
+            yield namespace
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,59 @@
+"""Engines that all contract tests share: each is loaded once, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from engines import Engine, Model, new_learner, open_model, start_actor
+
+from learner.learner import Learner
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+ENGINES = {"vllm-untied": ("vllm", "untied"), "vllm-tied": ("vllm", "tied"), "huggingface": ("huggingface", "untied")}
+
+
+@pytest.fixture(scope="package")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    """One model with an output layer of its own, and one that shares it with the input embedding."""
+    found = {}
+    for name in ("untied", "tied"):
+        folder = tmp_path_factory.mktemp(name)
+        write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name == "tied")
+        found[name] = open_model(folder / "model")
+    return found
+
+
+@pytest.fixture(scope="package")
+def engines(local_ray: str, models: dict[str, Model]) -> Iterator[dict[str, Engine]]:
+    """Every engine, loaded side by side."""
+    started = {
+        name: start_actor(models[model], kind, index) for index, (name, (kind, model)) in enumerate(ENGINES.items())
+    }
+
+    async def load() -> None:
+        await asyncio.gather(*(engine.client.start() for engine in started.values()))
+
+    async def close() -> None:
+        await asyncio.gather(*(engine.close() for engine in started.values()))
+
+    asyncio.run(load())
+    yield started
+    asyncio.run(close())
+
+
+@pytest.fixture
+def learner(engine_name: str, models: dict[str, Model]) -> Iterator[Learner]:
+    """A learner of the engine's model, with the checkpoint's weights."""
+    _, model = ENGINES[engine_name]
+    learner = new_learner(models[model])
+    yield learner
+    learner.close()
+
+
+@pytest.fixture
+async def engine(engine_name: str, engines: dict[str, Engine], learner: Learner) -> Engine:
+    """The engine that the test's parameter names, at version 0 with the checkpoint's own weights."""
+    await engines[engine_name].serve(learner, version=0)
+    return engines[engine_name]

@@ -1,0 +1,163 @@
+"""Every engine samples from the very distribution that the learner computes, and says truly what it did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engines import Engine, copied, gaps, restore, score
+
+from cluster.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
+from learner.learner import Learner
+from learner.policies.batch import TokenSequence
+from learner.policies.logprobs import PLAIN, Distribution
+from learner.policies.token import PolicyOutput
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LOVE = 40.0  # logit of a rigged token; the others lie within about 5 of 0
+
+
+@pytest.fixture(params=["vllm-untied", "huggingface"])
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+async def sample_all(engine: Engine, **settings: int) -> list[TrajectoryGroup]:
+    """A group of every kind of prompt, all at once."""
+    return list(await asyncio.gather(*(engine.sample(prompt, **settings) for prompt in engine.model.prompts)))
+
+
+def tokens(group: TrajectoryGroup) -> list[list[int]]:
+    return [trajectory.actions.token_ids.tolist() for trajectory in group.trajectories]
+
+
+def everything(groups: list[TrajectoryGroup]) -> list[Trajectory]:
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def rig(learner: Learner, engine: Engine, token_id: int) -> None:
+    """Make the model say `token_id` after every prompt: the token's output row is solved for that."""
+    head = learner._policy.model.get_output_embeddings()
+    states: list[torch.Tensor] = []  # before the output layer, [1, H] a prompt
+    hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach().double()))
+    for prompt in engine.model.prompts:
+        say(learner, prompt, [token_id], PLAIN)
+    hook.remove()
+    loved = torch.full((len(states), 1), LOVE, dtype=torch.float64)
+    with torch.no_grad():
+        head.weight[token_id] = torch.linalg.lstsq(torch.cat(states), loved).solution[:, 0].float()
+
+
+def say(learner: Learner, prompt: Prompt, token_ids: Sequence[int], distribution: Distribution) -> PolicyOutput:
+    """What the learner's policy says of a response."""
+    return score(learner, [TokenSequence.of_response(prompt, np.array(token_ids, dtype=np.int32))], distribution)
+
+
+async def test_one_request_gives_as_many_siblings_as_asked_for(engine: Engine) -> None:
+    for group in await sample_all(engine, num_samples=6):
+        assert len(group.trajectories) == 6
+        assert len({tuple(sibling) for sibling in tokens(group)}) > 1, "siblings are samples, not copies"
+        assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}#{n}" for n in range(6)]
+
+
+async def test_logprobs_are_the_learners_own_on_text_one_and_two_pictures_mixed(
+    engine: Engine, learner: Learner
+) -> None:
+    groups = await sample_all(engine, num_samples=8)
+    found = gaps(learner, engine.model, groups)
+    assert found.size > 100
+    assert found.mean() <= 1e-6
+    assert found.max() <= 2e-5
+
+
+async def test_logprobs_depend_on_the_picture(engine: Engine, learner: Learner) -> None:
+    """Without this the comparison above could be one of two policies that see nothing."""
+    asked = engine.model.probe
+    other = replace(asked, media=engine.model.prompts[2].media[:1])
+    ours = [learner.sequence_logprobs(prompt) for prompt in (asked, other)]
+    assert np.abs(ours[0] - ours[1]).max() > 1e-3
+    for prompt, expected in zip((asked, other), ours, strict=True):
+        np.testing.assert_allclose(await engine.client.prompt_logprobs(prompt), expected, atol=1e-5)
+
+
+async def test_a_response_that_ran_out_of_tokens_is_of_reason_length_and_has_no_eos(engine: Engine) -> None:
+    short = await engine.sample(engine.model.probe, num_samples=8, max_tokens=3)
+    assert FinishReason.LENGTH in {t.finish_reason for t in short.trajectories}
+    for trajectory in short.trajectories:
+        ids = trajectory.actions.token_ids.tolist()
+        has_stop = [token in engine.model.processor.eos_token_ids for token in ids]
+        if trajectory.finish_reason is FinishReason.LENGTH:
+            assert len(ids) == 3
+            assert not any(has_stop)
+            assert trajectory.response.is_truncated
+        else:
+            assert has_stop == [False] * (len(ids) - 1) + [True]
+
+
+async def test_a_response_that_stops_ends_in_the_eos_that_it_sampled(engine: Engine, learner: Learner) -> None:
+    weights = copied(learner)
+    for stop_id in engine.model.processor.eos_token_ids:
+        restore(learner, weights)
+        rig(learner, engine, stop_id)
+        await engine.serve(learner, version=1)
+        groups = await sample_all(engine, num_samples=2)
+        for trajectory in everything(groups):
+            assert trajectory.actions.token_ids.tolist() == [stop_id]
+            assert trajectory.finish_reason is FinishReason.STOP
+            assert not trajectory.response.is_truncated
+        assert gaps(learner, engine.model, groups).max() <= 1e-5
+
+
+async def test_media_placeholders_are_never_sampled_however_much_the_model_loves_them(
+    engine: Engine, learner: Learner
+) -> None:
+    banned = engine.model.processor.media_token_ids
+    rig(learner, engine, banned[0])
+    for prompt in engine.model.prompts:
+        unbanned = say(learner, prompt, banned[:1], PLAIN)
+        assert unbanned.logprobs.item() > -1e-3, "without a ban nothing else would be sampled"
+    await engine.serve(learner, version=1)
+    groups = await sample_all(engine, num_samples=8)
+    greedy = [await engine.decode(prompt) for prompt in engine.model.prompts]
+    for trajectory in [*everything(groups), *greedy]:
+        assert not np.isin(trajectory.actions.token_ids, banned).any()
+    assert gaps(learner, engine.model, groups).max() <= 1e-4  # the ban is part of the distribution on both sides
+
+
+async def test_the_same_seed_gives_the_same_samples_and_another_seed_others(engine: Engine) -> None:
+    first = await engine.sample(engine.model.probe, seed=3)
+    again, other = [await engine.sample(engine.model.probe, seed=seed) for seed in (3, 4)]
+    assert tokens(again) == tokens(first)
+    assert tokens(other) != tokens(first)
+
+
+async def test_temperature_zero_always_takes_the_likeliest_token(engine: Engine, learner: Learner) -> None:
+    responses = await asyncio.gather(*(engine.decode(prompt) for prompt in engine.model.prompts))
+    for prompt, response in zip(engine.model.prompts, responses, strict=True):
+        assert say(learner, prompt, response.actions.token_ids, engine.model.distribution).is_argmax.all()
+
+
+async def test_every_token_has_the_version_that_sampled_it(engine: Engine, learner: Learner) -> None:
+    await engine.serve(learner, version=42)
+    for group in await sample_all(engine):
+        for trajectory in group.trajectories:
+            assert trajectory.weight_versions.tolist() == [42] * trajectory.num_steps
+        assert group.summary().tokens_by_version == {42: sum(t.num_steps for t in group.trajectories)}
+
+
+async def test_prompts_come_back_as_they_were_sent(engine: Engine) -> None:
+    for prompt, group in zip(engine.model.prompts, await sample_all(engine), strict=True):
+        assert group.prompt.expanded_ids.tolist() == prompt.expanded_ids.tolist()
+        assert group.prompt.media == prompt.media
+
+
+async def test_text_is_what_the_tokens_spell_without_special_tokens(engine: Engine) -> None:
+    for trajectory in everything(await sample_all(engine)):
+        ids = trajectory.actions.token_ids
+        assert trajectory.response.text == engine.model.processor.decode(ids)
+        assert "<|" not in trajectory.response.text

@@ -1,0 +1,293 @@
+"""After a push every engine computes what the learner computes; a push that cannot be right is refused or ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engines import Engine, LocalSender, copied, gaps, learner_logprobs, perturb, probe_gap, restore, weight_sync
+
+from cluster.errors import CanaryError, DeadlineError, ManifestError, WeightSyncError
+from cluster.trajectory import TrajectoryGroup
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.publish import Push, WeightSync
+from cluster.weight_sync.transport import Rendezvous
+from learner.learner import Learner
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXACT = 1e-5  # nat, fp32
+VISIBLE = 1e-2  # nat: a change of weights that a comparison cannot miss
+
+
+@pytest.fixture(params=["vllm-untied", "vllm-tied", "huggingface"])
+def engine_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+async def sampled_gap(engine: Engine, learner: Learner) -> float:
+    """Largest log-prob difference over sampled tokens, under the distribution that training samples from."""
+    groups = await asyncio.gather(*(engine.sample(prompt) for prompt in engine.model.prompts))
+    return float(gaps(learner, engine.model, groups).max())
+
+
+async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the_learner_computes(
+    engine: Engine, learner: Learner
+) -> None:
+    sync, weights_a, pushes = weight_sync(engine, LocalSender(learner)), copied(learner), []
+
+    async def keep(push: Push) -> None:
+        pushes.append(push)
+
+    sync.on_published(keep)
+    for version, seed in enumerate((11, 12, None), start=1):
+        if seed is None:
+            restore(learner, weights_a)
+        else:
+            perturb(learner, seed)
+        assert await probe_gap(engine, learner) > VISIBLE, "before the push the engine has other weights"
+        assert await sync.publish(version) == version
+        assert await probe_gap(engine, learner) <= EXACT
+        assert await sampled_gap(engine, learner) <= EXACT
+    assert [push.version for push in pushes] == [1, 2, 3]
+    assert all(push.canary_gap <= EXACT for push in pushes)
+    assert {push.num_bytes for push in pushes} == {learner.manifest().num_bytes}
+
+
+async def test_a_picture_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
+    engine: Engine, learner: Learner
+) -> None:
+    sync = weight_sync(engine, LocalSender(learner))
+    before = await engine.client.prompt_logprobs(engine.model.probe)
+    await sampled_gap(engine, learner)  # fills the caches of prefixes and of pictures
+    perturb(learner, seed=5, only="visual.")
+    await sync.publish(1)
+    after = await engine.client.prompt_logprobs(engine.model.probe)
+    assert np.abs(after - before).max() > VISIBLE
+    assert await probe_gap(engine, learner) <= EXACT
+    assert await sampled_gap(engine, learner) <= EXACT
+
+
+async def test_tokens_carry_the_version_of_the_push(engine: Engine, learner: Learner) -> None:
+    sync = weight_sync(engine, LocalSender(learner))
+    for version in (1, 2):
+        await sync.publish(version)
+        group = await engine.sample(engine.model.probe)
+        assert group.summary().tokens_by_version == {version: sum(t.num_steps for t in group.trajectories)}
+
+
+@pytest.mark.parametrize("engine_name", ["vllm-untied", "vllm-tied"])
+async def test_a_push_in_the_middle_of_a_response_leaves_an_exact_boundary_in_it(
+    engine: Engine, learner: Learner
+) -> None:
+    """Running responses are frozen, go on with the new weights, and every token is one of the version it claims."""
+    sync = weight_sync(engine, LocalSender(learner), canary_interval=0)
+    weights = {0: copied(learner)}
+    running = asyncio.ensure_future(engine.sample(engine.model.probe, num_samples=16, max_tokens=400))
+    while not running.done():
+        version = len(weights)
+        perturb(learner, seed=version)
+        weights[version] = copied(learner)
+        await sync.publish(version)
+        await asyncio.sleep(0.1)
+    group = await running
+    mixed = [t for t in group.trajectories if len(t.weight_spans) > 1]
+    assert mixed, f"no response saw a push: {[t.weight_spans for t in group.trajectories]}"
+    for trajectory in group.trajectories:
+        ends = [span.end for span in trajectory.weight_spans]
+        assert [span.start for span in trajectory.weight_spans] == [0, *ends[:-1]]
+        assert ends[-1] == trajectory.num_steps
+        versions = [span.version for span in trajectory.weight_spans]
+        assert versions == sorted(set(versions))
+    expected = expected_logprobs(learner, engine, group, weights)
+    for trajectory, ours in zip(group.trajectories, expected, strict=True):
+        assert np.abs(ours - trajectory.behavior_logprobs).max() <= 10 * EXACT
+
+
+def expected_logprobs(
+    learner: Learner, engine: Engine, group: TrajectoryGroup, weights: dict[int, dict[str, torch.Tensor]]
+) -> list[np.ndarray]:
+    """What the learner says of each token with the weights of the version that the token claims."""
+    expected = [np.full(t.num_steps, np.nan, dtype=np.float32) for t in group.trajectories]
+    for version, tensors in weights.items():
+        restore(learner, tensors)
+        scored = learner_logprobs(learner, [group], engine.model.distribution)
+        for ours, (trajectory, logprobs) in zip(expected, scored, strict=True):
+            is_of_version = trajectory.weight_versions == version
+            ours[is_of_version] = logprobs[is_of_version]
+    return expected
+
+
+@pytest.mark.parametrize("engine_name", ["huggingface"])
+async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new_weights(
+    engine: Engine, learner: Learner
+) -> None:
+    sync = weight_sync(engine, LocalSender(learner))
+    await sync.publish(1)
+    running = asyncio.ensure_future(engine.sample(engine.model.probe, max_tokens=100))
+    await asyncio.sleep(0.05)
+    assert not running.done()
+    await sync.publish(2)
+    old, new = await running, await engine.sample(engine.model.probe)
+    assert set(old.summary().tokens_by_version) == {1}
+    assert set(new.summary().tokens_by_version) == {2}
+
+
+async def test_a_late_joiner_gets_the_weights_through_the_object_store_and_then_takes_part(
+    engine: Engine, learner: Learner
+) -> None:
+    sender = LocalSender(learner)
+    sync = WeightSync(
+        sender, [], bucket_bytes=1 << 18, canary_interval=1, canary_tolerance=EXACT, probe=engine.model.probe
+    )
+    perturb(learner, seed=21)
+    await sync.admit(engine.client, 7)
+    assert await engine.client.weight_version() == 7
+    assert await probe_gap(engine, learner) <= EXACT
+    perturb(learner, seed=22)
+    assert await probe_gap(engine, learner) > VISIBLE
+    await sync.publish(8)
+    assert await probe_gap(engine, learner) <= EXACT
+    assert (sender.num_opened, sender.num_sent) == (1, 1)
+
+
+def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return tensors[:3] + tensors[4:]
+
+
+def added(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return (*tensors, TensorSpec("visual.merger.extra", (2, 2), "float32"))
+
+
+def renamed(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return (*tensors[:3], replace(tensors[3], name="model.visual.other"), *tensors[4:])
+
+
+def reshaped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return (*tensors[:3], replace(tensors[3], shape=(*tensors[3].shape, 1)), *tensors[4:])
+
+
+def retyped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return (*tensors[:3], replace(tensors[3], dtype="bfloat16"), *tensors[4:])
+
+
+def swapped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """Two tensors of different shapes under each other's names."""
+    other = next(i for i, spec in enumerate(tensors) if spec.shape != tensors[3].shape and i > 3)
+    exchanged = list(tensors)
+    exchanged[3] = replace(tensors[other], name=tensors[3].name)
+    exchanged[other] = replace(tensors[3], name=tensors[other].name)
+    return tuple(exchanged)
+
+
+class AlteredManifest(LocalSender):
+    """A sender that would push something else."""
+
+    def __init__(self, learner: Learner, alter: Callable[[tuple[TensorSpec, ...]], tuple[TensorSpec, ...]]) -> None:
+        super().__init__(learner)
+        self._alter = alter
+
+    async def manifest(self) -> Manifest:
+        return Manifest(self._alter(self.learner.manifest().tensors))
+
+
+@pytest.mark.parametrize(
+    ("alter", "said"),
+    [
+        (dropped, "missing {third}"),
+        (added, "unexpected visual.merger.extra"),
+        (renamed, "unexpected model.visual.other"),
+        (renamed, "missing {third}"),
+        (reshaped, "{third} is float32"),
+        (retyped, "{third} is bfloat16"),
+        (swapped, "{third} is float32"),
+    ],
+)
+async def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_sent(
+    engine: Engine, learner: Learner, alter: Callable[..., Any], said: str
+) -> None:
+    sender = AlteredManifest(learner, alter)
+    before = await engine.client.prompt_logprobs(engine.model.probe)
+    with pytest.raises(ManifestError) as refused:
+        await weight_sync(engine, sender).publish(1)
+    assert said.format(third=learner.manifest().tensors[3].name) in str(refused.value)
+    assert (sender.num_opened, sender.num_sent) == (0, 0)
+    assert await engine.client.weight_version() == 0
+    np.testing.assert_array_equal(await engine.client.prompt_logprobs(engine.model.probe), before)
+
+
+async def test_a_late_joiner_with_another_model_is_refused_by_name(engine: Engine, learner: Learner) -> None:
+    with pytest.raises(ManifestError, match=f"missing {learner.manifest().tensors[3].name}"):
+        await weight_sync(engine, AlteredManifest(learner, dropped)).admit(engine.client, 1)
+    assert await engine.client.weight_version() == 0
+
+
+class SwappedBytes(LocalSender):
+    """A sender that puts two tensors of one shape under each other's names: no manifest can tell."""
+
+    async def send_weights(self, bucket_bytes: int) -> None:
+        true = copied(self.learner)
+        first, second = twins(true)
+        restore(self.learner, true | {first: true[second], second: true[first]})
+        await super().send_weights(bucket_bytes)
+        restore(self.learner, true)
+
+
+def twins(tensors: dict[str, torch.Tensor]) -> tuple[str, str]:
+    """The first two matrices of one shape."""
+    by_shape: dict[torch.Size, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() == 2 and tensor.shape in by_shape:
+            return by_shape[tensor.shape], name
+        by_shape[tensor.shape] = name
+    raise AssertionError("all matrices differ in shape")
+
+
+async def test_the_canary_finds_two_tensors_of_one_shape_in_each_others_place(engine: Engine, learner: Learner) -> None:
+    with pytest.raises(CanaryError, match=rf"{engine.client.name} by .*did not arrive as it was sent"):
+        await weight_sync(engine, SwappedBytes(learner)).publish(1)
+
+
+async def test_a_receiver_that_never_comes_ends_the_push_in_time(engine: Engine, learner: Learner) -> None:
+    class OneTooMany(LocalSender):
+        async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+            opened = await super().open_transfer(epoch, num_receivers)
+            return replace(opened, world_size=opened.world_size + 1, timeout_s=3.0)
+
+    sender, started = OneTooMany(learner), time.monotonic()
+    with pytest.raises((WeightSyncError, DeadlineError), match="transfer epoch 1"):
+        await weight_sync(engine, sender).publish(1)
+    assert time.monotonic() - started < 20
+    assert sender.num_sent == 0
+    assert await probe_gap(engine, learner) <= EXACT, "it still serves what it served"
+    assert await engine.client.weight_version() == 0
+    perturb(learner, seed=31)
+    await weight_sync(engine, LocalSender(learner)).publish(2)
+    assert await probe_gap(engine, learner) <= EXACT, "the next push meets in a group of its own"
+
+
+async def test_a_sender_that_dies_ends_the_push_in_time_and_a_reload_brings_the_engine_back(
+    engine: Engine, learner: Learner
+) -> None:
+    class Dead(LocalSender):
+        async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+            return replace(await super().open_transfer(epoch, num_receivers), timeout_s=3.0)
+
+        async def send_weights(self, bucket_bytes: int) -> None:
+            self.num_sent += 1
+
+    started = time.monotonic()
+    with pytest.raises((WeightSyncError, DeadlineError), match="weight bucket 0"):
+        await weight_sync(engine, Dead(learner)).publish(1)
+    assert time.monotonic() - started < 20
+    perturb(learner, seed=41)
+    await engine.serve(learner, version=2)
+    assert await engine.client.weight_version() == 2
+    assert await probe_gap(engine, learner) <= EXACT
+    assert await sampled_gap(engine, learner) <= EXACT

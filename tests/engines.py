@@ -1,0 +1,269 @@
+"""Real rollout actors in processes of their own, a learner in this one, and what both are asked in contract tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from learner_data import tiny_config
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from actors.datasets.jsonl import Row
+from actors.processors.chat import ChatProcessor
+from actors.rollout_actor import RolloutActor
+from actors.rollout_client import RolloutClient
+from actors.samplers.base import EngineSettings
+from cluster.media import MediaReader, MediaStore
+from cluster.objects import fetch
+from cluster.placement import PlacedWorker
+from cluster.ray_group import stop
+from cluster.roles import SamplingSettings
+from cluster.trajectory import Prompt, Trajectory, TrajectoryGroup
+from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from cluster.weight_sync.publish import WeightSync
+from cluster.weight_sync.transport import Rendezvous
+from configs.schema import RunConfig
+from deploy.spawner import engine_environment
+from learner.learner import Learner
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.logprobs import Distribution
+from learner.policies.token import PolicyOutput
+
+TEMPERATURE = 0.8
+SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
+CALLS_IN_FLIGHT = 64
+ENGINE_TIMEOUTS_S = {"start_s": 600.0, "rollout_s": 120.0, "sync_s": 60.0}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, its processor, and a prompt with no, one and two pictures."""
+
+    config: RunConfig
+    folder: Path
+    processor: ChatProcessor
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def distribution(self) -> Distribution:
+        """What training samples from."""
+        return Distribution(TEMPERATURE, self.processor.media_token_ids)
+
+    @property
+    def probe(self) -> Prompt:
+        return self.prompts[1]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout actor whose engine is loaded, and the model that it serves."""
+
+    kind: str
+    model: Model
+    client: RolloutClient
+    handle: Any
+
+    async def sample(
+        self, prompt: Prompt, *, num_samples: int = 4, max_tokens: int = 8, seed: int = 7
+    ) -> TrajectoryGroup:
+        """One group as training samples it."""
+        return await self._generate(prompt, SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed))
+
+    async def decode(self, prompt: Prompt, *, max_tokens: int = 8) -> Trajectory:
+        """One response as evaluation samples it: greedily."""
+        group = await self._generate(prompt, SamplingSettings(1, 0.0, max_tokens, 0))
+        return group.trajectories[0]
+
+    async def serve(self, learner: Learner, version: int) -> None:
+        """Take the learner's weights of now, as a late joiner does."""
+        bucket_bytes = self.model.config.weight_sync.bucket_bytes
+        buckets = learner.export_weights(bucket_bytes)
+        await self.client.load_weights(learner.manifest(), bucket_bytes, buckets, version)
+
+    async def close(self) -> None:
+        await stop(self.handle, timeout_s=30, what=self.client.name)
+
+    async def _generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
+        reference, summary = await self.client.generate(prompt, settings)
+        [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
+        assert group.summary() == summary
+        return group
+
+
+class LocalSender:
+    """A learner in this process as weight sync sees it; it works on a thread, so that receivers can answer meanwhile."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.num_opened = 0
+        self.num_sent = 0
+
+    async def manifest(self) -> Manifest:
+        return self.learner.manifest()
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        self.num_opened += 1
+        return self.learner.open_transfer(epoch, num_receivers)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        await asyncio.to_thread(self.learner.join_transfer, rendezvous)
+
+    async def send_weights(self, bucket_bytes: int) -> None:
+        self.num_sent += 1
+        await asyncio.to_thread(self.learner.send_weights, bucket_bytes)
+
+    async def export_weights(self, bucket_bytes: int) -> list[np.ndarray]:
+        return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt)
+
+
+def open_model(folder: Path, *overrides: str) -> Model:
+    """The model of a checkpoint folder; its pictures are written beside it."""
+    config = tiny_config(
+        folder,
+        f"sampler.temperature={TEMPERATURE}",
+        "sampler.kv_cache_bytes=134217728",
+        "sampler.max_num_seqs=64",
+        "data.max_prompt_tokens=128",
+        "weight_sync.bucket_bytes=1048576",
+        "weight_sync.timeout_s=30",
+        *overrides,
+    )
+    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
+    processor = ChatProcessor(config.policy.model, config.data, config.sampler, store)
+    rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
+    prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
+    return Model(config, folder, processor, prompts)
+
+
+def start_actor(model: Model, kind: str, index: int) -> Engine:
+    """A rollout actor that books no core of the cluster: it only needs a process with the environment of an engine."""
+    cores = sorted(os.sched_getaffinity(0))
+    num_gpus = model.config.resources.rollout.num_gpus
+    worker = PlacedWorker("rollout", index, "here", 0, num_gpus, 1, (cores[index % len(cores)],))
+    environment = OFFLINE | engine_environment(model.config, worker)
+    actor = ray.remote(RolloutActor).options(
+        num_cpus=0, num_gpus=num_gpus, max_concurrency=CALLS_IN_FLIGHT, runtime_env={"env_vars": environment}
+    )
+    handle = actor.remote(kind, engine_settings(model, index), object_timeout_s=30)
+    return Engine(kind, model, RolloutClient(handle, f"{kind}/{index}", **ENGINE_TIMEOUTS_S), handle)
+
+
+def engine_settings(model: Model, index: int = 0) -> EngineSettings:
+    sampler, resources, processor = model.config.sampler, model.config.resources, model.processor
+    return EngineSettings(
+        model=str(model.folder),
+        dtype=resources.dtype,
+        device=resources.device,
+        seed=1 + index,
+        max_model_len=sampler.max_model_len,
+        max_num_seqs=sampler.max_num_seqs,
+        max_num_batched_tokens=sampler.max_num_batched_tokens,
+        max_images_per_prompt=sampler.max_images_per_prompt,
+        kv_cache_bytes=sampler.kv_cache_bytes,
+        block_size=sampler.block_size,
+        enforce_eager=sampler.enforce_eager,
+        banned_ids=processor.media_token_ids,
+        stop_ids=processor.eos_token_ids,
+        pad_id=processor.pad_token_id,
+        expected=checkpoint_manifest(model.folder, resources.dtype),
+    )
+
+
+def new_learner(model: Model) -> Learner:
+    """A learner of one process that holds the checkpoint's weights."""
+    learner = Learner(model.config, 0, 1, model.processor.media_token_ids)
+    learner.connect("")
+    return learner
+
+
+def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") -> None:
+    """Add noise to every weight whose checkpoint name starts with `only`."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in learner._named_weights():
+        if name.startswith(only):
+            tensor.add_((torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device))
+
+
+def copied(learner: Learner) -> dict[str, torch.Tensor]:
+    """The learner's weights of now, by checkpoint name."""
+    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+
+
+def restore(learner: Learner, weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in learner._named_weights():
+        tensor.copy_(weights[name])
+
+
+def learner_logprobs(
+    learner: Learner, groups: Iterable[TrajectoryGroup], distribution: Distribution
+) -> Iterator[tuple[Trajectory, np.ndarray]]:
+    """Each trajectory with the learner's own log-probs of it, float32 [T]; all go through the policy in one batch."""
+    pairs = [(group.prompt, trajectory) for group in groups for trajectory in group.trajectories]
+    output = score(learner, [TokenSequence.of_response(p, t.actions.token_ids) for p, t in pairs], distribution)
+    for row, (_, trajectory) in zip(output.logprobs.cpu().numpy(), pairs, strict=True):
+        yield trajectory, row[: trajectory.num_steps]
+
+
+def score(learner: Learner, sequences: Sequence[TokenSequence], distribution: Distribution) -> PolicyOutput:
+    """What the learner's policy says of these rows, in one batch."""
+    with learner._backend.inference():
+        batch = collate(sequences, MediaReader(timeout_s=1, max_items=8), learner._device)
+        return learner._policy(batch, distribution)
+
+
+def gaps(learner: Learner, model: Model, groups: Sequence[TrajectoryGroup]) -> np.ndarray:
+    """Absolute log-prob difference of engine and learner at every token of `groups`."""
+    found = learner_logprobs(learner, groups, model.distribution)
+    return np.concatenate([np.abs(ours - trajectory.behavior_logprobs) for trajectory, ours in found])
+
+
+def weight_sync(
+    engine: Engine, sender: Any, *, canary_interval: int = 1, tolerance: float = 1e-5
+) -> WeightSync:
+    """The push of the main job, from `sender` to the engine."""
+    return WeightSync(
+        sender,
+        [engine.client],
+        bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
+        canary_interval=canary_interval,
+        canary_tolerance=tolerance,
+        probe=engine.model.probe,
+    )
+
+
+async def probe_gap(engine: Engine, learner: Learner) -> float:
+    """Largest log-prob difference of engine and learner over the tokens of all prompts."""
+    found = [await engine.client.prompt_logprobs(prompt) for prompt in engine.model.prompts]
+    expected = [learner.sequence_logprobs(prompt) for prompt in engine.model.prompts]
+    return float(max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)))
+
+
+def _row(index: int, sizes: Sequence[tuple[int, int]], folder: Path) -> Row:
+    paths = tuple(_picture(folder / f"prompt{index}-{n}.png", index + n, size) for n, size in enumerate(sizes))
+    return Row(f"r{index}", "<image>" * len(paths) + "Which digit is this?", "7", r"\boxed{7}", paths)
+
+
+def _picture(path: Path, index: int, size: tuple[int, int]) -> Path:
+    """A handwritten digit as a file."""
+    pixels = (load_digits().images[index] * 15).astype(np.uint8)  # [8, 8]
+    Image.fromarray(pixels).resize(size).save(path)
+    return path

@@ -1,0 +1,254 @@
+"""Fakes of every role, with delays and faults to inject: the loop's real parts run on them in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from cluster.actions import TokenActions
+from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from cluster.trajectory import (
+    FinishReason,
+    GroupSummary,
+    Prompt,
+    Response,
+    Reward,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
+
+NUM_SAMPLES = 2
+NUM_TOKENS = 3
+SETTINGS = SamplingSettings(num_samples=NUM_SAMPLES, temperature=1.0, max_tokens=NUM_TOKENS, seed=7)
+
+
+def make_prompt(prompt_id: str) -> Prompt:
+    ids = np.array([1, 2, 3], dtype=np.int32)
+    return Prompt(prompt_id, prompt_id.rpartition("/")[2], f"question {prompt_id}", ids, ids)
+
+
+def make_trajectory(trajectory_id: str, versions: Sequence[int]) -> Trajectory:
+    """One token a version."""
+    num = len(versions)
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        actions=TokenActions(np.arange(num, dtype=np.int32)),
+        behavior_logprobs=np.full(num, -0.5, dtype=np.float32),
+        action_mask=np.ones(num, dtype=bool),
+        weight_spans=tuple(WeightSpan(version, i, i + 1) for i, version in enumerate(versions)),
+        finish_reason=FinishReason.STOP,
+        response=Response(f"answer of {trajectory_id}", num, is_truncated=False),
+    )
+
+
+def make_group(prompt: Prompt, versions: Sequence[int] = (0,) * NUM_TOKENS) -> TrajectoryGroup:
+    ids = [f"{prompt.prompt_id}#{i}" for i in range(NUM_SAMPLES)]
+    return TrajectoryGroup(prompt, tuple(make_trajectory(i, versions) for i in ids))
+
+
+def make_scored(prompt_id: str, rewards: Sequence[float] = (0.0, 1.0)) -> ScoredGroup:
+    group = make_group(make_prompt(prompt_id))
+    return ScoredGroup(group.summary(), group, tuple(Reward(value, {"accuracy": value}) for value in rewards))
+
+
+class FakePrompts:
+    """An endless sequence "0/0/s0", "0/1/s1", ...; `served` lists every hand-out."""
+
+    def __init__(self, epoch_size: int = 1000) -> None:
+        self.cursor = 0
+        self.served: list[str] = []
+        self._epoch_size = epoch_size
+        self._pending: list[str] = []
+
+    def id_at(self, index: int) -> str:
+        epoch, position = divmod(index, self._epoch_size)
+        return f"{epoch}/{position}/s{position}"
+
+    def next(self) -> Prompt:
+        if self._pending:
+            prompt_id = self._pending.pop(0)
+        else:
+            prompt_id = self.id_at(self.cursor)
+            self.cursor += 1
+        self.served.append(prompt_id)
+        return make_prompt(prompt_id)
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        self.cursor = cursor
+        self._pending = list(pending)
+
+
+class FakeRollouts:
+    """Samples token by token with the weights of the moment.
+
+    `pauses(prompt_id)` is how often the event loop turns before each token; `fault(prompt_id, attempt)` returns an
+    error to raise, or None; attempts count from 0.
+    """
+
+    def __init__(
+        self,
+        pauses: Callable[[str], int] = lambda prompt_id: 0,
+        fault: Callable[[str, int], Exception | None] = lambda prompt_id, attempt: None,
+    ) -> None:
+        self.version = 0
+        self.num_in_flight = 0
+        self.max_in_flight = 0
+        self.attempts: Counter[str] = Counter()
+        self.settings: dict[str, SamplingSettings] = {}
+        self._pauses = pauses
+        self._fault = fault
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
+        try:
+            return await self._sample(prompt, settings)
+        finally:
+            self.num_in_flight -= 1
+
+    async def _sample(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        attempt = self.attempts[prompt.prompt_id]
+        self.attempts[prompt.prompt_id] += 1
+        self.settings[prompt.prompt_id] = settings
+        versions = []
+        for _ in range(NUM_TOKENS):
+            await turns(1 + self._pauses(prompt.prompt_id))
+            versions.append(self.version)
+        error = self._fault(prompt.prompt_id, attempt)
+        if error is not None:
+            raise error
+        group = make_group(prompt, versions)
+        return group, group.summary()
+
+
+class FakeRewards:
+    """`values(prompt_id)` gives one value a sibling, None where it cannot be scored."""
+
+    def __init__(self, values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0)) -> None:
+        self._values = values
+
+    async def score(self, group: TrajectoryGroup) -> list[Reward | None]:
+        await turns(1)
+        values = self._values(group.group_id)
+        return [None if value is None else Reward(value, {"accuracy": value}) for value in values]
+
+
+class FakeReference:
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        await turns(1)
+        return [replace(g, reference_logprobs=[t.behavior_logprobs for t in g.group.trajectories]) for g in groups]
+
+
+class FakeLearner:
+    """Counts steps; `trained` holds (version it trained from, groups) of each step, across `save` and `load`."""
+
+    def __init__(self, num_turns: int = 3) -> None:
+        self.version = 0
+        self.trained: list[tuple[int, list[ScoredGroup]]] = []
+        self._num_turns = num_turns
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        await turns(self._num_turns)
+        self.trained.append((self.version, list(groups)))
+        self.version += 1
+        return UpdateReport(self.version, {"loss": 0.0})
+
+    async def save(self, folder: Path) -> None:
+        for rank in range(2):
+            (folder / f"rank{rank}.json").write_text(json.dumps({"version": self.version, "rank": rank}))
+
+    async def load(self, folder: Path) -> int:
+        (self.version,) = {json.loads((folder / f"rank{rank}.json").read_text())["version"] for rank in range(2)}
+        return self.version
+
+    @property
+    def prompt_ids(self) -> list[list[str]]:
+        """Of each step."""
+        return [[group.summary.group_id for group in groups] for _, groups in self.trained]
+
+
+class FakeWeights:
+    """Moves every engine to the new version and tells the listeners."""
+
+    def __init__(self, rollouts: FakeRollouts) -> None:
+        self.published: list[int] = []
+        self._rollouts = rollouts
+        self._listeners: list[Callable[[int], None]] = []
+
+    def on_published(self, listener: Callable[[int], None]) -> None:
+        self._listeners.append(listener)
+
+    async def publish(self, version: int) -> int:
+        await turns(2)
+        self._rollouts.version = version
+        await turns(1)
+        self.published.append(version)
+        for listener in self._listeners:
+            listener(version)
+        return version
+
+
+class FakeStep:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.replay: ReplayStats | None = None
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        self.phases.append(phase)
+        yield
+
+    def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
+        self.replay = replay
+
+
+@dataclass
+class FakeMetrics:
+    steps: dict[int, FakeStep] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[FakeStep]:
+        self.steps[step] = FakeStep()
+        yield self.steps[step]
+
+
+class FakeEvaluator:
+    """`due` is called with each version that the loop offers."""
+
+    def __init__(self, due: Callable[[int], None] = lambda version: None) -> None:
+        self.offered: list[int] = []
+        self._due = due
+
+    async def maybe_run(self, version: int) -> None:
+        self.offered.append(version)
+        self._due(version)
+
+
+class NoCheckpoints:
+    """Every run starts anew."""
+
+    async def resume(self) -> int:
+        return 0
+
+    async def maybe_save(self, version: int) -> None: ...
+
+
+class NoSupervisor:
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        yield
+
+
+async def turns(num: int) -> None:
+    """Let the event loop turn `num` times."""
+    for _ in range(num):
+        await asyncio.sleep(0)

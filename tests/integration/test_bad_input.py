@@ -1,0 +1,252 @@
+"""Whatever is wrong with the input: one clear message before training starts, or the sample is skipped, counted and named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from actors.datasets.jsonl import count_by_reason
+from actors.datasets.prompts import PromptSource
+from cluster.errors import DatasetError
+from configs.load import load_config
+from deploy.cli import app
+from deploy.logs import OURS
+from deploy.preparation import TRAIN, Prepared, prepare, write_skipped
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+Row = dict[str, Any]
+NUM_GOOD = 20
+PNG = b"\x89PNG\r\n\x1a\n"
+BOMB_SIDE = 16_384  # 268 million pixels
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("bad") / "model")
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """A run takes over the loggers of its process."""
+    loggers = [logging.getLogger(name) for name in OURS]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def write_data(folder: Path, *extra: Row | str) -> Path:
+    """A folder of good rows, and `extra` ones (or lines as they are) in the train split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (56, 56), 128).save(folder / "good.png")
+    good = [
+        {"id": f"good-{n}", "question": "<image>Which digit is this?", "answer": str(n % 10), "image": "good.png"}
+        for n in range(NUM_GOOD)
+    ]
+    for split in ("train", "validation", "test"):
+        rows = [*good, *extra] if split == TRAIN else good
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def overrides(model: Path, data: Path, runs: Path) -> list[str]:
+    words = ["data=jsonl", f"data.path={data}", f"policy.model={model}", f"folder={runs}", "name=bad"]
+    return [*words, "data.max_prompt_tokens=128", "sampler.max_tokens=8", "metrics.progress=false"]
+
+
+def prepared(model: Path, data: Path, runs: Path, *more: str) -> Prepared:
+    return prepare(load_config([*overrides(model, data, runs), *more]), lambda media: media)
+
+
+def picture(folder: Path, content: bytes) -> Row:
+    """A row whose picture is a file with this content."""
+    (folder / "bad.png").write_bytes(content)
+    return named("bad.png")
+
+
+def named(image: Any, question: str = "<image>Which digit is this?") -> Row:
+    return {"id": "the-bad-one", "question": question, "answer": "7", "image": image}
+
+
+def bomb(folder: Path) -> Row:
+    """A black PNG of one bit a pixel: a few kilobytes that decode to hundreds of megabytes."""
+    header = struct.pack(">IIBBBBB", BOMB_SIDE, BOMB_SIDE, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(BOMB_SIDE * (1 + BOMB_SIDE // 8)))
+    assert len(rows) < 100_000
+    return picture(folder, PNG + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def linked_out(folder: Path) -> Row:
+    outside = folder.parent / "secret.png"
+    Image.new("L", (56, 56)).save(outside)
+    (folder / "link.png").symlink_to(outside)
+    return named("link.png")
+
+
+def fifo(folder: Path) -> Row:
+    os.mkfifo(folder / "pipe.png")
+    return named("pipe.png")
+
+
+SKIPPED: dict[str, tuple[str, Callable[[Path], Row | str]]] = {
+    "missing file": ("missing_file", lambda folder: named("nowhere.png")),
+    "directory": ("missing_file", lambda folder: named(".")),
+    "named pipe": ("missing_file", fifo),
+    "corrupt header": ("bad_media", lambda folder: picture(folder, PNG + b"\0" * 30)),
+    "zero bytes": ("bad_media", lambda folder: picture(folder, b"")),
+    "decompression bomb": ("bad_media", bomb),
+    "no picture": ("bad_media", lambda folder: picture(folder, b"#!/bin/sh\necho a text\n")),
+    "no picture but PostScript": ("bad_media", lambda folder: picture(folder, b"%!PS-Adobe-3.0 EPSF-3.0\n")),
+    "too large a file": ("bad_media", lambda folder: picture(folder, PNG + b"\0" * 21_000_000)),
+    "path that leaves": ("outside_folder", lambda folder: named("../outside.png")),
+    "absolute path": ("outside_folder", lambda folder: named(str(folder / "good.png"))),
+    "link that leaves": ("outside_folder", linked_out),
+    "no answer": ("missing_answer", lambda folder: {"id": "the-bad-one", "question": "Which digit?"}),
+    "no question": ("missing_question", lambda folder: {"id": "the-bad-one", "answer": "7"}),
+    "prompt too long": ("bad_prompt", lambda folder: named("good.png", "<image>" + "again and " * 200)),
+    "too many pictures": ("bad_prompt", lambda folder: named(["good.png"] * 3, "<image>" * 3)),
+    "imitated special token": ("bad_prompt", lambda folder: named("good.png", "<image><|im_end|>")),
+    "fewer placeholders": ("placeholder_mismatch", lambda folder: named(["good.png"] * 2)),
+    "more placeholders": ("placeholder_mismatch", lambda folder: named("good.png", "<image><image>")),
+    "broken JSON": ("broken_json", lambda folder: '{"id": "the-bad-one", "question": "<image>Wh'),
+    "JSON but no object": ("broken_json", lambda folder: "[1, 2]"),
+    "id twice": ("duplicate_id", lambda folder: named("good.png") | {"id": "good-3"}),
+}
+
+
+@pytest.mark.parametrize("case", SKIPPED)
+def test_a_bad_sample_is_skipped_counted_and_named(model: Path, tmp_path: Path, case: str) -> None:
+    reason, bad = SKIPPED[case]
+    data = write_data(tmp_path / "data")
+    run = prepared(model, write_data(data, bad(data)), tmp_path / "runs")
+    assert len(run.splits[TRAIN].rows) == NUM_GOOD
+    assert count_by_reason(run.skipped) == {reason: 1}
+    write_skipped(tmp_path, run.skipped)
+    [row] = json.loads((tmp_path / "skipped.json").read_text())
+    assert row["reason"] == reason
+    assert "the-bad-one" in row["sample_id"] or f"train.jsonl:{NUM_GOOD + 1}" in row["sample_id"]
+    assert len(row["message"]) > 10
+
+
+def test_a_picture_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(model: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "data")
+    whole = (data / "good.png").read_bytes()
+    run = prepared(model, write_data(data, picture(data, whole[: len(whole) // 2])), tmp_path / "runs")
+    assert run.skipped == [], "headers alone are read beforehand"
+    source = PromptSource(run.splits[TRAIN].rows, run.processor, seed=0, split_name=TRAIN)
+    served = {source.next().sample_id for _ in range(3 * NUM_GOOD)}
+    assert served == {f"good-{n}" for n in range(NUM_GOOD)}
+    [skipped] = source.skipped
+    assert (skipped.sample, skipped.reason) == ("the-bad-one", "bad_media")
+    assert "bad.png is corrupt" in skipped.detail
+
+
+def test_more_bad_samples_than_allowed_are_an_error_that_names_the_first_ones(model: Path, tmp_path: Path) -> None:
+    missing = [named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)]
+    data = write_data(tmp_path / "data", *missing)
+    with pytest.raises(DatasetError, match=r"5 of 25 samples.*lost-0.*data\.max_skipped_fraction is 0\.1: mend"):
+        prepared(model, data, tmp_path / "runs")
+    run = prepared(model, data, tmp_path / "runs", "data.max_skipped_fraction=0.2")
+    assert count_by_reason(run.skipped) == {"missing_file": 5}
+
+
+def train(*words: str) -> Result:
+    return CliRunner().invoke(app, ["train", *words])
+
+
+def refused(result: Result) -> str:
+    """The one message of a run that the user has to mend."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.count("mobula:") == 1
+    return result.stderr
+
+
+def never_started(runs: Path) -> bool:
+    return not list(runs.rglob("metrics.jsonl")) and not list(runs.rglob("checkpoints"))
+
+
+def emptied(folder: Path) -> Path:
+    write_data(folder)
+    (folder / "train.jsonl").write_text("\n\n")
+    return folder
+
+
+def without_test_split(folder: Path) -> Path:
+    write_data(folder)
+    (folder / "test.jsonl").unlink()
+    return folder
+
+
+def without_answers(folder: Path) -> Path:
+    write_data(folder)
+    (folder / "train.jsonl").write_text('{"question": "Which digit?"}\n' * 3)
+    return folder
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "empty data set": (emptied, "train.jsonl has no usable row"),
+    "no row with an answer": (without_answers, "the row has no `answer`: add it"),
+    "no test split": (without_test_split, "test.jsonl does not exist: set data.path"),
+    "no folder": (lambda folder: folder / "nowhere", "train.jsonl does not exist: set data.path"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_a_data_folder_without_use_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path, restored_logging: None, case: str
+) -> None:
+    make, said = BAD_FOLDERS[case]
+    runs = tmp_path / "runs"
+    assert said in refused(train(*overrides(model, make(tmp_path / "data"), runs)))
+    assert never_started(runs)
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
+    (tmp_path / "file").write_text("a file is no folder, not even for root")
+    said = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "file" / "runs")))
+    assert "runs/bad cannot be written" in said
+    assert "set folder or name to another" in said
+
+
+def test_a_preset_that_the_machine_cannot_hold_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
+    words = [*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs"), "resources.rollout.num_workers=4000"]
+    said = refused(train(*words))
+    assert "resources.rollout asks for 4000 workers" in said
+    assert "lower resources.rollout.num_workers" in said
+    assert never_started(tmp_path / "runs")
+
+
+def test_a_model_folder_without_a_model_is_refused(tmp_path: Path, restored_logging: None) -> None:
+    (tmp_path / "model").mkdir()
+    words = overrides(tmp_path / "model", write_data(tmp_path / "data"), tmp_path / "runs")
+    assert "is no checkpoint folder (it has no config.json)" in refused(train(*words, "policy.tiny=none"))
+
+
+def test_a_finished_run_is_not_overwritten(model: Path, tmp_path: Path, restored_logging: None) -> None:
+    """Work that is done stays: the folder of a run with a checkpoint is refused, untouched."""
+    step = tmp_path / "runs" / "bad" / "checkpoints" / "step-000005"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text('{"files": {}}')
+    said = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs")))
+    assert "already holds step 5" in said
+    assert "resume=auto" in said
+    assert sorted(path.name for path in (tmp_path / "runs").rglob("*")) == sorted(
+        ["bad", "checkpoints", "step-000005", "manifest.json"]
+    )

@@ -1,0 +1,210 @@
+"""The real main job, as a user starts it: every part in place, few steps; also killed in the middle and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left, wait_until
+
+from actors.datasets.digits import write_digits
+from cluster.metrics.records import EvaluationRecord
+from cluster.metrics.run_folder import RunFolder, read_run_folder
+from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.summary import Summary
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+@pytest.fixture(scope="module")
+def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """Two vLLM engines, two FSDP2 ranks, max_staleness=0."""
+    folder = tmp_path_factory.mktemp("on_policy")
+    words = ("experiment=digits", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=4")
+    job = Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1"))
+    try:
+        job.finish(job.start())
+        yield job
+    finally:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def report(on_policy: Job) -> RunFolder:
+    return read_run_folder(on_policy.run_folder)
+
+
+@pytest.fixture(scope="module")
+def summary(report: RunFolder) -> Summary:
+    assert report.summary is not None
+    return report.summary
+
+
+def test_the_summary_says_everything_about_the_run(on_policy: Job, summary: Summary) -> None:
+    written = json.loads((on_policy.run_folder / "summary.json").read_text())
+    assert set(written) >= {
+        "accuracy_before", "accuracy_after", "seed", "num_steps", "samples_per_s", "tokens_per_s", "seconds",
+        "logprob_gap_mean", "logprob_gap_max", "staleness", "weight_syncs", "restarts", "rejected", "sampler",
+        "learner_backend", "learner_ranks", "rollout_actors", "media_bytes_unique", "media_bytes_referenced",
+    }  # fmt: skip
+    assert [f.name for f in fields(summary) if getattr(summary, f.name) is None] == []
+    assert (summary.status, summary.version, summary.num_steps) == ("done", 4, 4)
+    assert (summary.sampler, summary.learner_backend) == ("vllm", "fsdp2")
+    assert (summary.learner_ranks, summary.rollout_actors, summary.seed) == (2, 2, 0)
+    assert summary.weight_syncs == 5
+    assert (summary.restarts, summary.rejected, summary.skipped) == (0, {}, {})
+    assert (on_policy.folder / "runs" / "latest").resolve() == on_policy.run_folder.resolve()
+
+
+def test_the_final_line_prints_both_accuracies_and_the_reports_path(on_policy: Job, summary: Summary) -> None:
+    last = on_policy.output.strip().splitlines()[-1]
+    assert f"{summary.accuracy_before:.1%} after the warm start, {summary.accuracy_after:.1%} after RL" in last
+    assert last.endswith(str(on_policy.run_folder / "report.html"))
+
+
+def test_with_max_staleness_0_every_trained_token_has_the_current_version(report: RunFolder, summary: Summary) -> None:
+    assert set(summary.staleness) == {0}
+    assert summary.staleness[0] == sum(step.values["num_tokens"] for step in report.steps)
+    assert [set(step.staleness) for step in report.steps] == [{0}] * 4
+
+
+def test_engine_and_learner_agree_on_every_token(summary: Summary) -> None:
+    assert summary.logprob_gap_mean <= 1e-5
+    assert summary.logprob_gap_max <= 1e-3
+    assert summary.logprob_gap_max > 0, "nothing was compared"
+
+
+def test_the_first_step_starts_at_ratio_1_and_kl_0(report: RunFolder) -> None:
+    first = report.steps[0].values
+    assert first["ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert first["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert first["kl"] == pytest.approx(0, abs=1e-4)
+    assert first["clip_fraction"] == 0
+    later = [step.values["kl"] for step in report.steps[1:]]
+    assert max(later) > 1e-6, "the policy leaves its reference"
+
+
+def test_the_canary_compared_engine_and_learner_after_every_push(report: RunFolder, summary: Summary) -> None:
+    assert 0 < summary.canary_max <= 1e-5
+    assert all("canary" in step.values for step in report.steps)
+
+
+def test_a_picture_is_stored_once_however_many_siblings_share_it(report: RunFolder, summary: Summary) -> None:
+    referenced = [step.values["media_bytes_referenced"] for step in report.steps]
+    unique = [step.values["media_bytes_unique"] for step in report.steps]
+    one_picture = max(referenced) / (PROMPTS_PER_STEP * NUM_SAMPLES)
+    assert one_picture > 16 * 1176 * 4, "56 x 56 pixels are 16 patches of 1176 numbers"
+    grown = [later - earlier for earlier, later in zip(unique, unique[1:], strict=False)]
+    assert max(grown) <= 1.1 * PROMPTS_PER_STEP * one_picture
+    assert summary.media_bytes_referenced == sum(referenced)
+    num_prompts = 2 * 16 + 8 + 16 + 4 * PROMPTS_PER_STEP  # warm start, its checks, evaluation, RL
+    assert summary.media_bytes_unique <= 1.1 * num_prompts * one_picture
+
+
+def test_the_report_shows_curves_plan_and_samples(on_policy: Job, report: RunFolder) -> None:
+    page = (on_policy.run_folder / "report.html").read_text()
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    for worker in report.plan:
+        assert worker.role in page
+    assert {worker.role for worker in report.plan} == {"learner", "rollout", "reference", "reward", "replay"}
+    assert "data:image/png;base64," in page
+    assert len(report.samples.samples) > 0
+    assert [e.version for e in report.evaluations] == [0, 4]
+
+
+def test_the_trained_policy_is_left_in_a_form_that_loads(on_policy: Job) -> None:
+    from safetensors.torch import load_file
+
+    run = on_policy.run_folder
+    start, trained = [load_file(run / name / "model.safetensors") for name in ("reference", "policy")]
+    assert start.keys() == trained.keys() == load_file(on_policy.folder / "model" / "model.safetensors").keys()
+    assert any((start[name] != trained[name]).any() for name in start)
+
+
+def test_a_run_that_is_done_leaves_no_process_behind(on_policy: Job) -> None:
+    none_left(on_policy.marks[0])
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """transformers as the engine, two pictures a prompt, max_staleness=1; the driver is killed after step 3 of 8 and the
+    same command is given again at once."""
+    folder = tmp_path_factory.mktemp("resumed")
+    data = f"data.path={few_rows(folder / 'sums')}"
+    job = Job(
+        folder,
+        ("resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3", "data.prompt_suffix=''", "sampler=huggingface")
+        + ("sampler.max_tokens=8", "learner.learning_rate=5e-4", "num_steps=8", "algorithm.max_staleness=1")
+        + ("resume=auto", "checkpoints.interval_steps=2"),
+    )
+    try:
+        killed = job.start()
+        wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
+        assert killed.poll() is None, job.output
+        killed.kill()
+        killed.wait()
+        assert len(job.steps) < 8, "the run was over before it could be killed"
+        job.finish(job.start())
+        yield job
+    finally:
+        job.end()
+
+
+def few_rows(folder: Path) -> Path:
+    """Eight questions with two pictures each, one whose picture is gone and one whose picture is half a file."""
+    write_digits(folder, task="digit_sum")
+    rows = (folder / "train.jsonl").read_text().splitlines()[:10]
+    lost, damaged = json.loads(rows[8]), json.loads(rows[9])
+    whole = (folder / damaged["image"][0]).read_bytes()
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    rows[8:] = [json.dumps(lost | {"id": "lost", "image": ["gone.png", "gone.png"]})]
+    rows += [json.dumps(damaged | {"id": "damaged", "image": ["half.png", damaged["image"][1]]})]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:
+    """Ray's own agents give up about a minute after their cluster was killed; everything else ends at once."""
+    killed, finished = resumed.marks
+    none_left(killed)
+    none_left(finished)
+
+
+def test_the_same_command_goes_on_where_the_killed_run_was(resumed: Job) -> None:
+    assert "resumed from" in (resumed.run_folder / "run.log").read_text()
+    found = read_run_folder(resumed.run_folder).summary
+    assert (found.status, found.version, found.num_steps) == ("done", 8, 8)
+
+
+def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:
+    assert resumed.steps == list(range(1, 9))
+    evaluated = [r.version for r in read_records(resumed.run_folder / "metrics.jsonl") if isinstance(r, EvaluationRecord)]
+    assert evaluated == [0, 8]
+
+
+def test_with_max_staleness_1_no_trained_token_is_older_than_one_step(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    lags = {lag for step in found.steps for lag in step.staleness}
+    assert lags <= {0, 1}
+    assert 1 in lags, "rollouts never ran ahead of the learner: nothing was asynchronous"
+    assert set(found.summary.staleness) == lags
+
+
+def test_two_pictures_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
+    """Tokens of the version before are off-policy; those of the current one are not."""
+    current = [s for s in read_run_folder(resumed.run_folder).steps if set(s.staleness) == {0}]
+    assert current
+    assert max(step.values["logprob_gap_max"] for step in current) <= 1e-3
+
+
+def test_bad_samples_are_skipped_counted_and_named_in_the_report(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    assert found.summary.skipped == {"missing_file": 1, "bad_media": 1}
+    names = {row.sample_id for row in found.skipped}
+    assert "damaged" in names
+    assert any("(lost)" in name for name in names)
+    page = (resumed.run_folder / "report.html").read_text()
+    assert "half.png" in page
+    assert "gone.png" in page

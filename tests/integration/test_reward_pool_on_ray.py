@@ -1,0 +1,90 @@
+"""The reward pool over real actors: a killed worker and a hanging function lose nothing and are counted by name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from cluster.actions import TokenActions
+from cluster.ray_group import answer, stop
+from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from configs.schema import RewardComponent
+from rewards.pool import RewardPool
+from rewards.worker import RewardWorker
+
+PLUGIN = '''
+import time
+
+def score(request):
+    if request.response.text == "hang":
+        time.sleep(1000)
+    time.sleep(0.05)
+    return float(request.response.text)
+'''
+
+
+@pytest.fixture
+def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "slow_plugin.py").write_text(PLUGIN)
+    return tmp_path
+
+
+def spawn_worker(plugin_folder: Path) -> Any:
+    environment = {"PYTHONPATH": str(plugin_folder), "OMP_NUM_THREADS": "1"}
+    actor = ray.remote(RewardWorker).options(num_cpus=0.5, runtime_env={"env_vars": environment})
+    return actor.remote(
+        (RewardComponent(name="mine", function="slow_plugin:score", weight=2.0, options={}),),
+        object_timeout_s=10,
+        start_timeout_s=60,
+        function_timeout_s=2,
+        group_timeout_s=60,
+    )
+
+
+def group(index: int, *texts: str) -> TrajectoryGroup:
+    prompt = Prompt(f"0/{index}", str(index), "?", np.zeros(1, np.int32), np.zeros(1, np.int32))
+    trajectories = (
+        Trajectory(
+            trajectory_id=f"0/{index}#{sibling}",
+            actions=TokenActions(np.zeros(1, np.int32)),
+            behavior_logprobs=np.zeros(1, np.float32),
+            action_mask=np.ones(1, bool),
+            weight_spans=(WeightSpan(0, 0, 1),),
+            finish_reason=FinishReason.STOP,
+            response=Response(text, num_tokens=1, is_truncated=False),
+        )
+        for sibling, text in enumerate(texts)
+    )
+    return TrajectoryGroup(prompt, tuple(trajectories))
+
+
+async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
+    async def respawn(index: int, old: Any) -> Any:
+        ray.kill(old)
+        handle = spawn_worker(plugin_folder)
+        await answer(handle.ping.remote(), timeout_s=60, what=f"reward/{index} to start")
+        return handle
+
+    workers = [spawn_worker(plugin_folder) for _ in range(2)]
+    await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
+    pool = RewardPool(
+        workers, respawn=respawn, timeout_s=120, max_in_flight=2, max_attempts=3, on_failure="exclude"
+    )
+    texts = [(str(i), "hang" if i == 5 else str(i + 0.5)) for i in range(12)]
+    references = [ray.put(group(i, *pair)) for i, pair in enumerate(texts)]
+    tasks = [asyncio.create_task(pool.score(reference)) for reference in references]
+    await tasks[0]
+    ray.kill(workers[1])
+    rewards = await asyncio.gather(*tasks)
+
+    expected = [[2 * float(t) if t != "hang" else None for t in pair] for pair in texts]
+    assert [[r and r.value for r in pair] for pair in rewards] == expected
+    assert +pool.failures == {"worker_died": 1, "timed_out": 1}
+    assert pool.workers[0] is workers[0] and pool.workers[1] is not workers[1]
+    for handle in pool.workers:
+        await stop(handle, timeout_s=10, what="a reward worker")

@@ -1,0 +1,109 @@
+"""No trained token is older than max_staleness, whatever the rollouts' timing."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from fakes import FakeLearner
+from runs import Run
+
+from cluster.errors import WorkerDiedError
+from cluster.roles import UpdateReport
+from cluster.staleness import StalenessGate
+from cluster.trajectory import ScoredGroup
+
+
+def uneven(seed: int) -> Callable[[str], int]:
+    """Most groups are quick, some take many times as long."""
+    return lambda prompt_id: random.Random(f"{seed}/{prompt_id}").choice([0, 1, 2, 3, 10, 60])
+
+
+def tokens_by_lag(run: Run) -> Counter[int]:
+    lags: Counter[int] = Counter()
+    for version, groups in run.learner.trained:
+        for group in groups:
+            for sampled_by, num_tokens in group.summary.tokens_by_version.items():
+                lags[version - sampled_by] += num_tokens
+    return lags
+
+
+async def test_with_staleness_0_every_trained_token_has_the_current_version(tmp_path: Path) -> None:
+    run = Run(tmp_path, total_steps=12, prompts_per_step=4, pauses=uneven(0))
+    await run.go()
+    assert set(tokens_by_lag(run)) == {0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("drop_uniform", [False, True])
+async def test_no_trained_token_is_older_than_the_bound(
+    tmp_path: Path, seed: int, max_staleness: int, drop_uniform: bool
+) -> None:
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (1.0, random.Random(f"{seed}:{prompt_id}").choice([0.0, 1.0]))
+
+    run = Run(
+        tmp_path,
+        total_steps=12,
+        prompts_per_step=3,
+        max_staleness=max_staleness,
+        pauses=uneven(seed),
+        values=values,
+        drop_uniform=drop_uniform,
+        checkpoint_interval=0,
+    )
+    await run.go()
+    lags = tokens_by_lag(run)
+    assert min(lags) >= 0
+    assert max(lags) <= max_staleness
+    assert (await run.replay.stats()).num_rejected.keys() <= {"uniform"}, "no finished work is thrown away as stale"
+
+
+class SlowLearner(FakeLearner):
+    """Updates only once a group of a later step is under way, as a learner that is slower than its rollouts would."""
+
+    def follow(self, gate: StalenessGate, *, last_version: int) -> None:
+        self._gate = gate
+        self._last_version = last_version
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        gate = self._gate
+        is_last = gate.version == self._last_version  # there is no later step to run ahead to
+        async with asyncio.timeout(30):
+            while not is_last and gate.num_accepted + len(gate.running) <= (gate.version + 1) * gate.prompts_per_step:
+                await asyncio.sleep(0)
+        return await super().update(groups)
+
+
+async def test_with_staleness_1_rollouts_run_ahead_of_a_slow_learner(tmp_path: Path) -> None:
+    learner = SlowLearner()
+    run = Run(tmp_path, total_steps=2, max_staleness=1, learner=learner)
+    learner.follow(run.gate, last_version=1)
+    await run.go()
+    assert set(tokens_by_lag(run)) == {0, 1}
+
+
+async def test_the_bound_holds_across_a_resume(tmp_path: Path) -> None:
+    def kill(version: int) -> None:
+        if version == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await Run(tmp_path, total_steps=8, max_staleness=1, pauses=uneven(1), on_version=kill).go()
+    run = Run(tmp_path, total_steps=8, max_staleness=1, pauses=uneven(1))
+    await run.go()
+    assert max(tokens_by_lag(run)) <= 1
+
+
+async def test_the_bound_holds_while_actors_fail(tmp_path: Path) -> None:
+    def fault(prompt_id: str, attempt: int) -> Exception | None:
+        fails = random.Random(f"{prompt_id}/{attempt}").random() < 0.4
+        return WorkerDiedError("rollout/0") if fails else None
+
+    run = Run(tmp_path, total_steps=8, max_staleness=1, max_retries=20, pauses=uneven(2), fault=fault)
+    await run.go()
+    assert max(run.rollouts.attempts.values()) > 1
+    assert max(tokens_by_lag(run)) <= 1

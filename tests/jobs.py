@@ -1,0 +1,114 @@
+"""`mobula train` as a user starts it: a process of its own, with everything that it starts to be found again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.metrics.records import StepRecord
+from cluster.metrics.sinks.jsonl import read_records
+
+REPOSITORY = Path(__file__).parents[1]
+MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other
+RUN_DEADLINE_S = 600.0
+GONE_DEADLINE_S = 150.0
+NUM_SAMPLES = 8
+PROMPTS_PER_STEP = 4
+REWARD = '''
+"""A reward that differs between siblings from the first step on, so that there is something to learn at once."""
+
+def score(request, **options):
+    return float(len(request.response.text) % 2)
+'''
+SMALL = (
+    "rewards.components.0.function=job_reward:score",
+    "warm_start.num_steps=2",
+    "warm_start.batch_size=16",
+    "warm_start.check_interval=2",
+    "warm_start.max_checks_rows=8",
+    "evaluation.num_prompts=16",
+    f"algorithm.prompts_per_step={PROMPTS_PER_STEP}",
+    f"algorithm.samples_per_prompt={NUM_SAMPLES}",
+    "algorithm.max_concurrent_groups=8",
+    "resources.object_store_bytes=268435456",
+    "metrics.progress=false",
+    "timeouts.start_s=500",
+)
+
+
+@dataclass
+class Job:
+    """One `mobula train` command, which may be started more than once; each start has a mark of its own."""
+
+    folder: Path
+    overrides: tuple[str, ...]
+    marks: list[str] = field(default_factory=list)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / "job"
+
+    def start(self) -> subprocess.Popen[str]:
+        """In a process group of its own, so that no signal of ours reaches anything else."""
+        self.marks.append(uuid.uuid4().hex)
+        (self.folder / "job_reward.py").write_text(REWARD)
+        words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
+        with (self.folder / "output.txt").open("a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli", "train", *SMALL, *words],
+                cwd=REPOSITORY,
+                env={**os.environ, MARK: self.marks[-1], "PYTHONPATH": str(self.folder)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def finish(self, process: subprocess.Popen[str]) -> None:
+        assert process.wait(RUN_DEADLINE_S) == 0, self.output
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    @property
+    def steps(self) -> list[int]:
+        """As they stand in `metrics.jsonl`, in order."""
+        return [r.step for r in read_records(self.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
+
+    def end(self) -> None:
+        """Whatever a failed test left behind."""
+        for mark in self.marks:
+            for process_id in marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGKILL)
+
+
+def marked(mark: str) -> dict[int, str]:
+    """Process id -> command line of every process that was started with this mark."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or is another user's
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def none_left(mark: str) -> None:
+    wait_until(lambda: not marked(mark), GONE_DEADLINE_S, lambda: marked(mark))
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, what: Callable[[], object]) -> None:
+    """`what()` explains a condition that did not come true in time."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.2)

@@ -1,0 +1,102 @@
+"""Small configurations, prompts and groups that the learner's tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cluster.actions import TokenActions
+from cluster.media import MediaHandle, ProcessedMedia
+from cluster.trajectory import (
+    FinishReason,
+    MediaSpan,
+    Prompt,
+    Response,
+    Reward,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
+from configs.load import load_config
+from configs.schema import RunConfig
+
+PATCH_VALUES = 3 * 2 * 14 * 14
+
+
+def tiny_config(model: Path, *overrides: str) -> RunConfig:
+    """A run of the tiny model at temperature 0.8, one learner process unless told otherwise."""
+    return load_config(
+        [f"policy.model={model}", "learner=single", "resources.learner.num_workers=1", "sampler.temperature=0.8"]
+        + ["learner.learning_rate=0.001", "algorithm.kl.coef=0", *overrides]
+    )
+
+
+def picture(seed: int, rows: int = 4, columns: int = 4) -> MediaHandle:
+    """A random picture of rows x columns patches; it takes rows * columns / 4 tokens."""
+    pixels = np.random.default_rng(seed).normal(size=(rows * columns, PATCH_VALUES)).astype(np.float32)
+    grid = np.array([[1, rows, columns]], dtype=np.int64)
+    media = ProcessedMedia("image", {"pixel_values": pixels, "image_grid_thw": grid})
+    return MediaHandle(f"picture-{seed}-{rows}x{columns}", "image", media.num_bytes, media, f"picture-{seed}.png")
+
+
+def prompt(
+    tokenizer, prompt_id: str, pictures: Sequence[MediaHandle] = (), text: str = "Which digit is this?"
+) -> Prompt:
+    """A prompt in the chat layout of the tiny model, pictures first."""
+    special = tokenizer.convert_tokens_to_ids
+    ids = [special("<|im_start|>"), *tokenizer.encode("user\n")]
+    spans = []
+    for handle in pictures:
+        num_tokens = int(handle.reference.inputs["image_grid_thw"].prod()) // 4
+        ids.append(special("<|vision_start|>"))
+        spans.append(MediaSpan(len(ids), len(ids) + num_tokens))
+        ids += [special("<|image_pad|>")] * num_tokens + [special("<|vision_end|>")]
+    ids += [*tokenizer.encode(text), special("<|im_end|>")]
+    tokens = np.array(ids, dtype=np.int32)
+    return Prompt(prompt_id, prompt_id, text, tokens, tokens, tuple(pictures), tuple(spans))
+
+
+def group(
+    of: Prompt, responses: Sequence[Sequence[int]], rewards: Sequence[float | None], seed: int = 0
+) -> ScoredGroup:
+    """A scored group whose behaviour log-probs are arbitrary; `with_logprobs` sets real ones."""
+    rng = np.random.default_rng(seed)
+    trajectories = tuple(
+        Trajectory(
+            trajectory_id=f"{of.prompt_id}#{n}",
+            actions=TokenActions(np.array(ids, dtype=np.int32)),
+            behavior_logprobs=rng.normal(-5.0, 0.1, size=len(ids)).astype(np.float32),
+            action_mask=np.ones(len(ids), dtype=bool),
+            weight_spans=(WeightSpan(0, 0, len(ids)),),
+            finish_reason=FinishReason.STOP,
+            response=Response("", len(ids), False),
+        )
+        for n, ids in enumerate(responses)
+    )
+    made = TrajectoryGroup(of, trajectories)
+    return ScoredGroup(made.summary(), made, tuple(None if r is None else Reward(r) for r in rewards))
+
+
+def with_logprobs(scored: ScoredGroup, logprobs: Sequence[np.ndarray]) -> ScoredGroup:
+    """The same group as if an engine had sampled it with these log-probs."""
+    trajectories = tuple(
+        dataclasses.replace(t, behavior_logprobs=behavior)
+        for t, behavior in zip(scored.group.trajectories, logprobs, strict=True)
+    )
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=trajectories))
+
+
+def random_groups(tokenizer, num_groups: int, num_siblings: int, seed: int = 0, longest: int = 8) -> list[ScoredGroup]:
+    """Groups with no, one and two pictures in turn, responses of different lengths, rewards of 0 and 1."""
+    rng = np.random.default_rng(seed)
+    sets = [[], [picture(seed + 1)], [picture(seed + 2, 2, 4), picture(seed + 3, 6, 4)]]
+    groups = []
+    for n in range(num_groups):
+        asked = prompt(tokenizer, f"0/{n}/row-{n}", sets[n % 3])
+        responses = [rng.integers(0, 250, size=rng.integers(1, longest + 1)).tolist() for _ in range(num_siblings)]
+        groups.append(group(asked, responses, rng.integers(0, 2, size=num_siblings).astype(float).tolist(), seed + n))
+    return groups

@@ -1,0 +1,106 @@
+"""A whole run of fakes around the real loop: controller, stream, gate, buffer and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fakes import (
+    SETTINGS,
+    FakeEvaluator,
+    FakeLearner,
+    FakeMetrics,
+    FakePrompts,
+    FakeReference,
+    FakeRewards,
+    FakeRollouts,
+    FakeWeights,
+    NoSupervisor,
+)
+
+from cluster.checkpoints import Checkpoints, CheckpointSchedule
+from cluster.controller import Controller
+from cluster.replay_buffer import ReplayBuffer
+from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
+from cluster.staleness import StalenessGate
+from configs.schema.run import Resume
+
+
+class Run:
+    """One process's part of a run; make another on the same folder to resume."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        prompts_per_step: int = 2,
+        max_staleness: int = 0,
+        max_concurrent: int = 16,
+        max_retries: int = 0,
+        drop_uniform: bool = False,
+        pauses: Callable[[str], int] = lambda prompt_id: 0,
+        fault: Callable[[str, int], Exception | None] = lambda prompt_id, attempt: None,
+        values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0),
+        learner: FakeLearner | None = None,
+        on_version: Callable[[int], None] = lambda version: None,
+        checkpoint_interval: int = 1,
+        resume: Resume = Resume.AUTO,
+    ) -> None:
+        self.prompts = FakePrompts(epoch_size=50)
+        self.rollouts = FakeRollouts(pauses, fault)
+        self.weights = FakeWeights(self.rollouts)
+        self.replay = ReplayBuffer()
+        self.learner = learner or FakeLearner()
+        self.evaluator = FakeEvaluator(on_version)
+        self.metrics = FakeMetrics()
+        self.num_prepared = 0
+        self.num_finished = 0
+        self.gate = StalenessGate(
+            prompts_per_step=prompts_per_step,
+            max_staleness=max_staleness,
+            max_concurrent=max_concurrent,
+            total_steps=total_steps,
+        )
+        self.stream = RolloutStream(
+            prompts=self.prompts,
+            gate=self.gate,
+            rollouts=RetryingRollouts(self.rollouts, max_retries=max_retries, on_retry=lambda kind: None),
+            rewards=FakeRewards(values),
+            replay=self.replay,
+            settings=SETTINGS,
+            admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),
+        )
+        self.weights.on_published(self.stream.advance)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints",
+            learner=self.learner,
+            parts={"rollouts": self.stream},
+            prepare=self._prepare,
+            finish=self._finish,
+            identity={"seed": 0},
+            resume=resume,
+            schedule=CheckpointSchedule(interval_steps=checkpoint_interval, total_steps=total_steps, keep=2),
+        )
+        self.controller = Controller(
+            total_steps=total_steps,
+            groups_per_step=prompts_per_step,
+            checkpoints=self.checkpoints,
+            weights=self.weights,
+            supervisor=NoSupervisor(),
+            rollouts=self.stream,
+            replay=self.replay,
+            reference=FakeReference(),
+            learner=self.learner,
+            evaluator=self.evaluator,
+            metrics=self.metrics,
+        )
+
+    async def go(self) -> int:
+        return await self.controller.run()
+
+    async def _prepare(self) -> None:
+        self.num_prepared += 1
+
+    async def _finish(self) -> None:
+        self.num_finished += 1

@@ -1,0 +1,114 @@
+"""The arithmetic of benchmark reports: ratios, targets, the comparison with a committed baseline, shares of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, rates, serial_rate
+from benchmarks.report import Report, problems, read, target_text, write
+from benchmarks.step_breakdown import share
+from benchmarks.weight_sync import MIB, transformer_manifest
+from cluster.metrics.records import StepRecord
+
+
+def series(*values: float, unit: str = "samples/s") -> Series:
+    return Series("what was done", unit, values)
+
+
+def findings(*claims: Claim) -> Findings:
+    return Findings({"threads": 1}, {"ours": series(90.0, 95.0), "raw": series(100.0)}, claims)
+
+
+def step(**seconds: float) -> StepRecord:
+    return StepRecord(1, {**seconds, "total": sum(seconds.values())}, {}, {}, {}, {})
+
+
+def test_the_ratio_is_that_of_the_medians() -> None:
+    assert rates(series(80.0, 90.0, 400.0), series(100.0, 50.0, 101.0)) == pytest.approx(0.9)
+
+
+def test_rates_of_different_units_have_no_ratio() -> None:
+    with pytest.raises(ValueError, match="samples/s and GB/s"):
+        rates(series(1.0), series(1.0, unit="GB/s"))
+
+
+def test_parts_in_a_row_are_slower_than_the_slowest() -> None:
+    assert serial_rate((400.0, 400.0)) == pytest.approx(200.0)
+    assert serial_rate((300.0, 600.0)) == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "target", "at_least", "holds"),
+    [
+        (0.9, 0.9, True, True),
+        (0.89, 0.9, True, False),
+        (0.1, 0.1, False, True),
+        (0.11, 0.1, False, False),
+        (0.0, None, True, True),
+    ],
+)
+def test_a_claim_holds_on_its_side_of_the_target(
+    ratio: float, target: float | None, at_least: bool, holds: bool
+) -> None:
+    assert Claim("a / b", ratio, target, at_least).holds is holds
+
+
+@pytest.mark.parametrize(("at_least", "worse", "better"), [(True, 0.7, 2.0), (False, 1.3, 0.1)])
+def test_worse_is_away_from_the_good_side(at_least: bool, worse: float, better: float) -> None:
+    baseline = Claim("a / b", 1.0, 0.5, at_least)
+    assert replace(baseline, ratio=worse).is_worse_than(baseline, tolerance=0.15)
+    assert not replace(baseline, ratio=better).is_worse_than(baseline, tolerance=0.15)
+    assert not replace(baseline, ratio=0.9 if at_least else 1.1).is_worse_than(baseline, tolerance=0.15)
+
+
+def test_what_misses_its_target_or_fell_behind_the_baseline_is_named() -> None:
+    baseline = findings(Claim("a / b", 0.95, 0.5), Claim("c / d", 0.6, 0.5), Claim("information", 9.0))
+    now = findings(Claim("a / b", 0.7, 0.5), Claim("c / d", 0.45, 0.46), Claim("information", 1.0))
+    fell, missed, fell_too = problems(now, baseline)
+    assert fell.startswith("a / b: 0.700") and "0.950" in fell
+    assert missed == f"c / d: 0.450, the target is {target_text(now.claims[1])}"
+    assert fell_too.startswith("c / d: 0.450, the committed baseline")
+
+
+def test_a_claim_that_the_baseline_lacks_is_a_problem() -> None:
+    [problem] = problems(findings(Claim("new / old", 1.0, 0.5)), findings())
+    assert "new / old" in problem
+
+
+def test_a_report_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    claims = (Claim("a / b", 0.925, 0.9), Claim("e / f", 0.04, 0.1, at_least=False), Claim("information", 2.0))
+    report = Report("x", "2026-01-01", "cpu", {"cores": 2, "gpus": []}, {"torch": "2"}, ("seed=1",), findings(*claims))
+    write(report, tmp_path / "new" / "x.json")
+    assert read(tmp_path / "new" / "x.json") == report
+
+
+async def test_sides_take_turns_and_warm_up_rounds_are_thrown_away() -> None:
+    order: list[tuple[str, int]] = []
+
+    def side(name: str) -> Side:
+        async def run(round_number: int) -> float:
+            order.append((name, round_number))
+            return float(round_number)
+
+        return run
+
+    found = await interleave({"a": side("a"), "b": side("b")}, Effort(repeats=2, warmups=1, num_steps=0))
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert found == {"a": (1.0, 2.0), "b": (1.0, 2.0)}
+
+
+def test_the_share_of_a_phase_is_over_all_steps_and_a_phase_that_did_not_run_took_nothing() -> None:
+    steps = [step(update=1.0, other=0.0), step(update=1.0, checkpoint=1.5, other=0.5)]
+    assert share(steps, "other") == pytest.approx(0.125)
+    assert share(steps, "other", "checkpoint") == pytest.approx(0.5)
+    assert share(steps, "reference") == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 64, 256])
+def test_a_push_carries_exactly_the_bytes_that_are_broadcast(size: int) -> None:
+    manifest = transformer_manifest(size * MIB)
+    assert manifest.num_bytes == size * MIB
+    assert len({spec.name for spec in manifest.tensors}) == len(manifest.tensors) > 5

@@ -1,0 +1,202 @@
+"""The `mobula` command: answers at once where it can, explains mistakes in one message, keeps its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.errors import DatasetError, DeadlineError
+from configs.load import load_config, load_resolved
+from configs.schema import RunConfig
+from deploy import doctor
+from deploy.cli import app
+from deploy.doctor import Backend, Verdict
+from deploy.machine import Machine
+
+GIB = 2**30
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
+GOOD = Machine(2, 0, 16 * GIB, 8 * GIB, frozenset({"avx2", "avx512f"}))
+
+
+class FakeRuntime:
+    """Stands where `deploy.runtime` does; remembers what it was asked."""
+
+    def __init__(self, outcome: int | Exception) -> None:
+        self.outcome = outcome
+        self.trained: list[RunConfig] = []
+
+    def train(self, config: RunConfig) -> int:
+        self.trained.append(config)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    evaluate = train
+
+
+def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> FakeRuntime:
+    runtime = FakeRuntime(outcome)
+    monkeypatch.setitem(sys.modules, "deploy.runtime", runtime)
+    monkeypatch.setattr("deploy.runtime", runtime, raising=False)
+    return runtime
+
+
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["show-config"], ["show-config", "data=bad"]])
+def test_light_commands_load_no_backend(command: list[str]) -> None:
+    program = (
+        "import json, sys\n"
+        "from deploy.cli import app\n"
+        f"try: app({command!r})\n"
+        f"except SystemExit: pass\n"
+        f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(child.stdout.rpartition("loaded ")[2]) == []
+
+
+def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:
+    overrides = ["experiment=digit_sum", "learner.learning_rate=3e-4"]
+    result = CliRunner().invoke(app, ["show-config", *overrides])
+    assert result.exit_code == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(result.stdout, encoding="utf-8")
+    assert load_resolved(path) == load_config(overrides)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "plan", "show-config", "doctor"])
+def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "algorithm.kl.coeff=1"])
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "mobula: algorithm.kl.coeff is unknown: did you mean algorithm.kl.coef?"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_runtime_gets_the_config_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    runtime = with_runtime(monkeypatch, 7)
+    result = CliRunner().invoke(app, [command, "algorithm.kl.coef=0.5", "resources=laptop"])
+    assert result.exit_code == 7
+    assert [config.algorithm.kl.coef for config in runtime.trained] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("raised", "exit_code", "said"),
+    [
+        (DatasetError("data/x holds no rows"), 2, "data/x holds no rows"),
+        (DeadlineError("waited 3 s for rollout/0"), 1, "waited 3 s for rollout/0"),
+        (KeyboardInterrupt(), 130, "resume=auto"),
+    ],
+)
+def test_run_that_ends_on_purpose_says_why(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, said: str
+) -> None:
+    with_runtime(monkeypatch, raised)
+    result = CliRunner().invoke(app, ["train"])
+    assert result.exit_code == exit_code
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runtime(monkeypatch, ZeroDivisionError("bug"))
+    result = CliRunner().invoke(app, ["train"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert result.exit_code == 1
+
+
+def test_plan_lists_every_role() -> None:
+    result = CliRunner().invoke(app, ["plan", "resources.num_cpus=1"])
+    assert result.exit_code in (0, 2), "a machine with less than two cores may refuse the preset"
+    roles = ("learner", "rollout", "reference", "reward", "replay")
+    assert all(role in result.stdout for role in roles) or "resources." in result.stderr
+
+
+def test_plan_refuses_what_the_machine_cannot_hold() -> None:
+    result = CliRunner().invoke(app, ["plan", "resources.learner.num_cpus=5000"])
+    assert result.exit_code == 2
+    assert "resources.learner asks for 2 workers with 5000 CPUs" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_plan_names_a_cluster_that_does_not_answer(address: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--address", address])
+    assert result.exit_code == 2
+    assert f"no Ray cluster answers at {address}" in result.stderr
+
+
+def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", "3", "--tied"])
+    assert result.exit_code == 0
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    again = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder)])
+    assert again.exit_code == 2
+    assert "not an empty folder" in again.stderr
+
+
+def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model")])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict"),
+    [
+        (doctor.check_python((3, 11)), Verdict.OK),
+        (doctor.check_python((3, 13)), Verdict.MISSING),
+        (doctor.check_placement(load_config([]), GOOD), Verdict.OK),
+        (doctor.check_placement(load_config(["resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_memory(load_config([]), GOOD), Verdict.OK),
+        (doctor.check_memory(load_config(["sampler.kv_cache_bytes=99999999999"]), GOOD), Verdict.MISSING),
+        (doctor.check_shared_memory(load_config([]), GOOD), Verdict.OK),
+        (doctor.check_shared_memory(load_config([]), Machine(2, 0, GIB, 1024, frozenset())), Verdict.WARNING),
+        (doctor.check_vector_units(load_config([]), GOOD), Verdict.OK),
+        (doctor.check_vector_units(load_config([]), Machine(2, 0, GIB, GIB, frozenset({"avx2"}))), Verdict.WARNING),
+        (doctor.check_vector_units(load_config([]), Machine(2, 0, GIB, GIB, frozenset())), Verdict.MISSING),
+        (doctor.check_gpus(load_config([]), GOOD), Verdict.OK),
+        (doctor.check_gpus(load_config(["resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
+        (doctor.check_loopback(), Verdict.OK),
+        (doctor.check_backend(Backend("yaml", "PyYAML", True, "install it")), Verdict.OK),
+        (doctor.check_backend(Backend("no_such_module", "none", True, "install it")), Verdict.MISSING),
+        (doctor.check_backend(Backend("no_such_module", "none", False, "install it")), Verdict.WARNING),
+    ],
+    ids=lambda value: f"{value.name}-{value.detail[:20]}" if isinstance(value, doctor.Finding) else str(value),
+)
+def test_doctor_judges_one_thing_at_a_time_and_says_what_to_do(finding: doctor.Finding, verdict: Verdict) -> None:
+    assert finding.verdict is verdict
+    assert finding.detail
+    assert (finding.action == "") == (verdict is Verdict.OK)
+
+
+def test_run_folder_that_is_not_there_yet_is_fine_and_stays_away(tmp_path: Path) -> None:
+    assert doctor.check_run_folder(tmp_path / "a" / "b").verdict is Verdict.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], {"vllm", "tensorboard"}),
+        (["sampler=huggingface", "metrics.tensorboard=false"], set()),
+    ],
+)
+def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: set[str]) -> None:
+    optional = {"vllm", "tensorboard", "peft"}
+    found = {backend.module for backend in doctor.backends(load_config(overrides)) if backend.is_needed}
+    assert found & optional == needed
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "backends", lambda config: (Backend("no_such_module", "none", True, "install it"),))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "no_such_module" in result.stdout
+    assert "-> install it" in result.stdout

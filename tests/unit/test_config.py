@@ -1,0 +1,217 @@
+"""Configuration: groups and overrides compose in any order, and every mistake names its key and the next action."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import document, keys
+from configs.load import ConfigError, dump_config, groups, load_config, load_resolved
+from configs.schema import DataKind, RunConfig, SamplerKind
+
+# Overrides, and what the message must say: the key, the value or the reason, and what to do.
+MISTAKES: list[tuple[list[str], list[str]]] = [
+    # keys that are not there
+    (["algorithm.kl.coeff=1"], ["algorithm.kl.coeff is unknown", "did you mean algorithm.kl.coef?"]),
+    (["learning_rate=3"], ["learning_rate is unknown", "learner.learning_rate"]),
+    (["kl_coef=1"], ["did you mean algorithm.kl.coef?"]),
+    (["algoritm.prompts_per_step=4"], ["did you mean algorithm.prompts_per_step?"]),
+    (["learner.lr=1"], ["learner.lr is unknown", "learner has backend, learning_rate"]),
+    (["algorithm.kl={coef: 1, foo: 2}"], ["algorithm.kl.foo is unknown"]),
+    (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
+    (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
+    # options that are not there
+    (["resources=latop"], ["did you mean resources=laptop?", "gpu_2, laptop, node_8gpu"]),
+    (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, vllm"]),
+    (["resources=_base"], ["resources=_base is unknown"]),
+    (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),
+    # values of the wrong kind
+    (["algorithm.kl.coef=abc"], ['algorithm.kl.coef got "abc"', "a number, at least 0", "set algorithm.kl.coef=VALUE"]),
+    (["algorithm.kl.coef=-1"], ["algorithm.kl.coef got -1", "at least 0"]),
+    (["learner.learning_rate=nan"], ["learner.learning_rate got NaN", "more than 0"]),
+    (["seed=true"], ["seed got true", "a whole number"]),
+    (["num_steps=2.5"], ["num_steps got 2.5", "a whole number"]),
+    (["num_steps=null"], ["num_steps got null"]),
+    (["resume=Auto"], ['resume got "Auto"', "one of never, auto"]),
+    (["name=2024"], ["name got 2024", "name=\"'2024'\""]),
+    (["name='a b'"], ['name got "a b"']),
+    (["policy.freeze=visual."], ["policy.freeze got", "a list"]),
+    (["rewards.components.1.weight=a"], ["rewards.components.1.weight got"]),
+    (["rewards.components.7.weight=1"], ["rewards.components.7.weight=1", "mobula show-config"]),
+    # values that are not there
+    (["policy=hf"], ["policy.model is missing", "give policy.model=VALUE"]),
+    (["data=jsonl"], ["data.path is missing", "expected a path"]),
+    # texts that are no overrides
+    (["seed"], ["'seed' is no override", "write seed=VALUE"]),
+    (["data.path=a=b"], ["quote the value", "data.path=\"'a=b'\""]),
+    (["data.path=~/digits"], ["$HOME"]),
+    (["learner.learning_rate=1,2"], ["holds several values"]),
+    (["~seed=1"], ["every key keeps its place"]),
+    (["seed=${nothing}"], ["seed=${nothing}", "nothing"]),
+    # sections that contradict each other
+    (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_p=1.0"]),
+    (["sampler.top_k=20"], ["sampler.top_k=20", "set sampler.top_k=0"]),
+    (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
+    (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
+    (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
+    (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
+    (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
+    (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt=1", "2 or more"]),
+    (
+        ["algorithm.samples_per_prompt=1", "algorithm.advantage=reinforce", "algorithm.drop_uniform_groups=true"],
+        ["set algorithm.drop_uniform_groups=false"],
+    ),
+    (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
+    (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
+    (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
+    (["resources.replay.num_workers=2"], ["set resources.replay.num_workers=1"]),
+    (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
+    (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
+    (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=gpu_2"]),
+    (["resources=gpu_2", "resources.reference.num_gpus=0"], ["resources.reference.num_gpus=0", "device=cpu"]),
+    (["resources=gpu_2", "resources.rollout.num_gpus=0.5"], ["NCCL", "resources.rollout.num_gpus=1"]),
+    (["resources=gpu_2", "resources.learner.num_gpus=1.5"], ["resources.learner.num_gpus=1 or 2"]),
+    (["policy.attention=flash_attention_2"], ["set policy.attention=sdpa"]),
+    (["rewards.components.1.name=accuracy"], ["accuracy more than once", "rewards.components.INDEX.name"]),
+    (["rewards.accuracy_component=exact"], ["rewards.accuracy_component=exact", "one of accuracy, format"]),
+    (["rewards.components=[]"], ["every reward is 0", "rewards=math_answer"]),
+    (["warm_start.target_accuracy=0"], ["warm_start.target_accuracy=0", "warm_start=none"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides)
+    for words in said:
+        assert words in str(caught.value)
+
+
+def test_every_contradiction_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["sampler.top_p=0.5", "resources.replay.num_workers=3", "rewards.accuracy_component=x"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_default_run_is_digits_on_a_laptop() -> None:
+    config = load_config([])
+    assert config.data.kind is DataKind.DIGITS
+    assert config.sampler.kind is SamplerKind.VLLM
+    assert config.resources.preset == "laptop"
+    assert config.run_folder == Path("runs/digits")
+
+
+def test_laptop_books_at_most_its_two_cpus() -> None:
+    resources = load_config(["resources=laptop"]).resources
+    assert sum(role.num_workers * role.num_cpus for role in resources.roles.values()) <= 2
+    assert (resources.rollout.num_workers, resources.learner.num_workers) == (2, 2)
+    assert {role.num_threads for role in resources.roles.values()} == {1}
+
+
+def test_overrides_may_stand_in_any_order() -> None:
+    overrides = ["experiment=digit_sum", "resources=laptop", "algorithm.kl.coef=0.05", "resources.rollout.num_cpus=0.4"]
+    configs = [load_config(order) for order in itertools.permutations(overrides)]
+    assert all(config == configs[0] for config in configs)
+    assert configs[0].algorithm.kl.coef == 0.05
+    assert configs[0].resources.rollout.num_cpus == 0.4
+    assert configs[0].data.kind is DataKind.DIGIT_SUM
+
+
+def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
+    for experiment in groups()["experiment"]:
+        config = load_config([f"experiment={experiment}", "data=jsonl", "data.path=/some/My Folder"])
+        assert (config.data.kind, config.data.path) == (DataKind.JSONL, Path("/some/My Folder"))
+
+
+NEEDS: dict[str, list[str]] = {
+    "policy=hf": ["policy.model=some/model"],
+    "data=jsonl": ["data.path=some/folder"],
+    "learner=single": ["resources.learner.num_workers=1"],
+}
+
+
+@pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
+def test_every_option_of_every_group_loads(choice: str) -> None:
+    assert load_config([choice, *NEEDS.get(choice, [])]).num_steps > 0
+
+
+def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
+    laptop, gpus = load_config([]), load_config(["resources=node_8gpu"])
+    assert (gpus.resources.transport, gpus.resources.dtype) == ("nccl", "bfloat16")
+    assert gpus.sampler.kv_cache_bytes > laptop.sampler.kv_cache_bytes
+    assert gpus.weight_sync.bucket_bytes > laptop.weight_sync.bucket_bytes
+    assert sum(role.num_workers * role.num_gpus for role in gpus.resources.roles.values()) == 8
+
+
+def test_open_options_take_new_keys_and_lists_keep_their_other_items() -> None:
+    config = load_config(["rewards.components.1.options.strict=true", "rewards.components.1.weight=0.5"])
+    accuracy, form = config.rewards.components
+    assert (accuracy.name, accuracy.weight) == ("accuracy", 1.0)
+    assert (form.name, form.weight, form.options["strict"]) == ("format", 0.5, True)
+
+
+def test_without_kl_no_reference_is_needed() -> None:
+    assert load_config([]).needs_reference
+    assert not load_config(["algorithm.kl.coef=0", "resources.reference.num_workers=0"]).needs_reference
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    learning_rate=st.floats(min_value=1e-300, max_value=1e300),
+    suffix=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20),
+    seed=st.integers(min_value=0, max_value=2**32 - 1),
+)
+def test_dumped_config_loads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, learning_rate: float, suffix: str, seed: int
+) -> None:
+    config = load_config(["policy.freeze=[visual.]"])
+    config = config.model_copy(
+        update={
+            "seed": seed,
+            "learner": config.learner.model_copy(update={"learning_rate": learning_rate}),
+            "data": config.data.model_copy(update={"prompt_suffix": suffix}),
+        }
+    )
+    path = tmp_path_factory.mktemp("run") / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    assert load_resolved(path) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        (b"- a\n- b\n", "expected a mapping"),
+        (b"a: [\n", "is no YAML"),
+        (b"\xff\xfe\x00", "is no YAML"),
+        (b"seed: 1\n", "policy is missing"),
+    ],
+)
+def test_unusable_resolved_file_is_a_config_error(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        load_resolved(path)
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_config([]).seed = 3
+
+
+def test_no_field_has_a_default_in_code() -> None:
+    sections = [RunConfig, *(key.section for key in keys.known_keys().values() if key.section is not None)]
+    assert all(info.is_required() for section in sections for info in section.model_fields.values())
+
+
+def test_every_key_is_documented() -> None:
+    assert [key.name for key in keys.known_keys().values() if not key.description] == []
+
+
+def test_committed_documentation_is_the_generated_one() -> None:
+    assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m configs.document`"

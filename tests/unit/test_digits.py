@@ -1,0 +1,126 @@
+"""The digits dataset: MAYE's schema, disjoint stratified splits, one content for one set of arguments."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from actors.datasets.digits import DigitsTask, write_digits
+
+SPLITS = {"train": 1297, "validation": 200, "test": 300}
+TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[DigitsTask, Path]:
+    root = tmp_path_factory.mktemp("data")
+    return {task: write_digits(root / task, task=task) for task in TASKS}
+
+
+def read(folder: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+
+
+def pictures_of(row: dict) -> list[str]:
+    return [row["image"]] if isinstance(row["image"], str) else row["image"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_follow_the_schema(folders: dict[DigitsTask, Path], task: DigitsTask, split: str) -> None:
+    rows = read(folders[task], split)
+    assert len(rows) == SPLITS[split]
+    for row in rows:
+        assert row.keys() == {"id", "question", "answer", "solution", "image"}
+        assert row["solution"] == rf"\boxed{{{row['answer']}}}"
+        assert row["question"].count("<image>") == len(pictures_of(row)) == (1 if task == "digits" else 2)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_ids_are_unique(folders: dict[DigitsTask, Path], task: DigitsTask) -> None:
+    ids = [row["id"] for split in SPLITS for row in read(folders[task], split)]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_share_no_picture_and_use_all(folders: dict[DigitsTask, Path], task: DigitsTask) -> None:
+    pictures = {split: {path for row in read(folders[task], split) for path in pictures_of(row)} for split in SPLITS}
+    assert {split: len(paths) for split, paths in pictures.items()} == SPLITS
+    assert len(set.union(*pictures.values())) == sum(SPLITS.values())
+
+
+def test_splits_are_stratified(folders: dict[DigitsTask, Path]) -> None:
+    for split, size in SPLITS.items():
+        counts = Counter(row["answer"] for row in read(folders["digits"], split))
+        assert counts.keys() == set("0123456789")
+        assert all(0.08 < count / size < 0.12 for count in counts.values())
+
+
+def test_pictures_show_the_digit_of_the_answer(folders: dict[DigitsTask, Path]) -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    for row in read(folders["digits"], "test"):
+        index = int(row["id"].removeprefix("digit-"))
+        with Image.open(folders["digits"] / row["image"]) as picture:
+            assert picture.size == (56, 56)
+            shown = np.asarray(picture)[3::7, 3::7]  # [8, 8]
+        assert np.abs(shown / 255 * 16 - pixels[index].reshape(8, 8)).max() < 0.1
+        assert row["answer"] == str(labels[index])
+
+
+def test_sums_add_two_different_pictures(folders: dict[DigitsTask, Path]) -> None:
+    digit = {row["image"]: int(row["answer"]) for split in SPLITS for row in read(folders["digits"], split)}
+    for split in SPLITS:
+        for row in read(folders["digit_sum"], split):
+            left, right = row["image"]
+            assert left != right
+            assert int(row["answer"]) == digit[left] + digit[right]
+
+
+def test_same_arguments_write_the_same_bytes(folders: dict[DigitsTask, Path], tmp_path: Path) -> None:
+    assert contents(write_digits(tmp_path / "again", task="digits")) == contents(folders["digits"])
+    other = write_digits(tmp_path / "other", task="digits", seed=1)
+    assert read(other, "test") != read(folders["digits"], "test")
+
+
+def test_a_finished_folder_is_left_alone(folders: dict[DigitsTask, Path]) -> None:
+    folder = folders["digits"]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert write_digits(folder, task="digits") == folder
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_killed_run_leaves_nothing_at_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_space(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", out_of_space)
+        with pytest.raises(OSError, match="no space left"):
+            write_digits(tmp_path / "digits", task="digits")
+    assert list(tmp_path.iterdir()) == []
+    assert (write_digits(tmp_path / "digits", task="digits") / "test.jsonl").is_file()
+
+
+def test_another_dataset_in_the_folder_is_refused(folders: dict[DigitsTask, Path]) -> None:
+    with pytest.raises(ValueError, match="choose another folder"):
+        write_digits(folders["digits"], task="digits", seed=1)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("keep me")
+    with pytest.raises(ValueError, match=r"has no dataset\.json"):
+        write_digits(tmp_path, task="digits")
+    assert (tmp_path / "notes.txt").read_text() == "keep me"
+
+
+def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="known are digits, digit_sum"):
+        write_digits(tmp_path / "digits", task="letters")

@@ -1,0 +1,107 @@
+"""Held-out evaluation: schedule, means, interval, and what could not be scored."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import RewardError, RolloutError
+from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, wilson_interval
+
+GREEDY = replace(SETTINGS, temperature=0.0)
+
+
+def make_evaluator(
+    rollouts: FakeRollouts,
+    results: list[EvaluationResult],
+    values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0),
+    *,
+    accuracy_component: str = "accuracy",
+    interval_steps: int = 0,
+) -> Evaluator:
+    return Evaluator(
+        prompts=[make_prompt(f"test/{i}/s{i}") for i in range(10)],
+        rollouts=rollouts,
+        rewards=FakeRewards(values),
+        settings=GREEDY,
+        accuracy_component=accuracy_component,
+        max_concurrent=3,
+        schedule=EvaluationSchedule(interval_steps, total_steps=7),
+        on_result=results.append,
+    )
+
+
+async def test_accuracy_is_the_mean_over_all_held_out_prompts() -> None:
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (1.0, 1.0) if int(prompt_id.split("/")[1]) < 7 else (0.0, 0.0)
+
+    rollouts = FakeRollouts()
+    evaluator = make_evaluator(rollouts, [], values)
+    result = await evaluator.run(3)
+    assert (result.version, result.accuracy, result.num_scored, result.num_unscored) == (3, 0.7, 20, 0)
+    assert 0 < result.low < result.accuracy < result.high < 1
+    assert set(rollouts.settings.values()) == {GREEDY}
+    assert len(rollouts.settings) == 10
+
+
+async def test_no_more_prompts_are_in_flight_than_allowed() -> None:
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 5)
+    await make_evaluator(rollouts, []).run(0)
+    assert rollouts.max_in_flight == 3
+
+
+@pytest.mark.parametrize(("interval_steps", "due"), [(0, [0, 7]), (2, [0, 2, 4, 6, 7]), (7, [0, 7])])
+async def test_it_runs_before_after_and_at_the_interval(interval_steps: int, due: list[int]) -> None:
+    results: list[EvaluationResult] = []
+    evaluator = make_evaluator(FakeRollouts(), results, interval_steps=interval_steps)
+    for version in range(8):
+        await evaluator.maybe_run(version)
+    assert [result.version for result in results] == due
+
+
+async def test_a_version_that_was_evaluated_before_a_resume_is_not_evaluated_again() -> None:
+    first, results = make_evaluator(FakeRollouts(), []), []
+    await first.maybe_run(0)
+    second = make_evaluator(FakeRollouts(), results)
+    second.restore(0, first.state())
+    await second.maybe_run(0)
+    assert results == []
+    assert second.results == first.results
+
+
+async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
+    result = await make_evaluator(FakeRollouts(), [], lambda prompt_id: (1.0, None)).run(0)
+    assert (result.accuracy, result.num_scored, result.num_unscored) == (1.0, 10, 10)
+
+
+async def test_an_evaluation_without_any_score_is_an_error() -> None:
+    with pytest.raises(RewardError, match="none of 20 responses could be scored"):
+        await make_evaluator(FakeRollouts(), [], lambda prompt_id: (None, None)).run(0)
+
+
+async def test_an_unknown_accuracy_component_names_the_known_ones() -> None:
+    with pytest.raises(RewardError, match=r"accuracy_component=correct is not among the components \['accuracy'\]"):
+        await make_evaluator(FakeRollouts(), [], accuracy_component="correct").run(0)
+
+
+async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError(prompt_id) if "/4/" in prompt_id else None)
+    with pytest.raises(RolloutError, match="test/4/s4"):
+        await make_evaluator(rollouts, []).run(0)
+    assert rollouts.num_in_flight == 0
+
+
+def test_the_interval_is_the_one_of_the_literature() -> None:
+    low, high = wilson_interval(0.1, 20)  # 2 of 20: Newcombe 1998's formula 3, computed by hand
+    assert (round(low, 4), round(high, 4)) == (0.0279, 0.3010)
+
+
+@given(num=st.integers(1, 10_000), share=st.floats(0, 1))
+def test_the_interval_holds_the_mean_and_stays_within_0_and_1(num: int, share: float) -> None:
+    low, high = wilson_interval(share, num)
+    assert 0 <= low <= share + 1e-12
+    assert share - 1e-12 <= high <= 1
+    assert high > low

@@ -1,0 +1,61 @@
+"""The learner group counts versions, answers with rank 0's word and does not wait for ranks beside a failed one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from cluster.errors import DeadlineError
+from cluster.roles import UpdateReport
+from configs.load import load_config
+from learner.learner_group import LearnerGroup
+
+TIMEOUTS = load_config([]).timeouts
+
+
+class Answer:
+    """A reference to a value, to an error, or to something that never comes."""
+
+    def __init__(self, value: object = None, *, is_lost: bool = False) -> None:
+        self._future: Future = Future()
+        if isinstance(value, Exception):
+            self._future.set_exception(value)
+        elif not is_lost:
+            self._future.set_result(value)
+
+    def future(self) -> Future:
+        return self._future
+
+
+class FakeHandle:
+    """A rank that answers `update` with what `reply` makes of the version it is asked for."""
+
+    def __init__(self, reply) -> None:
+        self.update = SimpleNamespace(remote=lambda groups, version: reply(version))
+
+
+def report(version: int, loss: float) -> Answer:
+    return Answer(UpdateReport(version, {"loss": loss}))
+
+
+async def test_updates_count_versions_and_rank_zero_reports() -> None:
+    group = LearnerGroup([FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: report(v, 9.0))], TIMEOUTS)
+    assert await group.update([]) == UpdateReport(1, {"loss": 0.5})
+    assert (await group.update([])).version == 2
+
+
+async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version() -> None:
+    lost, failed = FakeHandle(lambda v: Answer(is_lost=True)), FakeHandle(lambda v: Answer(ValueError("rank 1 broke")))
+    group = LearnerGroup([lost, failed], TIMEOUTS)
+    with pytest.raises(ValueError, match="rank 1 broke"):
+        await group.update([])
+    assert group.version == 0
+
+
+async def test_a_silent_rank_is_named_after_the_deadline() -> None:
+    hasty = TIMEOUTS.model_copy(update={"update_s": 0.05})
+    group = LearnerGroup([FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: Answer(is_lost=True))], hasty)
+    with pytest.raises(DeadlineError, match="learner/1 to make version 1"):
+        await group.update([])

@@ -1,0 +1,105 @@
+"""Before a process starts: run folder, model and data are there and checked, or one error says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import DatasetError, PreflightError
+from cluster.media import MediaHandle
+from configs.load import load_config, load_resolved
+from configs.schema import RunConfig
+from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, make_run_folder, prepare
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data that the tests below share; the first one that asks writes them."""
+    return tmp_path_factory.mktemp("shared")
+
+
+def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
+    paths = [f"policy.model={shared / 'model'}", f"data.path={shared / 'digits'}", f"folder={folder / 'runs'}"]
+    return load_config(["experiment=digits", "name=first", *paths, *overrides])
+
+
+def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_where_it_is_told(
+    shared: Path, tmp_path: Path
+) -> None:
+    stored: list[object] = []
+    prepared = prepare(config(shared, tmp_path), lambda media: stored.append(media) or len(stored))
+    assert prepared.model_folder == shared / "model"
+    assert set(prepared.splits) == {TRAIN, VALIDATION, "test"}
+    assert [len(prepared.splits[name].rows) for name in (TRAIN, VALIDATION, "test")] == [1297, 200, 300]
+    assert prepared.skipped == []
+    assert stored == [], "headers are enough to check a picture"
+    [handle] = prepared.processor.prepare(prepared.usable("test").rows[0], "0/0/x").media
+    assert isinstance(handle, MediaHandle)
+    assert (handle.reference, len(stored)) == (1, 1)
+
+
+def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:
+    run = config(shared, tmp_path)
+    files = [ensure_model(run) / "model.safetensors", shared / "digits" / "dataset.json"]
+    ensure_data(run)
+    before = [file.stat().st_mtime_ns for file in files]
+    ensure_model(run)
+    ensure_data(run)
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+def test_the_tiny_model_may_tie_its_embeddings(tmp_path: Path) -> None:
+    folder = ensure_model(config(tmp_path, tmp_path, "policy.tiny_tied_embeddings=true"))
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_run_folder_holds_the_resolved_config_and_latest_points_at_it(shared: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        run = config(shared, tmp_path, f"name={name}")
+        make_run_folder(run)
+        assert load_resolved(run.run_folder / "config.yaml") == run
+        latest = tmp_path / "runs" / "latest"
+        assert latest.is_symlink()
+        assert not Path(os.readlink(latest)).is_absolute(), "the folder of runs can be moved"
+        assert latest.resolve() == run.run_folder.resolve()
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "latest", "second"]
+
+
+@pytest.mark.parametrize("obstacle", ["runs", "runs/first", "runs/first/config.yaml", "runs/latest"])
+def test_a_run_folder_that_cannot_be_written_is_named(shared: Path, tmp_path: Path, obstacle: str) -> None:
+    path = tmp_path / obstacle
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if obstacle in ("runs/first/config.yaml", "runs/latest") else path.write_text("")
+    with pytest.raises(PreflightError, match=r"the run folder .*runs/first cannot be written .*: set folder or name"):
+        make_run_folder(config(shared, tmp_path))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(PreflightError, match=r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"):
+        ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
+
+
+def test_a_mistake_that_any_part_finds_is_one_of_the_users(shared: Path, tmp_path: Path) -> None:
+    """Whatever raises ValueError on the way: it ends as an error that the command line explains."""
+    with pytest.raises(PreflightError, match=r"data\.prompt_suffix"):
+        prepare(config(shared, tmp_path, "data.prompt_suffix='<image>'"), lambda media: media)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(PreflightError, match="no digits dataset: choose another folder"):
+        prepare(config(shared, tmp_path, f"data.path={tmp_path / 'other'}"), lambda media: media)
+
+
+def test_a_split_that_is_evaluated_must_be_there(shared: Path, tmp_path: Path) -> None:
+    ensure_data(config(shared, tmp_path))
+    (tmp_path / "rows").mkdir()
+    for split in (TRAIN, VALIDATION):
+        (tmp_path / "rows" / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
+    words = ("data=jsonl", f"data.path={tmp_path / 'rows'}")
+    with pytest.raises(DatasetError, match=r"test\.jsonl does not exist"):
+        prepare(config(shared, tmp_path, *words), lambda media: media)
+    found = prepare(config(shared, tmp_path, *words, "evaluation.split=validation"), lambda media: media)
+    assert set(found.splits) == {TRAIN, VALIDATION}

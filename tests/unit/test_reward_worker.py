@@ -1,0 +1,246 @@
+"""The reward worker: one answer that hangs, raises or returns NaN costs that answer, by name, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.actions import TokenActions
+from cluster.errors import RewardError
+from cluster.trajectory import FinishReason, Prompt, Response, Reward, Trajectory, TrajectoryGroup, WeightSpan
+from configs.schema import RewardComponent
+from rewards.combine import build_components, score_response
+from rewards.contract import FailureKind, RewardRequest, TimedOutError
+from rewards.isolated import IsolatedProcess
+from rewards.worker import RewardWorker
+
+PLUGIN = '''
+import os, signal, time
+
+def score(request, *, bonus):
+    """Does what the response says."""
+    if request.response.text == "hang":
+        time.sleep(1000)
+    if request.response.text == "backtrack":
+        __import__("re").fullmatch("(a+)+b", "a" * 50)
+    if request.response.text == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if request.response.text == "exit":
+        raise SystemExit(3)
+    if request.response.text == "eat":
+        return len(bytearray(8 * 2**30))
+    if request.response.text == "unpicklable":
+        return lambda: 0
+    return float(request.response.text) + bonus
+
+def pid(*arguments):
+    return os.getpid()
+'''
+
+SPINNER = """
+import os, pathlib
+
+def spin(note):
+    pathlib.Path(note).write_text(f"{os.getpid()}\\n")
+    while True:
+        pass
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "reward_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "reward_plugin:score"
+    sys.modules.pop("reward_plugin", None)
+
+
+@pytest.fixture
+def make_worker() -> Iterator[Callable[..., RewardWorker]]:
+    workers = []
+
+    def make(
+        *components: RewardComponent, function_timeout_s: float = 20, group_timeout_s: float = 120
+    ) -> RewardWorker:
+        workers.append(
+            RewardWorker(
+                components,
+                object_timeout_s=5,
+                start_timeout_s=120,
+                function_timeout_s=function_timeout_s,
+                group_timeout_s=group_timeout_s,
+            )
+        )
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+def component(name: str, function: str, weight: float = 1.0, **options: Any) -> RewardComponent:
+    return RewardComponent(name=name, function=function, weight=weight, options=options)
+
+
+def group(*texts: str, references: tuple[str, ...] = ("7",)) -> TrajectoryGroup:
+    prompt = Prompt("0/0/a", "a", "?", np.zeros(1, np.int32), np.zeros(1, np.int32), references=references)
+    return TrajectoryGroup(prompt, tuple(trajectory(i, text) for i, text in enumerate(texts)))
+
+
+def trajectory(index: int, text: str) -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"0/0/a#{index}",
+        actions=TokenActions(np.zeros(1, np.int32)),
+        behavior_logprobs=np.zeros(1, np.float32),
+        action_mask=np.ones(1, bool),
+        weight_spans=(WeightSpan(0, 0, 1),),
+        finish_reason=FinishReason.STOP,
+        response=Response(text, num_tokens=1, is_truncated=False),
+    )
+
+
+def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[..., RewardWorker]) -> None:
+    worker = make_worker(
+        component("accuracy", "math_answer", 1.0, require_boxed=True),
+        component("format", "format", 0.5, preset="boxed"),
+    )
+    (score,) = worker.score([group(r"\boxed{7}", r"\boxed{7}!", r"\boxed{8}", "7")])
+    assert [reward.value for reward in score.rewards] == [1.5, 1.0, 0.5, 0.0]
+    assert score.rewards[1].components == {"accuracy": 1.0, "format": 0.0}
+    assert score.rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
+    assert score.failures == () and worker.ping()
+    assert worker._isolated._child is None, "plain answers may not pay for a process"
+
+
+def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., RewardWorker]) -> None:
+    worker = make_worker(component("mine", plugin, bonus=0.5), function_timeout_s=1)
+    texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "backtrack", "inf", "3")
+    (score,) = worker.score([group(*texts)])
+    assert [r and r.value for r in score.rewards] == [1.5, None, 2.5, *[None] * 8, 3.5]
+    kinds = {texts[int(f.trajectory_id.partition("#")[2])]: f.kind for f in score.failures}
+    assert kinds == {
+        "hang": FailureKind.TIMED_OUT,
+        "backtrack": FailureKind.TIMED_OUT,
+        "nan": FailureKind.NOT_FINITE,
+        "inf": FailureKind.NOT_FINITE,
+        "word": FailureKind.FAILED,
+        "die": FailureKind.FAILED,
+        "exit": FailureKind.FAILED,
+        "eat": FailureKind.FAILED,
+        "unpicklable": FailureKind.FAILED,
+    }
+    assert {f.component for f in score.failures} == {"mine"}
+    assert "ValueError" in next(f.reason for f in score.failures if f.trajectory_id.endswith("#4"))
+
+
+def test_an_answer_that_hangs_computer_algebra_costs_its_timeout(make_worker: Callable[..., RewardWorker]) -> None:
+    worker = make_worker(component("accuracy", "math_answer", require_boxed=True), function_timeout_s=3)
+    (score,) = worker.score([group(r"\boxed{\sqrt{49}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{\sqrt{49}}")])
+    assert [r and r.value for r in score.rewards] == [1.0, None, 1.0, 1.0]
+    assert [f.kind for f in score.failures] in ([FailureKind.TIMED_OUT], [FailureKind.FAILED])  # time or memory
+
+
+def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., RewardWorker]) -> None:
+    worker = make_worker(component("shape", "format", pattern="(a+)+"), function_timeout_s=60, group_timeout_s=3)
+    hanging = "a" * 50 + "b"
+    started = time.monotonic()
+    (score,) = worker.score([group("a", *[hanging] * 50)])
+    assert time.monotonic() - started < 6
+    assert score.rewards == (Reward(1.0, {"shape": 1.0}), *[None] * 50)
+    assert [f.kind for f in score.failures] == [FailureKind.TIMED_OUT] * 50
+    (score,) = worker.score([group("a")])
+    assert score.rewards[0].value == 1.0, "the next group has its own time"
+
+
+def test_a_group_that_cannot_be_scored_by_one_component_has_no_reward(plugin: str) -> None:
+    isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
+    components = build_components(
+        [component("format", "format", preset="boxed"), component("mine", plugin, bonus=0)], isolated
+    )
+    request = RewardRequest(Response(r"\boxed{7}", 1, False), ("7",), {}, "")
+    with pytest.raises(RewardError, match="reward component 'mine' failed: .*ValueError"):
+        score_response(components, request)
+    isolated.close()
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ([], "rewards.components is empty"),
+        ([component("a", "format", preset="boxed")] * 2, "names 'a' 2 times"),
+        ([component("a", "formatt", preset="boxed")], r"components\[a\]: .*did you mean 'format'"),
+    ],
+)
+def test_unfit_components_are_refused_when_the_worker_is_built(components: list[RewardComponent], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_components(components, IsolatedProcess(timeout_s=1, start_timeout_s=1))
+
+
+def test_a_users_options_are_checked_before_the_first_response(plugin: str) -> None:
+    isolated = IsolatedProcess(timeout_s=1, start_timeout_s=1)
+    with pytest.raises(ValueError, match="did you mean 'bonus'"):
+        build_components([component("mine", plugin, bonsu=1)], isolated)
+    with pytest.raises(ValueError, match="needs options.bonus"):
+        build_components([component("mine", plugin)], isolated)
+
+
+def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:
+    isolated = IsolatedProcess(timeout_s=1, start_timeout_s=60)
+    isolated.close()
+    first = isolated.call("reward_plugin:pid")
+    with pytest.raises(RewardError, match="TypeError"):
+        isolated.call("math:factorial", "seven")
+    assert isolated.call("reward_plugin:pid") == first != os.getpid()
+    with pytest.raises(TimedOutError, match=r"waited 1 s for time:sleep"):
+        isolated.call("time:sleep", 1000)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    second = isolated.call("reward_plugin:pid")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(RewardError, match="died with exit code -9"):
+        isolated.call("reward_plugin:pid")
+    assert isolated.call("math:factorial", 5) == 120
+    isolated.close()
+
+
+def test_a_hanging_process_ends_after_its_parent_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "spinner.py").write_text(SPINNER)
+    script = (
+        "import sys; from rewards.isolated import IsolatedProcess; "
+        "IsolatedProcess(timeout_s=1, start_timeout_s=60).call('spinner:spin', sys.argv[1])"
+    )
+    note = tmp_path / "pid"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    parent = subprocess.Popen([sys.executable, "-c", script, str(note)], env=environment)
+    wait_until(lambda: note.exists() and note.read_text().endswith("\n"), timeout_s=60)
+    parent.kill()
+    parent.wait()
+    child = Path("/proc") / note.read_text().strip()
+    wait_until(lambda: not child.exists() or is_zombie(child), timeout_s=10)  # a container's init may not collect it
+
+
+def wait_until(claim: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not claim():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_zombie(process: Path) -> bool:
+    return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_ten_megabytes_travel_to_the_isolated_process() -> None:
+    isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
+    assert isolated.call("rewards.functions.format:full_match", "a*", "a" * 10_000_000) is True
+    isolated.close()

@@ -1,0 +1,218 @@
+"""The stream: retries, rejections, seeds, and the fate of every prompt."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts
+
+from cluster.errors import DatasetError, DeadlineError, RewardError, RolloutError, WorkerDiedError
+from cluster.replay_buffer import ReplayBuffer
+from cluster.roles import SamplingSettings
+from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream, prompt_seed
+from cluster.staleness import StalenessGate
+from cluster.trajectory import GroupSummary, Prompt, ScoredGroup, TrajectoryGroup
+
+KEEP_ALL = AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100)
+DROP_UNIFORM = AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=100)
+
+
+class Bench:
+    """A stream of two groups a step with everything around it faked but gate and buffer."""
+
+    def __init__(
+        self,
+        rollouts: FakeRollouts,
+        rewards: FakeRewards,
+        *,
+        max_retries: int = 0,
+        admission_filter: AdmissionFilter = KEEP_ALL,
+        prompts: FakePrompts | None = None,
+        prompts_per_step: int = 2,
+        max_staleness: int = 0,
+    ) -> None:
+        self.prompts = prompts or FakePrompts()
+        self.replay = ReplayBuffer()
+        self.retries: list[str] = []
+        self.gate = StalenessGate(
+            prompts_per_step=prompts_per_step, max_staleness=max_staleness, max_concurrent=2, total_steps=100
+        )
+        self.stream = RolloutStream(
+            prompts=self.prompts,
+            gate=self.gate,
+            rollouts=RetryingRollouts(rollouts, max_retries=max_retries, on_retry=self.retries.append),
+            rewards=rewards,
+            replay=self.replay,
+            settings=SETTINGS,
+            admission_filter=admission_filter,
+        )
+
+    async def step(self) -> list[str]:
+        async with self.stream.streaming():
+            return ids(await asyncio.wait_for(self.replay.take(2), 2))
+
+
+def ids(groups: list[ScoredGroup]) -> list[str]:
+    return [group.summary.group_id for group in groups]
+
+
+async def test_each_prompt_becomes_one_scored_group() -> None:
+    rewards = FakeRewards(lambda prompt_id: (0.25, None))
+    bench = Bench(FakeRollouts(), rewards, admission_filter=AdmissionFilter(1, False, 9))
+    async with bench.stream.streaming():
+        groups = await asyncio.wait_for(bench.replay.take(2), 2)
+    assert ids(groups) == ["0/0/s0", "0/1/s1"]
+    assert [reward.value for reward in groups[0].scored_rewards] == [0.25]
+    assert groups[0].rewards[1] is None
+
+
+@pytest.mark.parametrize("error", [RolloutError("engine"), WorkerDiedError("rollout/1"), DeadlineError("slow")])
+async def test_a_failed_prompt_is_tried_again_in_its_slot(error: Exception) -> None:
+    def fault(prompt_id: str, attempt: int) -> Exception | None:
+        return error if prompt_id == "0/0/s0" and attempt < 2 else None
+
+    bench = Bench(FakeRollouts(fault=fault), FakeRewards(), max_retries=2)
+    assert await bench.step() == ["0/0/s0", "0/1/s1"]
+    assert bench.retries == [type(error).__name__] * 2
+
+
+async def test_a_poison_prompt_stops_the_run_with_its_id_and_cause() -> None:
+    poison = RolloutError("bad picture")
+    bench = Bench(
+        FakeRollouts(fault=lambda prompt_id, attempt: poison if prompt_id == "0/1/s1" else None),
+        FakeRewards(),
+        max_retries=3,
+    )
+    message = r"prompt 0/1/s1 \(sample s1\) failed 4 times.*max_rollout_retries=3"
+    with pytest.raises(RolloutError, match=message) as caught:
+        await bench.step()
+    assert caught.value.__cause__ is poison
+
+
+async def test_other_errors_are_not_tried_again() -> None:
+    bug = TypeError("a bug")
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: bug)
+    bench = Bench(rollouts, FakeRewards(), max_retries=3)
+    with pytest.raises(TypeError, match="a bug"):
+        await bench.step()
+    assert max(rollouts.attempts.values()) == 1
+
+
+async def test_a_dead_producer_cancels_a_take_that_would_wait_for_ever() -> None:
+    class Empty(FakePrompts):
+        def next(self) -> Prompt:
+            raise DatasetError("nothing is usable")
+
+    bench = Bench(FakeRollouts(), FakeRewards(), prompts=Empty())
+    with pytest.raises(DatasetError, match="nothing is usable"):
+        async with asyncio.timeout(2), bench.stream.streaming():
+            await bench.replay.take(2)
+
+
+async def test_uniform_groups_free_their_slots_and_others_take_their_place() -> None:
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (1.0, 1.0) if int(prompt_id.split("/")[1]) < 5 else (0.0, 1.0)
+
+    bench = Bench(FakeRollouts(), FakeRewards(values), admission_filter=DROP_UNIFORM)
+    assert await bench.step() == ["0/5/s5", "0/6/s6"]
+    assert (await bench.replay.stats()).num_rejected == {"uniform": 5}
+    assert bench.stream.pending() == ("0/5/s5", "0/6/s6")
+
+
+async def test_a_rejected_straggler_holds_no_step_up() -> None:
+    held = {"0/0/s0": asyncio.Event(), "0/3/s3": asyncio.Event()}
+
+    class Held(FakeRollouts):
+        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+            if prompt.prompt_id in held:
+                await held[prompt.prompt_id].wait()
+            return await super().generate(prompt, settings)
+
+    rollouts = Held()
+    rewards = FakeRewards(lambda prompt_id: (1.0, 1.0) if prompt_id == "0/0/s0" else (0.0, 1.0))
+    bench = Bench(rollouts, rewards, admission_filter=DROP_UNIFORM, prompts_per_step=1, max_staleness=1)
+    async with bench.stream.streaming():
+        assert ids(await asyncio.wait_for(bench.replay.take(1), 2)) == ["0/1/s1"]
+        rollouts.version = 1
+        bench.stream.advance(1)
+        while bench.gate.num_accepted < 2:
+            await asyncio.sleep(0.001)
+        assert (await bench.replay.stats()).num_ready == 0, "step 1 is the last one for the straggler: it waits"
+        held["0/0/s0"].set()
+        assert ids(await asyncio.wait_for(bench.replay.take(1), 2)) == ["0/2/s2"]
+
+
+async def test_groups_with_too_few_scored_siblings_are_rejected() -> None:
+    def values(prompt_id: str) -> tuple[float | None, float | None]:
+        return (1.0, None) if prompt_id == "0/0/s0" else (1.0, 1.0)
+
+    bench = Bench(FakeRollouts(), FakeRewards(values))
+    assert await bench.step() == ["0/1/s1", "0/2/s2"]
+    assert (await bench.replay.stats()).num_rejected == {"too_few_scored": 1}
+
+
+async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None:
+    bench = Bench(
+        FakeRollouts(),
+        FakeRewards(lambda prompt_id: (1.0, 1.0)),
+        admission_filter=AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=20),
+    )
+    with pytest.raises(RolloutError, match=r"20 groups in a row.*'uniform'.*algorithm.drop_uniform_groups=false"):
+        await bench.step()
+
+
+async def test_a_group_of_older_weights_than_were_published_is_rejected_as_stale() -> None:
+    rollouts = FakeRollouts()  # its engines stay at version 0
+    bench = Bench(rollouts, FakeRewards(), admission_filter=AdmissionFilter(2, False, 3))
+    bench.stream.restore(1, {"cursor": 0, "pending": []})
+    with pytest.raises(RolloutError, match="'stale'"):
+        await bench.step()
+
+
+async def test_a_pool_that_loses_a_reward_is_named() -> None:
+    bench = Bench(FakeRollouts(), FakeRewards(lambda prompt_id: (1.0,)))
+    with pytest.raises(RewardError, match="2 trajectories and got 1 rewards"):
+        await bench.step()
+
+
+async def test_every_prompt_has_a_seed_of_its_own_that_a_retry_keeps() -> None:
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError("once") if attempt == 0 else None)
+    await Bench(rollouts, FakeRewards(), max_retries=1).step()
+    seeds = {prompt_id: settings.seed for prompt_id, settings in rollouts.settings.items()}
+    assert seeds == {prompt_id: prompt_seed(SETTINGS.seed, prompt_id) for prompt_id in seeds}
+    assert len({prompt_seed(run, f"0/{i}/s") for run in range(3) for i in range(100)}) == 300
+    assert all(0 <= prompt_seed(0, str(i)) < 2**31 for i in range(100))
+
+
+async def test_pending_prompts_leave_when_trained_and_come_first_after_a_restore() -> None:
+    bench = Bench(FakeRollouts(), FakeRewards())
+    assert await bench.step() == ["0/0/s0", "0/1/s1"]
+    assert bench.stream.state() == {"cursor": 2, "pending": ["0/0/s0", "0/1/s1"]}
+
+    other = Bench(FakeRollouts(), FakeRewards())
+    other.stream.restore(0, {"cursor": 7, "pending": ["0/3/s3", "0/1/s1", "0/5/s5"]})
+    assert other.stream.pending() == ("0/3/s3", "0/1/s1", "0/5/s5"), "also those not handed out again yet"
+    assert await other.step() == ["0/3/s3", "0/1/s1"]
+    other.stream.advance(1)
+    assert other.stream.state() == {"cursor": 7, "pending": ["0/5/s5"]}
+
+
+async def test_nothing_runs_on_after_the_stream_has_ended() -> None:
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 10_000)
+    bench = Bench(rollouts, FakeRewards())
+    before = asyncio.all_tasks()
+    with suppress(KeyError):
+        async with bench.stream.streaming():
+            while rollouts.num_in_flight < 2:
+                await asyncio.sleep(0.001)
+            raise KeyError("the learner failed")
+    assert rollouts.num_in_flight == 0
+    assert asyncio.all_tasks() == before
+
+
+async def test_the_error_of_the_body_travels_as_it_is() -> None:
+    error = KeyError("the learner failed")
+    with pytest.raises(KeyError) as caught:
+        async with Bench(FakeRollouts(), FakeRewards()).stream.streaming():
+            raise error
+    assert caught.value is error

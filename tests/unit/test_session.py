@@ -1,0 +1,97 @@
+"""A run joins the cluster that it was submitted to, or starts a private one on the loopback; what it found it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.placement import NodeResources
+from configs.load import load_config
+from deploy import session
+from deploy.session import expected_nodes, ray_session
+
+NODE = NodeResources("node", num_cpus=2, num_gpus=0)
+
+
+class FakeRay:
+    """Stands where `ray` does."""
+
+    def __init__(self, *, is_initialized: bool = False, address: str = "127.0.0.1") -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._is_initialized = is_initialized
+        self._address = address
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+    def init(self, **options: Any) -> None:
+        self.events.append(("init", options))
+
+    def shutdown(self) -> None:
+        self.events.append(("shutdown", {}))
+
+    def nodes(self) -> list[dict[str, str]]:
+        return [{"NodeManagerAddress": self._address}]
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session, "cluster_nodes", lambda: (NODE,))
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch, **state: Any) -> FakeRay:
+    fake = FakeRay(**state)
+    monkeypatch.setattr(session, "ray", fake)
+    return fake
+
+
+def test_without_a_cluster_a_private_one_is_started_on_the_loopback_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    config = load_config(["resources.num_cpus=1", "resources.object_store_bytes=123456789"])
+    with ray_session(config) as found:
+        assert (found.nodes, found.is_local) == ((NODE,), True)
+        assert [name for name, _ in ray.events] == ["init"]
+    [(_, options), (last, _)] = ray.events
+    assert last == "shutdown"
+    assert (options["address"], options["_node_ip_address"]) == ("local", "127.0.0.1")
+    assert (options["num_cpus"], options["object_store_memory"]) == (1, 123456789)
+    assert options["dashboard_host"] == "127.0.0.1"
+    assert options["namespace"] == config.name
+
+
+def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    with pytest.raises(KeyError), ray_session(load_config([])):
+        raise KeyError("the run failed")
+    assert [name for name, _ in ray.events] == ["init", "shutdown"]
+
+
+def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch, address="10.0.0.1")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with ray_session(load_config(["name=mine"])) as found:
+        assert not found.is_local
+    [(_, options), _] = ray.events
+    assert options["namespace"] == "mine"
+    assert "num_cpus" not in options
+    assert "address" not in options, "ray reads RAY_ADDRESS itself"
+
+
+def test_a_cluster_that_is_connected_already_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch, is_initialized=True)
+    with ray_session(load_config([])) as found:
+        assert found.nodes == (NODE,)
+    assert ray.events == []
+
+
+def test_only_the_cluster_that_would_be_started_here_can_be_planned_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    [node] = expected_nodes(load_config(["resources.num_cpus=1"]))
+    assert node.num_cpus == 1
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert expected_nodes(load_config([])) is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    with_ray(monkeypatch, is_initialized=True)
+    assert expected_nodes(load_config([])) is None

@@ -1,0 +1,185 @@
+"""The gate's formula, and the order that makes its bound hard."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.staleness import Admission, StalenessGate, StepOrder
+
+
+def make_gate(
+    prompts_per_step: int = 4, max_staleness: int = 0, max_concurrent: int = 100, total_steps: int = 1000
+) -> StalenessGate:
+    return StalenessGate(
+        prompts_per_step=prompts_per_step,
+        max_staleness=max_staleness,
+        max_concurrent=max_concurrent,
+        total_steps=total_steps,
+    )
+
+
+def start_all(gate: StalenessGate) -> list[Admission]:
+    return [gate.start() for _ in range(max(0, gate.capacity))]
+
+
+@pytest.mark.parametrize(("max_staleness", "expected"), [(0, 4), (1, 8), (3, 16)])
+def test_a_new_run_admits_the_steps_within_the_bound(max_staleness: int, expected: int) -> None:
+    assert make_gate(max_staleness=max_staleness).capacity == expected
+
+
+def test_no_more_groups_run_at_once_than_max_concurrent() -> None:
+    gate = make_gate(max_staleness=3, max_concurrent=5)
+    first, *_ = start_all(gate)
+    assert (len(gate.running), gate.capacity) == (5, 0)
+    gate.accept(first)
+    assert gate.capacity == 1
+
+
+def test_an_accepted_group_keeps_its_slot_until_a_version_is_published() -> None:
+    gate = make_gate()
+    for admission in start_all(gate):
+        gate.accept(admission)
+    assert gate.capacity == 0
+    gate.advance(1)
+    assert gate.capacity == 4
+
+
+def test_a_rejected_group_gives_its_slot_back_at_once() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+    gate.reject(first)
+    assert gate.capacity == 1
+
+
+def test_nothing_is_admitted_for_a_step_past_the_last() -> None:
+    gate = make_gate(max_staleness=3, total_steps=2)
+    assert gate.capacity == 2 * 4
+    gate.resume(2)
+    assert gate.capacity == 0
+
+
+def test_after_a_resume_the_gate_admits_what_a_new_run_would() -> None:
+    gate = make_gate(max_staleness=1)
+    gate.resume(40)
+    assert (gate.version, gate.capacity) == (40, make_gate(max_staleness=1).capacity)
+
+
+async def test_waiting_for_a_slot_ends_when_one_is_freed() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+    waiting = asyncio.create_task(gate.wait_for_slot())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.reject(first)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_two_waiters_never_share_one_slot() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+
+    async def start() -> Admission:
+        await gate.wait_for_slot()
+        return gate.start()
+
+    waiters = [asyncio.create_task(start()) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate.reject(first)
+    done, pending = await asyncio.wait(waiters, timeout=0.05)
+    assert (len(done), len(pending), gate.capacity) == (1, 1, 0)
+    pending.pop().cancel()
+
+
+def test_the_groups_of_a_step_come_in_order_of_admission() -> None:
+    gate = make_gate(prompts_per_step=2)
+    order: StepOrder[int] = StepOrder(gate)
+    for admission in reversed(start_all(gate)):
+        assert order.pop_step() == []
+        gate.accept(admission)
+        order.add(admission, admission.number)
+    assert order.pop_step() == [0, 1]
+
+
+def test_a_step_does_not_wait_for_a_group_that_a_later_step_can_take() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[int] = StepOrder(gate)
+    slow, fast = start_all(gate)
+    gate.accept(fast)
+    order.add(fast, fast.number)
+    assert order.pop_step() == [fast.number]
+    gate.advance(1)
+    (late,) = start_all(gate)
+    gate.accept(late)
+    order.add(late, late.number)
+    assert order.pop_step() == [], "step 1 is the last one in which the slow group is young enough"
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.pop_step() == [slow.number]
+
+
+def test_two_slow_groups_that_are_due_in_one_step_are_spread_over_the_steps_before() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=2)
+    order: StepOrder[int] = StepOrder(gate)
+    slow, slower, fast = start_all(gate)
+    gate.accept(fast)
+    order.add(fast, fast.number)
+    assert order.pop_step() == [fast.number]
+    gate.advance(1)
+    (late,) = start_all(gate)
+    gate.accept(late)
+    order.add(late, late.number)
+    assert order.pop_step() == [], "steps 1 and 2 belong to the slow ones: both are due in step 2"
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.pop_step() == [slow.number]
+    gate.accept(slower)
+    order.add(slower, slower.number)
+    assert order.pop_step() == [slower.number]
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 12),
+    resumed=st.integers(0, 3),
+    timing=st.integers(0, 2**32),
+)
+def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever(
+    prompts_per_step: int,
+    max_staleness: int,
+    max_concurrent: int,
+    resumed: int,
+    timing: int,
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    order: StepOrder[Admission] = StepOrder(gate)
+    gate.resume(resumed)
+    order.resume(resumed)
+    steps: list[list[Admission]] = []
+    for _ in range(60):
+        start_all(gate)
+        assert len(gate.running) <= max_concurrent
+        assert gate.num_accepted + len(gate.running) <= (max_staleness + gate.version + 1) * prompts_per_step
+        if not gate.running:  # all are finished: the next step must be there, and its training makes room
+            assert resumed + len(steps) > gate.version
+            gate.advance(gate.version + 1)
+            continue
+        admission = choose.choice(gate.running)
+        if choose.random() < 0.2:
+            gate.reject(admission)
+        else:
+            gate.accept(admission)
+            order.add(admission, admission)
+        while step := order.pop_step():
+            steps.append(step)
+        if choose.random() < 0.7 and resumed + len(steps) > gate.version:
+            gate.advance(gate.version + 1)
+    for index, step in enumerate(steps, start=resumed):
+        assert len(step) == prompts_per_step
+        assert all(index - admission.version <= max_staleness for admission in step)
+    taken = [admission.number for step in steps for admission in step]
+    assert len(set(taken)) == len(taken)

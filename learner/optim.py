@@ -18,7 +18,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:

@@ -69,6 +69,8 @@ class LearnerConfig(Section):
     """AdamW's decay of the gradient's mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)]
     """AdamW's decay of the gradient's square."""
+    adam_eps: PositiveFloat
+    """AdamW's term beside the root of the squared gradient; larger, and rounding moves small gradients less."""
     max_grad_norm: PositiveFloat
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -40,8 +42,17 @@ async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
 
 
 def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
-    """`num_rows` of the rows, a pure function of the arguments; all of them for 0."""
-    return [rows[place] for place in epoch_order(len(rows), seed, 0)[:num_rows]] if num_rows else rows
+    """`num_rows` of the rows, a pure function of the arguments; all of them for 0.
+
+    Distinct answers take turns: an answer that the policy has never given gets no reward that RL could build on.
+    """
+    if num_rows == 0:
+        return rows
+    by_answer: defaultdict[str, list[Row]] = defaultdict(list)
+    for place in epoch_order(len(rows), seed, 0):
+        by_answer[rows[place].answer].append(rows[place])
+    turns = zip_longest(*by_answer.values())
+    return [row for turn in turns for row in turn if row is not None][:num_rows]
 
 
 def _example(processor: ChatProcessor, prompt: Prompt) -> SupervisedExample:

@@ -83,7 +83,7 @@ class WarmStartConfig(Section):
     num_steps: Annotated[int, Field(ge=0)]
     """Longest warm start; 0 skips it."""
     num_rows: Annotated[int, Field(ge=0)]
-    """Rows of the train split that it learns from, chosen by the seed; 0 takes all."""
+    """Rows of the train split that it learns from, chosen by the seed, distinct answers in turn; 0 takes all."""
     batch_size: PositiveInt
     """Rows in one step."""
     learning_rate: PositiveFloat

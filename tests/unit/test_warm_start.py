@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,3 +92,17 @@ async def test_num_rows_limits_what_it_learns_from_and_the_seed_chooses_them(pre
         await warm_start(limited, learner)
         seen.append({example.prompt.sample_id for batch in learner.batches for example in batch})
     assert len(seen[0]) == 6 and seen[0] == seen[1]
+
+
+async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
+    """An answer that no row teaches has probability 0 ever after: no sample finds it, and its digit is lost."""
+    warm = prepared.config.warm_start.model_copy(update={"num_rows": 15, "num_steps": 4})
+    learner = FakeLearner(gain=0.01)
+    await warm_start(
+        replace(prepared, config=prepared.config.model_copy(update={"warm_start": warm})),
+        learner,
+    )
+    rows = {e.prompt.sample_id: e.prompt.references[0] for batch in learner.batches for e in batch}
+    counts = Counter(rows.values())
+    assert sorted(counts) == list("0123456789")
+    assert sorted(counts.values()) == [1] * 5 + [2] * 5

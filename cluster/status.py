@@ -1,0 +1,47 @@
+"""What a run says of itself while it goes on: one line a worker, and who can be given more or fewer workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class WorkerState(StrEnum):
+    """The life of one worker as its supervisor sees it."""
+
+    STARTING = "starting"  # its process is being made
+    JOINING = "joining"  # it lives, and is being brought to the current version
+    SERVING = "serving"
+    DRAINING = "draining"  # finishes what it has and takes nothing new: it was scaled away
+    WAITING = "waiting"  # it was lost, and is started again after its backoff
+    QUARANTINED = "quarantined"  # it was lost more often than the restart budget allows
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker, now."""
+
+    name: str  # rollout/0
+    state: WorkerState
+    version: int | None  # of the weights that it serves; None where that means nothing
+    num_in_flight: int
+    num_restarts: int
+    detail: str = ""  # why it was lost last
+
+
+class Scalable(Protocol):
+    """A role whose workers may come and go while the run goes on."""
+
+    def status(self) -> Sequence[WorkerStatus]:
+        """Every worker there is or is to be, by index."""
+        ...
+
+    async def scale(self, num_workers: int) -> None:
+        """Have so many workers from now on: new ones start in the background, superfluous ones finish what they have.
+
+        Raises:
+            ValueError: the role cannot have that many.
+        """
+        ...

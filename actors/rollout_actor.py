@@ -39,6 +39,10 @@ class RolloutActor:
         """The weight version it serves; answers while it generates."""
         return await self._sampler.weight_version()
 
+    async def probe(self) -> None:
+        """Sample one token: whoever can do that is well."""
+        await self._sampler.probe()
+
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
         """Sample all siblings of one prompt. Two results, so that the bytes can stay where they were made."""
         sequences = await self._sampler.sample(prompt, await self._read(prompt), settings, prompt.prompt_id)

@@ -1,13 +1,12 @@
-"""The rollout actors as the driver sees them: one client an actor, and the pool that the loop samples from."""
+"""One rollout actor as the driver sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from cluster.ray_group import answer
+from cluster.ray_group import answer, stop
 from cluster.roles import SamplingSettings
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.manifest import Manifest
@@ -17,27 +16,36 @@ from cluster.weight_sync.transport import Rendezvous
 class RolloutClient:
     """Typed calls to one `RolloutActor`, each with a deadline; also a weight-sync `Receiver`."""
 
-    def __init__(self, handle: Any, name: str, *, start_s: float, rollout_s: float, sync_s: float) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        name: str,
+        *,
+        start_s: float,
+        rollout_s: float,
+        sync_s: float,
+        sign_s: float,
+        probe_s: float,
+        stop_s: float,
+    ) -> None:
         """`handle` is the Ray handle of a `RolloutActor`."""
         self.name = name
-        self.num_in_flight = 0
         self._handle = handle
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
+        self._sign_s = sign_s
+        self._probe_s = probe_s
+        self._stop_s = stop_s
 
     async def start(self) -> None:
         await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
         """A reference to the group, which the caller owns and which outlives the actor, and its summary."""
-        self.num_in_flight += 1
-        try:
-            group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings)
-            what = f"{self.name} to generate prompt {prompt.prompt_id}"
-            return group, await answer(summary, timeout_s=self._rollout_s, what=what)
-        finally:
-            self.num_in_flight -= 1
+        group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings)
+        what = f"{self.name} to generate prompt {prompt.prompt_id}"
+        return group, await answer(summary, timeout_s=self._rollout_s, what=what)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
@@ -56,19 +64,23 @@ class RolloutClient:
         call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
         await self._sync(call, f"load version {version}")
 
+    async def is_alive(self) -> None:
+        """Return while the process lives, however busy it is."""
+        what = f"{self.name} to say that it lives"
+        await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
+
+    async def probe(self) -> None:
+        """Sample one token with the engine itself."""
+        what = f"{self.name} to sample one token"
+        await answer(self._handle.probe.remote(), timeout_s=self._probe_s, what=what)
+
+    async def close(self) -> None:
+        """End the process, whatever state it is in."""
+        await stop(self._handle, timeout_s=self._stop_s, what=self.name)
+
     async def weight_version(self) -> int:
         return await self._sync(self._handle.ping.remote(), "name its weight version")
 
     async def _sync(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")
 
-
-class RolloutPool:
-    """Sends each prompt to the actor with the fewest prompts in flight."""
-
-    def __init__(self, clients: Sequence[RolloutClient]) -> None:
-        self._clients = list(clients)
-
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
-        least_loaded = min(self._clients, key=lambda client: client.num_in_flight)
-        return await least_loaded.generate(prompt, settings)

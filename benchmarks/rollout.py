@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from actors.rollout_client import RolloutPool
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
 from benchmarks.raw_vllm import GenerateJob, Generated, RawPrompt, raw_engine, raw_sampling
 from benchmarks.stage import private_ray, scratch_config, staged
+from cluster.fleet import RolloutFleet
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
 from deploy.build import sampling_settings, spawn_inference
@@ -34,12 +34,13 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         rounds = stage.prompts(effort.warmups + effort.repeats, NUM_PROMPTS)
-        inference = spawn_inference(stage.prepared, stage.spawner)
-        await inference.start()
+        inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
+        await inference.rollouts.start()
         [worker] = stage.spawner.workers("rollout")
         with raw_engine(stage.prepared, worker) as engine:
             sides = _Sides(stage.prepared, inference.rollouts, engine, rounds)
             found = await interleave({"ours": sides.ours, "raw": sides.raw, "raw_processed": sides.processed}, effort)
+        await inference.rollouts.close()
         for role in inference.watched:
             await role.close()
     return _findings(config, found, sides.lengths)
@@ -50,7 +51,7 @@ class _Sides:
     """What each side does in one round, and how long its responses were."""
 
     prepared: Prepared
-    pool: RolloutPool
+    fleet: RolloutFleet
     engine: Peer[GenerateJob, Generated]
     rounds: list[list[Prompt]]
     lengths: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "raw": []})
@@ -58,7 +59,7 @@ class _Sides:
     async def ours(self, round_number: int) -> float:
         settings = sampling_settings(self.prepared.config)
         started = time.perf_counter()
-        groups = await asyncio.gather(*(self.pool.generate(p, settings) for p in self.rounds[round_number]))
+        groups = await asyncio.gather(*(self.fleet.generate(p, settings) for p in self.rounds[round_number]))
         seconds = time.perf_counter() - started
         self.lengths["ours"] += [summary.num_tokens / summary.num_trajectories for _, summary in groups]
         return sum(summary.num_trajectories for _, summary in groups) / seconds
@@ -80,7 +81,7 @@ class _Sides:
 
 def _findings(config: RunConfig, found: dict[str, tuple[float, ...]], lengths: dict[str, list[float]]) -> Findings:
     what = {
-        "ours": "Ray actor with AsyncLLM, through RolloutPool; pictures processed beforehand, by the driver",
+        "ours": "Ray actor with AsyncLLM, through RolloutFleet; pictures processed beforehand, by the driver",
         "raw": "LLM.generate alone in a process on the same core; PIL pictures processed within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
     }

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from actors.rollout_client import RolloutClient
 from benchmarks.apart import Peer, apart
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
 from benchmarks.stage import Stage, private_ray, scratch_config, staged
 from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from cluster.weight_sync.publish import Receiver
+from cluster.weight_sync.transport import Rendezvous, TransferGroup
 from configs.schema import RunConfig
 from deploy.build import spawn_inference
 from learner.weight_publisher import WeightPublisher
@@ -31,6 +31,7 @@ CLAIMED = 256
 TARGET = 0.5
 TIMEOUT_S = 60.0
 SENDER, RECEIVER = 0, 1
+EPOCH = 1  # of the only transfer group with an engine
 UNIT = "GB/s"
 
 
@@ -127,6 +128,7 @@ class Member:
             transport=self._meeting.transport,
             timeout_s=TIMEOUT_S,
         )
+        self._epoch = job.epoch
         return self._publisher.open_transfer(job.epoch, num_receivers=1)
 
     def _join(self, rendezvous: Rendezvous) -> None:
@@ -148,16 +150,13 @@ class Member:
 
     def _push(self) -> None:
         if self._rank == SENDER:
-            self._publisher.send(self._meeting.bucket_bytes)
+            self._publisher.send(self._meeting.bucket_bytes, self._epoch)
         else:
             self._receive()
 
     def _receive(self) -> None:
-        for index, bucket in enumerate(self._manifest.buckets(self._meeting.bucket_bytes)):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-            self._group.broadcast(buffer, f"bucket {index}")
-            for name, tensor in unpack(bucket, buffer):
-                self._tensors[name].copy_(tensor)
+        for name, tensor in self._group.receive(self._manifest, self._meeting.bucket_bytes, keeps=False):
+            self._tensors[name].copy_(tensor)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -232,11 +231,11 @@ def _side(members: tuple[Peer, Peer], job: Push, num_bytes: int) -> Callable:
 async def _into_engine(effort: Effort, config: RunConfig) -> tuple[tuple[float, ...], int]:
     """Seconds of each push of the run's model into a vLLM engine, and the bytes of one push."""
     async with staged(config, ROLES) as stage:
-        inference = spawn_inference(stage.prepared, stage.spawner)
-        await inference.start()
-        [client] = inference.clients
+        inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
+        await inference.rollouts.start()
+        [client] = inference.rollouts.receivers()
         manifest, publisher = _model_publisher(stage)
-        rendezvous = publisher.open_transfer(1, num_receivers=1)
+        rendezvous = publisher.open_transfer(EPOCH, num_receivers=1)
         await asyncio.gather(
             asyncio.to_thread(publisher.join_transfer, rendezvous), client.join_transfer(rendezvous, RECEIVER)
         )
@@ -245,6 +244,7 @@ async def _into_engine(effort: Effort, config: RunConfig) -> tuple[tuple[float, 
             for version in range(effort.warmups + effort.repeats)
         ]
         publisher.close()
+        await inference.rollouts.close()
         for role in inference.watched:
             await role.close()
     return tuple(seconds[effort.warmups :]), manifest.num_bytes
@@ -268,11 +268,11 @@ def _model_publisher(stage: Stage) -> tuple[Manifest, WeightPublisher]:
 
 
 async def _push_into(
-    client: RolloutClient, publisher: WeightPublisher, manifest: Manifest, bucket_bytes: int, version: int
+    client: Receiver, publisher: WeightPublisher, manifest: Manifest, bucket_bytes: int, version: int
 ) -> float:
     started = time.perf_counter()
     await asyncio.gather(
-        asyncio.to_thread(publisher.send, bucket_bytes), client.receive_weights(manifest, bucket_bytes, version)
+        asyncio.to_thread(publisher.send, bucket_bytes, EPOCH), client.receive_weights(manifest, bucket_bytes, version)
     )
     return time.perf_counter() - started
 

@@ -209,6 +209,12 @@ def latest_complete(folder: Path) -> Path | None:
     return None
 
 
+def newest_learner_state(folder: Path) -> tuple[int, Path] | None:
+    """Version and learner folder of the newest complete checkpoint; None if there is none."""
+    latest = latest_complete(folder)
+    return None if latest is None else (_version(latest), latest / _LEARNER)
+
+
 def _newest_first(folder: Path) -> list[Path]:
     found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=_version, reverse=True)

@@ -15,3 +15,12 @@ async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     except* Exception as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
     return [task.result() for task in running]
+
+
+async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Results in order, an `Exception` where a call failed; the others are waited for. Cancelling it cancels all."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in found:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
+            raise outcome
+    return list(found)

@@ -8,6 +8,7 @@
     ├── PromptError             one prompt is too long or its placeholders do not match its media; it is skipped
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
+    ├── DependencyError         a role lives, and waited in vain for somebody else
     ├── RolloutError            a rollout actor could not finish a prompt
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
     ├── WeightSyncError         weights could not be moved or verified
@@ -61,6 +62,10 @@ class DeadlineError(MobulaError, TimeoutError):
 
 class WorkerDiedError(MobulaError):
     """A role's process ended or no longer answers; the message names it."""
+
+
+class DependencyError(MobulaError):
+    """A role lives and answers: it waited in vain for somebody else, so replacing it would mend nothing."""
 
 
 class RolloutError(MobulaError):

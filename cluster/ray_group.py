@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.errors import DeadlineError, DependencyError, WorkerDiedError
 from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
 
@@ -58,18 +58,19 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
     Raises:
         DeadlineError: no answer within `timeout_s`; the message names `what`.
         WorkerDiedError: the actor died, or cannot be reached.
-        Exception: whatever the role itself raised, as it raised it.
+        DependencyError: the role itself waited in vain, or lost somebody: it is not the one to replace.
+        Exception: whatever else the role raised, as it raised it.
     """
     try:
         return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+    except RayTaskError as error:  # first: it may be an instance of its cause's class as well
+        if isinstance(error.cause, (DeadlineError, WorkerDiedError)):
+            raise DependencyError(str(error.cause)) from None
+        raise error.as_instanceof_cause() from None
     except TimeoutError as error:
-        if isinstance(error, DeadlineError):
-            raise
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
-    except RayTaskError as error:
-        raise error.as_instanceof_cause() from None
 
 
 async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:
@@ -79,7 +80,12 @@ async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) ->
     except (DeadlineError, WorkerDiedError):
         pass  # it is ended below either way
     finally:
-        ray.kill(handle, no_restart=True)
+        kill(handle)
+
+
+def kill(handle: ray.actor.ActorHandle) -> None:
+    """End the role's process at once, whatever it does."""
+    ray.kill(handle, no_restart=True)
 
 
 def _hosted(role: type, name: str) -> type:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
@@ -67,7 +67,7 @@ class RetryingRollouts:
     `on_retry` is told the kind of each failure that is tried again.
     """
 
-    RETRIED = (RolloutError, WorkerDiedError, DeadlineError)
+    RETRIED = (RolloutError, WorkerDiedError, DeadlineError, DependencyError)
 
     def __init__(self, rollouts: Rollouts, *, max_retries: int, on_retry: Callable[[str], None]) -> None:
         self._rollouts = rollouts

@@ -1,6 +1,7 @@
 """Supervisor: watches every role while the run lasts and closes all of them at its end.
 
-For now a role that died ends the run with an error that names it; it is not started again.
+A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can, whoever
+replaces it is told: `on_lost`. Roles with many interchangeable workers are tended by their own pools.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.errors import WorkerDiedError
 
@@ -21,32 +23,50 @@ class Watched:
     """One role's process as the supervisor sees it.
 
     `ping` returns while the process is alive, however busy: where it is an actor, the method runs in a concurrency
-    group of its own. `close` ends it in good order within a deadline of its own.
+    group of its own. `close` ends it in good order within a deadline of its own. `on_lost` is told of every ping that
+    fails, so it may hear of the same loss again before it has made it good.
     """
 
     name: str
     ping: Callable[[], Awaitable[None]]
     close: Callable[[], Awaitable[None]]
+    on_lost: Callable[[Exception], None] | None = None  # None: the run ends
+
+
+class Pool(Protocol):
+    """Interchangeable workers that look after themselves."""
+
+    def tended(self) -> AbstractAsyncContextManager[None]:
+        """Replace lost workers while the body runs."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class Supervisor:
-    """Pings each role every `interval_s` and waits `deadline_s` for the answer."""
+    """Pings each role every `interval_s` and waits `deadline_s` for the answer; lets each pool tend its workers."""
 
-    def __init__(self, roles: Sequence[Watched], *, interval_s: float, deadline_s: float) -> None:
+    def __init__(
+        self, roles: Sequence[Watched], pools: Sequence[Pool] = (), *, interval_s: float, deadline_s: float
+    ) -> None:
         """`roles` in the order in which they were started."""
         self._roles = list(roles)
+        self._pools = list(pools)
         self._interval_s = interval_s
         self._deadline_s = deadline_s
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch while the body runs, then close all roles.
+        """Watch while the body runs, then close all pools and roles.
 
         Raises:
             WorkerDiedError: a role died or did not answer; the body was cancelled.
         """
         try:
-            async with background_tasks() as tasks:
+            async with AsyncExitStack() as tended:
+                for pool in self._pools:
+                    await tended.enter_async_context(pool.tended())
+                tasks = await tended.enter_async_context(background_tasks())
                 for role in self._roles:
                     tasks.create_task(self._watch(role), name=f"watch {role.name}")
                 yield
@@ -54,13 +74,18 @@ class Supervisor:
             await self.close()
 
     async def close(self) -> None:
-        """Close every role, the last started first; one that fails is logged and does not keep the others open."""
+        """Close every pool, then every role, the last started first; one that fails keeps no other open."""
+        while self._pools:
+            await self._close(self._pools.pop().close, "a pool")
         while self._roles:
             role = self._roles.pop()
-            try:
-                await role.close()
-            except Exception:  # the run is over: its result or its error matters more
-                _logger.warning("%s did not close in good order", role.name, exc_info=True)
+            await self._close(role.close, role.name)
+
+    async def _close(self, close: Callable[[], Awaitable[None]], name: str) -> None:
+        try:
+            await close()
+        except Exception:  # the run is over: its result or its error matters more
+            _logger.warning("%s did not close in good order", name, exc_info=True)
 
     async def _watch(self, role: Watched) -> None:
         while True:
@@ -69,9 +94,15 @@ class Supervisor:
                 async with asyncio.timeout(self._deadline_s):
                     await role.ping()
             except TimeoutError as error:
-                raise WorkerDiedError(f"{role.name} did not answer a ping within {self._deadline_s:g} s") from error
+                self._lost(role, f"{role.name} did not answer a ping within {self._deadline_s:g} s", error)
             except Exception as error:
-                raise WorkerDiedError(f"{role.name} died: {error}") from error
+                self._lost(role, f"{role.name} died: {error}", error)
+
+    def _lost(self, role: Watched, what: str, cause: Exception) -> None:
+        lost = WorkerDiedError(what)
+        if role.on_lost is None:
+            raise lost from cause
+        role.on_lost(lost)
 
 
 class _BodyEnded(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,20 @@ from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.reference_pool import NullReference, ReferencePool
 from actors.reference_scorer import ReferenceScorer
 from actors.rollout_actor import RolloutActor
-from actors.rollout_client import RolloutClient, RolloutPool
+from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
-from cluster.checkpoints import Checkpoints, CheckpointSchedule, run_identity
-from cluster.concurrency import run_all
+from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state, run_identity
 from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
+from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
 from cluster.ray_group import answer, stop
 from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
+from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.restoring import RestoringLearner
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
@@ -42,7 +44,8 @@ from rewards.pool import RewardPool
 from rewards.worker import RewardWorker
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
-WATCH_INTERVAL_S = 5.0
+SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
+CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the same layout
 REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
@@ -56,47 +59,41 @@ PROBE_CANDIDATES = 16
 class Inference:
     """The roles that answer and judge; all that evaluation needs."""
 
-    clients: tuple[RolloutClient, ...]
-    rollouts: RolloutPool
+    rollouts: RolloutFleet
     rewards: RewardPool
     watched: tuple[Watched, ...]
-
-    async def start(self) -> None:
-        """Wait until every engine is loaded."""
-        await run_all(*(client.start() for client in self.clients))
 
 
 @dataclass(frozen=True)
 class Training:
     """The roles that RL needs besides."""
 
-    learner: LearnerGroup
+    ranks: LearnerGroup  # as they are: the warm start, before there is anything to restore
+    learner: RestoringLearner
     reference: ReferencePool | NullReference
     replay: ReplayClient
     watched: tuple[Watched, ...]
 
 
-def spawn_inference(prepared: Prepared, spawner: Spawner) -> Inference:
-    """Start rollout actors and reward workers; they build themselves in the background."""
+def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
+    """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
     config = prepared.config
-    engines = {w.name: _start_rollout(prepared, spawner, w) for w in spawner.workers("rollout")}
     rewards = {w.name: _start_reward(config, spawner, w.index) for w in spawner.workers("reward")}
-    clients = tuple(_rollout_client(config, name, handle) for name, handle in engines.items())
     pool = _reward_pool(config, spawner, list(rewards.values()))
     judges = (_watched(name, partial(_worker_of, pool, i), config) for i, name in enumerate(rewards))
-    return Inference(
-        clients=clients,
-        rollouts=RolloutPool(clients),
-        rewards=pool,
-        watched=(*_watched_all(engines, config), *judges),
-    )
+    return Inference(rollouts=_fleet(prepared, spawner, on_lost), rewards=pool, watched=tuple(judges))
 
 
-def spawn_training(prepared: Prepared, spawner: Spawner) -> Training:
+def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Training:
     """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background."""
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = spawner.workers("learner")
-    learners = {w.name: spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks}
+    ranks = LearnerGroup(partial(_start_learner, prepared, spawner), config.timeouts)
+    learner = RestoringLearner(
+        ranks,
+        newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
+        budget=RestartBudget(_restart_policy(config)),
+        on_lost=on_lost,
+    )
     scorers = {w.name: spawner.start(ReferenceScorer, config, banned, worker=w) for w in spawner.workers("reference")}
     [place] = spawner.workers("replay")
     replay = spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
@@ -104,10 +101,14 @@ def spawn_training(prepared: Prepared, spawner: Spawner) -> Training:
         list(scorers.values()), reference_folder(config), timeout_s=config.timeouts.reference_s
     )
     return Training(
-        learner=LearnerGroup(list(learners.values()), config.timeouts),
+        ranks=ranks,
+        learner=learner,
         reference=reference if scorers else NullReference(),
         replay=ReplayClient(replay, call_s=config.timeouts.object_s, take_s=_take_deadline(config)),
-        watched=_watched_all({**learners, **scorers, place.name: replay}, config),
+        watched=(
+            *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
+            *_watched_all({**scorers, place.name: replay}, config),
+        ),
     )
 
 
@@ -126,10 +127,10 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     observe = partial(_observe, prepared, source, inference.rewards, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     checkpoints = Checkpoints(
-        config.run_folder / "checkpoints",
+        config.run_folder / CHECKPOINTS_FOLDER,
         learner=training.learner,
         parts={"stream": stream, "evaluator": evaluator},
-        prepare=partial(_make_version_zero, prepared, training.learner),
+        prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
@@ -140,7 +141,12 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         groups_per_step=config.algorithm.prompts_per_step,
         checkpoints=checkpoints,
         weights=weights,
-        supervisor=Supervisor([*training.watched, *inference.watched], interval_s=WATCH_INTERVAL_S, deadline_s=config.timeouts.update_s),
+        supervisor=Supervisor(
+            [*training.watched, *inference.watched],
+            [inference.rollouts],
+            interval_s=config.supervision.interval_s,
+            deadline_s=config.supervision.sign_timeout_s,
+        ),
         rollouts=stream,
         replay=training.replay,
         reference=training.reference,
@@ -184,11 +190,55 @@ def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -
     )
 
 
-def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
-    timeouts = config.timeouts
-    return RolloutClient(
-        handle, name, start_s=timeouts.start_s, rollout_s=timeouts.rollout_s, sync_s=config.weight_sync.timeout_s
+def _fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> RolloutFleet:
+    config, supervision = prepared.config, prepared.config.supervision
+    workers = spawner.workers("rollout")
+
+    async def spawn(index: int) -> RolloutClient:
+        return _rollout_client(config, workers[index].name, _start_rollout(prepared, spawner, workers[index]))
+
+    return RolloutFleet(
+        spawn,
+        len(workers),
+        policy=_restart_policy(config),
+        health=HealthChecks(
+            interval_s=supervision.interval_s,
+            probe_interval_s=supervision.probe_interval_s,
+            max_failures_in_a_row=supervision.max_failures_in_a_row,
+            no_worker_s=supervision.no_worker_s,
+        ),
+        on_lost=on_lost,
     )
+
+
+def _restart_policy(config: RunConfig) -> RestartPolicy:
+    supervision = config.supervision
+    return RestartPolicy(
+        max_restarts=supervision.max_restarts,
+        window_s=supervision.restart_window_s,
+        backoff_s=supervision.backoff_s,
+        max_backoff_s=supervision.max_backoff_s,
+    )
+
+
+def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
+    timeouts, supervision = config.timeouts, config.supervision
+    return RolloutClient(
+        handle,
+        name,
+        start_s=timeouts.start_s,
+        rollout_s=timeouts.rollout_s,
+        sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
+        sign_s=supervision.sign_timeout_s,
+        probe_s=supervision.probe_timeout_s,
+        stop_s=timeouts.stop_s,
+    )
+
+
+def _start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
+    config, banned = prepared.config, prepared.processor.media_token_ids
+    ranks = spawner.workers("learner")
+    return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
 def _engine_settings(prepared: Prepared, index: int) -> EngineSettings:
@@ -241,8 +291,9 @@ def _reward_pool(config: RunConfig, spawner: Spawner, handles: Sequence[Any]) ->
 
 
 def _take_deadline(config: RunConfig) -> float:
-    """The longest that a step's groups may take: every try of the slowest prompt, and its reward."""
-    return (config.max_rollout_retries + 1) * config.timeouts.rollout_s + config.timeouts.reward_s
+    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward."""
+    a_try = config.timeouts.rollout_s + config.supervision.no_worker_s
+    return (config.max_rollout_retries + 1) * a_try + config.timeouts.reward_s
 
 
 def _watched_all(handles: Mapping[str, Any], config: RunConfig) -> tuple[Watched, ...]:
@@ -255,7 +306,7 @@ def _worker_of(pool: RewardPool, index: int) -> Any:
 
 
 def _watched(name: str, current: Callable[[], Any], config: RunConfig) -> Watched:
-    deadline_s = config.timeouts.update_s
+    deadline_s = config.supervision.sign_timeout_s
 
     async def ping() -> None:
         await answer(current().is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
@@ -264,6 +315,21 @@ def _watched(name: str, current: Callable[[], Any], config: RunConfig) -> Watche
         await stop(current(), timeout_s=config.timeouts.stop_s, what=name)
 
     return Watched(name, ping, close)
+
+
+def _watched_rank(ranks: LearnerGroup, index: int, learner: RestoringLearner, config: RunConfig) -> Watched:
+    """A learner rank: when it is lost all ranks are restored. What was asked of ranks before them says nothing."""
+    watched = _watched(f"learner/{index}", lambda: ranks.workers[index], config)
+
+    async def ping() -> None:
+        asked = ranks.workers[index]
+        try:
+            await watched.ping()
+        except Exception:
+            if ranks.workers[index] is asked:
+                raise
+
+    return replace(watched, ping=ping, on_lost=learner.lose)
 
 
 def _stream(
@@ -312,14 +378,18 @@ def build_evaluator(
 
 def _weights(prepared: Prepared, inference: Inference, training: Training) -> WeightSync:
     sync = prepared.config.weight_sync
-    return WeightSync(
+    weights = WeightSync(
         training.learner,
-        inference.clients,
+        inference.rollouts,
         bucket_bytes=sync.bucket_bytes,
+        wave_size=sync.wave_size,
+        max_attempts=sync.max_attempts,
         canary_interval=sync.canary_interval,
         canary_tolerance=sync.canary_tolerance,
         probe=probe_prompt(prepared),
     )
+    inference.rollouts.admit_with(weights.admit)
+    return weights
 
 
 def probe_prompt(prepared: Prepared) -> Prompt:

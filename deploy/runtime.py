@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cluster.checkpoints import find_resumable, run_identity
 from cluster.concurrency import run_all
 from cluster.errors import PreflightError
 from cluster.evaluation import EvaluationResult
+from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.report import write_report
 from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
@@ -136,10 +138,11 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
 
 async def _train(cluster: _Cluster, metrics: Metrics) -> None:
     async with cluster.spawner() as spawner:
-        training = spawn_training(cluster.prepared, spawner)
-        inference = spawn_inference(cluster.prepared, spawner)
+        on_lost = partial(metrics.count, CounterName.RESTARTS)
+        training = spawn_training(cluster.prepared, spawner, on_lost)
+        inference = spawn_inference(cluster.prepared, spawner, on_lost)
         try:
-            await run_all(training.learner.start(), inference.start())
+            await run_all(training.ranks.start(), inference.rollouts.start())
         except ValueError as error:  # the configuration does not fit the model
             raise PreflightError(str(error)) from error
         await build_controller(cluster.prepared, inference, training, metrics).run()
@@ -147,10 +150,13 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
 
 async def _evaluate(cluster: _Cluster) -> EvaluationResult:
     async with cluster.spawner() as spawner:
-        inference = spawn_inference(cluster.prepared, spawner)
-        await inference.start()
-        evaluator = build_evaluator(cluster.prepared, inference.rollouts, inference.rewards, lambda result: None)
-        return await evaluator.run(0)
+        inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
+        fleet = inference.rollouts
+        fleet.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
+        await fleet.start()
+        evaluator = build_evaluator(cluster.prepared, fleet, inference.rewards, lambda result: None)
+        async with fleet.tended():
+            return await evaluator.run(0)
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:

@@ -137,13 +137,17 @@ class Learner:
         """Take part in a transfer group; only rank 0 does."""
         self.weights.join_transfer(rendezvous)
 
-    def send_weights(self, bucket_bytes: int) -> None:
-        """Push the weights to the transfer group."""
-        self.weights.send(bucket_bytes)
+    def leave_transfer(self, epoch: int) -> None:
+        """Leave a transfer group; asked of rank 0."""
+        self.weights.leave_transfer(epoch)
 
-    def export_weights(self, bucket_bytes: int) -> list[np.ndarray]:
-        """The packed buckets, on rank 0; for engines that are in no transfer group yet."""
-        return self.weights.export(bucket_bytes)
+    def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        """Push the weights to a transfer group."""
+        self.weights.send(bucket_bytes, epoch)
+
+    def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        """The version and, on rank 0, its packed buckets; for engines that are in no transfer group yet."""
+        return self.version, self.weights.export(bucket_bytes)
 
     def save(self, folder: Path) -> None:
         """Write the learner's state for an exact resume."""

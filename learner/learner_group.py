@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.ray_group import answer, stop
+from cluster.ray_group import answer, kill, stop
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
@@ -24,8 +24,10 @@ class LearnerGroup:
     A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
     """
 
-    def __init__(self, workers: Sequence[Any], timeouts: TimeoutsConfig) -> None:
-        self._workers = workers
+    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig) -> None:
+        """`spawn()` starts the process of every rank and returns the handles."""
+        self._spawn = spawn
+        self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
         self.version = 0
 
@@ -40,6 +42,14 @@ class LearnerGroup:
             self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what="learner/0 to name its address"
         )
         await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
+
+    async def respawn(self) -> None:
+        """End every rank at once, whatever it does, and start all of them anew, on version 0."""
+        for worker in self._workers:
+            kill(worker)
+        self._workers = self._spawn()
+        self.version = 0
+        await self.start()
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """One step; the version after it is the one before it plus 1."""
@@ -73,15 +83,19 @@ class LearnerGroup:
         calls = [w.join_transfer.remote(rendezvous) for w in self._workers]
         await self._all(calls, rendezvous.timeout_s, f"to join transfer epoch {rendezvous.epoch}")
 
-    async def send_weights(self, bucket_bytes: int) -> None:
-        calls = [w.send_weights.remote(bucket_bytes) for w in self._workers]
+    async def leave_transfer(self, epoch: int) -> None:
+        call = self._workers[0].leave_transfer.remote(epoch)
+        await answer(call, timeout_s=self._timeouts.update_s, what=f"learner/0 to leave transfer epoch {epoch}")
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        calls = [w.send_weights.remote(bucket_bytes, epoch) for w in self._workers]
         await self._all(calls, self._timeouts.update_s, "to send its weights")
 
-    async def export_weights(self, bucket_bytes: int) -> Any:
-        """A reference to the packed buckets; they stay in the object store, owned by the caller."""
-        packed, *others = [w.export_weights.remote(bucket_bytes) for w in self._workers]
-        await self._all(others, self._timeouts.update_s, "to gather its weights")
-        return packed
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
+        """The version, and a reference to its packed buckets; they stay in the object store, owned by the caller."""
+        calls = [w.export_weights.options(num_returns=2).remote(bucket_bytes) for w in self._workers]
+        version = await self._all([version for version, _ in calls], self._timeouts.update_s, "to gather its weights")
+        return version, calls[0][1]
 
     async def save(self, folder: Path) -> None:
         calls = [w.save.remote(folder) for w in self._workers]

@@ -42,44 +42,72 @@ class WeightPublisher:
         self._device = device
         self._transport = transport
         self._timeout_s = timeout_s
-        self._store: RendezvousStore | None = None
-        self._group: TransferGroup | None = None
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._stores: dict[int, RendezvousStore] = {}
+        self._groups: dict[int, TransferGroup] = {}
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         """Rank 0 only: listen for the members of transfer group `epoch`."""
-        self._store = RendezvousStore(self._timeout_s)
-        return Rendezvous(
-            self._store.host, self._store.port, epoch, 1 + num_receivers, self._transport, self._timeout_s
-        )
+        store = self._stores[epoch] = RendezvousStore(self._timeout_s)
+        return Rendezvous(store.host, store.port, epoch, 1 + num_receivers, self._transport, self._timeout_s)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Rank 0 becomes the sender; the other ranks have no part in the transfer group."""
-        if self._rank != 0:
-            return
-        if self._group is not None:
-            self._group.close()
-        self._group = TransferGroup(rendezvous, TransferGroup.SENDER, self._device)
+        """Rank 0 becomes the sender, beside the groups that it is in; other ranks have no part in transfer groups."""
+        if self._rank == 0:
+            self._groups[rendezvous.epoch] = TransferGroup(rendezvous, TransferGroup.SENDER, self._device)
 
-    def send(self, bucket_bytes: int) -> None:
-        """Every rank calls this; returns when this rank's part is done."""
+    def leave_transfer(self, epoch: int) -> None:
+        """Close one transfer group, if it is still there; members that wait in it fail at once."""
+        if epoch in self._groups:
+            self._groups.pop(epoch).close()
+        self._stores.pop(epoch, None)
+
+    def send(self, bucket_bytes: int, epoch: int) -> None:
+        """Broadcast to transfer group `epoch`. Every rank calls this; returns when this rank's part is done.
+
+        Raises:
+            WeightSyncError: on rank 0: a member failed or the group is not there; its members fail as well.
+        """
+        failure: WeightSyncError | None = None
         for index, (bucket, packed) in enumerate(self._packed_buckets(bucket_bytes)):
-            if self._rank == 0:
-                if self._group is None:
-                    raise WeightSyncError("the learner is in no transfer group: call join_transfer first")
-                self._group.broadcast(packed, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+            # To the last bucket whatever happens: each is a collective in which the other ranks wait for this one.
+            if self._rank == 0 and failure is None:
+                failure = self._broadcast(epoch, packed, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+        if failure is not None:
+            raise failure
+
+    def _broadcast(self, epoch: int, packed: torch.Tensor, what: str) -> WeightSyncError | None:
+        if epoch not in self._groups:
+            return WeightSyncError(f"the learner is not in transfer group {epoch}: call join_transfer first")
+        try:
+            self._groups[epoch].broadcast(packed, what)
+        except WeightSyncError as error:
+            self.leave_transfer(epoch)
+            return error
+        return None
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
         """The packed buckets as uint8 arrays on rank 0 (every rank gathers; the others return nothing)."""
-        return [buffer.cpu().numpy() for _, buffer in self._packed_buckets(bucket_bytes) if self._rank == 0]
+        packed = self._packed_buckets(bucket_bytes)
+        return [buffer.cpu().clone().numpy() for _, buffer in packed if self._rank == 0]
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        for epoch in tuple(self._groups):
+            self.leave_transfer(epoch)
 
     def _packed_buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket and, on rank 0, its bytes."""
+        """Each bucket and, on rank 0, its bytes, which hold until the next one: fresh memory for each would cost more
+        than the copy, for its pages have to be mapped first.
+        """
         weights = self._named_weights()
         for bucket in self.manifest.buckets(bucket_bytes):
             full = dict(islice(weights, len(bucket.slots)))
-            buffer = torch.empty(bucket.num_bytes if self._rank == 0 else 0, dtype=torch.uint8, device=self._device)
-            yield bucket, pack(bucket, full, buffer) if self._rank == 0 else buffer
+            if self._rank == 0:
+                yield bucket, pack(bucket, full, self._staged(bucket.num_bytes))
+            else:
+                yield bucket, self._staging
+
+    def _staged(self, num_bytes: int) -> torch.Tensor:
+        if self._staging.numel() < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._staging

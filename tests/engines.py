@@ -13,6 +13,7 @@ import numpy as np
 import ray
 import torch
 from learner_data import tiny_config
+from members import FixedMembers
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -40,7 +41,14 @@ from learner.policies.token import PolicyOutput
 TEMPERATURE = 0.8
 SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
 CALLS_IN_FLIGHT = 64
-ENGINE_TIMEOUTS_S = {"start_s": 600.0, "rollout_s": 120.0, "sync_s": 60.0}
+ENGINE_TIMEOUTS_S = {
+    "start_s": 600.0,
+    "rollout_s": 120.0,
+    "sync_s": 60.0,
+    "sign_s": 60.0,
+    "probe_s": 60.0,
+    "stop_s": 30.0,
+}
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -93,7 +101,7 @@ class Engine:
     async def serve(self, learner: Learner, version: int) -> None:
         """Take the learner's weights of now, as a late joiner does."""
         bucket_bytes = self.model.config.weight_sync.bucket_bytes
-        buckets = learner.export_weights(bucket_bytes)
+        _, buckets = learner.export_weights(bucket_bytes)
         await self.client.load_weights(learner.manifest(), bucket_bytes, buckets, version)
 
     async def close(self) -> None:
@@ -124,11 +132,14 @@ class LocalSender:
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
         await asyncio.to_thread(self.learner.join_transfer, rendezvous)
 
-    async def send_weights(self, bucket_bytes: int) -> None:
-        self.num_sent += 1
-        await asyncio.to_thread(self.learner.send_weights, bucket_bytes)
+    async def leave_transfer(self, epoch: int) -> None:
+        self.learner.leave_transfer(epoch)
 
-    async def export_weights(self, bucket_bytes: int) -> list[np.ndarray]:
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self.num_sent += 1
+        await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch)
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
 
     async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
@@ -239,11 +250,13 @@ def gaps(learner: Learner, model: Model, groups: Sequence[TrajectoryGroup]) -> n
 def weight_sync(
     engine: Engine, sender: Any, *, canary_interval: int = 1, tolerance: float = 1e-5
 ) -> WeightSync:
-    """The push of the main job, from `sender` to the engine."""
+    """The push of the main job, from `sender` to the engine; what fails is not tried again."""
     return WeightSync(
         sender,
-        [engine.client],
+        FixedMembers(engine.client),
         bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
+        wave_size=0,
+        max_attempts=1,
         canary_interval=canary_interval,
         canary_tolerance=tolerance,
         probe=engine.model.probe,

@@ -63,6 +63,10 @@ class Sampler(Protocol):
         """float32 [P - 1]: log-prob of each prompt token after the first, at temperature 1 without banned ids."""
         ...
 
+    async def probe(self) -> None:
+        """Show that the engine works: sample one token of a prompt of one token. One that is busy need not."""
+        ...
+
     async def check_manifest(self, manifest: Manifest) -> None:
         """Refuse (ManifestError) a push that does not fit, before anything is sent."""
         ...

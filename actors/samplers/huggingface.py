@@ -48,6 +48,11 @@ class HuggingFaceSampler:
         async with self._turn:
             return await asyncio.to_thread(self._prompt_logprobs, prompt, media)
 
+    async def probe(self) -> None:
+        if not self._turn.locked():
+            async with self._turn:
+                await asyncio.to_thread(self._sample_one_token)
+
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected)
 
@@ -80,10 +85,7 @@ class HuggingFaceSampler:
     def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:
             raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
-        for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._device)
-            self._group.broadcast(buffer, f"weight bucket {index} ({bucket.num_bytes} bytes)")
-            yield from unpack(bucket, buffer)
+        return self._group.receive(manifest, bucket_bytes, keeps=False)
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -122,6 +124,11 @@ class HuggingFaceSampler:
         reason = FinishReason.STOP if stops.size else FinishReason.LENGTH
         spans = (WeightSpan(self._version, 0, length),)
         return SampledSequence(tokens[:length].astype(np.int32), logprobs[:length].astype(np.float32), spans, reason)
+
+    @torch.no_grad()
+    def _sample_one_token(self) -> None:
+        ids = torch.tensor([[self._settings.pad_id]], device=self._device)
+        self._model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:

@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from actors.samplers.base import EngineSettings, SampledSequence
+from actors.samplers.vllm_inproc import in_process_engine
 from actors.samplers.vllm_weights import BACKEND
 from cluster.errors import RolloutError, WeightSyncError
 from cluster.media import ProcessedMedia
@@ -47,7 +48,8 @@ class VLLMSampler:
         self._bans = {token_id: BAN for token_id in settings.banned_ids}
 
     async def start(self) -> None:
-        self._engine = AsyncLLM.from_engine_args(_engine_args(self._settings))
+        start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
+        self._engine = start(_engine_args(self._settings))
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
@@ -80,6 +82,14 @@ class VLLMSampler:
         return np.asarray(
             [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))], dtype=np.float32
         )  # [P - 1]
+
+    async def probe(self) -> None:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request = self._engine.generate(tokens_input([self._settings.pad_id]), params, f"probe-{uuid.uuid4().hex}")
+        async for _ in request:
+            pass
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected)

@@ -8,7 +8,7 @@ every worker, which registers the engine there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from cluster.errors import WeightSyncError
-from cluster.weight_sync.manifest import Bucket, Manifest
+from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 
 BACKEND = "mobula"
@@ -68,10 +68,14 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
     def receive_weights(self, update_info: PushInfo) -> None:
         manifest = Manifest.from_wire(update_info.manifest)
-        buckets = list(manifest.buckets(update_info.bucket_bytes))
-        bring = self._receive if update_info.buckets is None else _from_bytes(update_info.buckets)
+        if update_info.buckets is None:
+            if self._group is None:
+                raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
+            tensors = self._group.receive(manifest, update_info.bucket_bytes, keeps=True)  # until a layer is complete
+        else:
+            tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
         with torch.no_grad():
-            self.model.load_weights(_arriving(buckets, bring))
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -82,31 +86,14 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             self._group.close()
             self._group = None
 
-    def _receive(self, index: int, bucket: Bucket) -> torch.Tensor:
-        if self._group is None:
-            raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._group.device)
-        self._group.broadcast(buffer, f"weight bucket {index} ({bucket.num_bytes} bytes)")
-        return buffer
-
 
 class WorkerExtension:
     """Mixed into vLLM's worker; importing it registers the engine."""
 
 
-def _arriving(
-    buckets: list[Bucket], bring: Callable[[int, Bucket], torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in manifest order. Each bucket has memory of its own: layers keep views until they are complete."""
-    for index, bucket in enumerate(buckets):
-        yield from unpack(bucket, bring(index, bucket))
-
-
-def _from_bytes(packed: list[bytes]) -> Callable[[int, Bucket], torch.Tensor]:
-    def bring(index: int, bucket: Bucket) -> torch.Tensor:
-        return torch.from_numpy(np.frombuffer(packed[index], dtype=np.uint8).copy())[: bucket.num_bytes]
-
-    return bring
+def _from_bytes(manifest: Manifest, bucket_bytes: int, packed: list[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
+    for bucket, data in zip(manifest.buckets(bucket_bytes), packed, strict=True):
+        yield from unpack(bucket, torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())[: bucket.num_bytes])
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ waited for with a deadline on the calling one, since no backend can be trusted t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.errors import DeadlineError, WeightSyncError
+from cluster.errors import WeightSyncError
 from cluster.network import join_store
-from cluster.weight_sync.manifest import Bucket
+from cluster.weight_sync.manifest import Bucket, Manifest
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,29 @@ class TransferGroup:
         """Send `buffer` (rank 0) or fill it (others), in place; returns when the bytes have arrived.
 
         Raises:
-            DeadlineError: some member did not take part in time; the group is unusable from then on.
+            WeightSyncError: some member died or did not take part in time; the group is unusable from then on.
         """
         future = self._executor.submit(self._broadcast, buffer)
         try:
             future.result(self._timeout_s)
         except FutureTimeoutError as error:
-            raise DeadlineError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
+            raise WeightSyncError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
         except RuntimeError as error:
             raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
+
+    def receive(self, manifest: Manifest, bucket_bytes: int, *, keeps: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of everything in a push, in the manifest's order.
+
+        With `keeps` each tensor stays what it is; without, it holds until the next one is asked for, and the memory of
+        one bucket serves for all.
+        """
+        buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
+            if keeps or buffer.numel() < bucket.num_bytes:
+                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            filled = buffer[: bucket.num_bytes]
+            self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+            yield from unpack(bucket, filled)
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         options = dist.BroadcastOptions()

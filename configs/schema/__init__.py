@@ -17,6 +17,7 @@ from configs.schema.run import (
     MetricsConfig,
     Resume,
     RunConfig,
+    SupervisionConfig,
     TimeoutsConfig,
     WeightSyncConfig,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "RunConfig",
     "SamplerConfig",
     "SamplerKind",
+    "SupervisionConfig",
     "TimeoutsConfig",
     "WarmStartConfig",
     "WeightSyncConfig",

@@ -67,11 +67,40 @@ class WeightSyncConfig(Section):
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: PositiveFloat
-    """Deadline for one whole push; what did not answer is named."""
+    """Deadline for one push to one wave; what did not answer is named."""
+    wave_size: NonNegativeInt
+    """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
+    max_attempts: PositiveInt
+    """Transfer groups that one push may use up on one wave when members of it are lost."""
     canary_interval: NonNegativeInt
     """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
     canary_tolerance: PositiveFloat
     """Largest absolute log-prob difference that the canary accepts."""
+
+
+class SupervisionConfig(Section):
+    """How workers are watched, and how often lost ones are started again."""
+
+    interval_s: PositiveFloat
+    """How often each worker's process is asked for a sign of life."""
+    sign_timeout_s: PositiveFloat
+    """How long a process may take to give a sign of life, whatever it is busy with."""
+    probe_interval_s: PositiveFloat
+    """A rollout actor that has finished nothing for so long is asked to sample one token."""
+    probe_timeout_s: PositiveFloat
+    """How long it may take to sample that token; longer than a weight push, which freezes it."""
+    max_restarts: NonNegativeInt
+    """How often one worker is started again within `restart_window_s` before it is given up."""
+    restart_window_s: PositiveFloat
+    """After so long without trouble a restart no longer counts."""
+    backoff_s: PositiveFloat
+    """Pause before the first restart of a worker; each further one within the window waits twice as long."""
+    max_backoff_s: PositiveFloat
+    """Longest pause before a restart."""
+    max_failures_in_a_row: PositiveInt
+    """Groups that one rollout actor may fail, one after the other, before it is replaced though its process lives."""
+    no_worker_s: PositiveFloat
+    """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
 
 
 class TimeoutsConfig(Section):
@@ -128,6 +157,8 @@ class RunConfig(Section):
     """Where the run fits."""
     weight_sync: WeightSyncConfig
     """How the learner's weights reach the rollout actors."""
+    supervision: SupervisionConfig
+    """How workers are watched and replaced."""
     evaluation: EvaluationConfig
     """Held-out evaluation."""
     checkpoints: CheckpointConfig

@@ -41,14 +41,14 @@ def report(version: int, loss: float) -> Answer:
 
 
 async def test_updates_count_versions_and_rank_zero_reports() -> None:
-    group = LearnerGroup([FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: report(v, 9.0))], TIMEOUTS)
+    group = LearnerGroup(lambda: [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: report(v, 9.0))], TIMEOUTS)
     assert await group.update([]) == UpdateReport(1, {"loss": 0.5})
     assert (await group.update([])).version == 2
 
 
 async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version() -> None:
     lost, failed = FakeHandle(lambda v: Answer(is_lost=True)), FakeHandle(lambda v: Answer(ValueError("rank 1 broke")))
-    group = LearnerGroup([lost, failed], TIMEOUTS)
+    group = LearnerGroup(lambda: [lost, failed], TIMEOUTS)
     with pytest.raises(ValueError, match="rank 1 broke"):
         await group.update([])
     assert group.version == 0
@@ -56,6 +56,7 @@ async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version()
 
 async def test_a_silent_rank_is_named_after_the_deadline() -> None:
     hasty = TIMEOUTS.model_copy(update={"update_s": 0.05})
-    group = LearnerGroup([FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: Answer(is_lost=True))], hasty)
+    ranks = [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: Answer(is_lost=True))]
+    group = LearnerGroup(lambda: ranks, hasty)
     with pytest.raises(DeadlineError, match="learner/1 to make version 1"):
         await group.update([])

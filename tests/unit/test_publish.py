@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from fakes import make_prompt
+from members import FixedMembers
 
-from cluster.errors import CanaryError, DeadlineError, ManifestError, WeightSyncError
+from cluster.errors import CanaryError, DeadlineError, ManifestError, WeightSyncError, WorkerDiedError
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.publish import Push, WeightSync
@@ -25,6 +25,7 @@ class FakeSender:
 
     def __init__(self, weight: float = 1.0, manifest: Manifest = MANIFEST) -> None:
         self.weight = weight
+        self.version = 1
         self.events: list[str] = []
         self._manifest = manifest
 
@@ -38,11 +39,14 @@ class FakeSender:
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
         self.events.append("sender joins")
 
-    async def send_weights(self, bucket_bytes: int) -> None:
-        self.events.append("send")
+    async def leave_transfer(self, epoch: int) -> None:
+        self.events.append(f"leave {epoch}")
 
-    async def export_weights(self, bucket_bytes: int) -> list[np.ndarray]:
-        return [np.array([self.weight])]
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self.events.append(f"send {epoch}")
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        return self.version, [np.array([self.weight])]
 
     async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
         assert prompt is PROBE
@@ -57,7 +61,6 @@ class FakeReceiver:
         self.version = -1
         self.weight = math.nan
         self.ranks: list[tuple[int, int]] = []
-        self.was_cancelled = False
         self._sender = sender
         self._error = error
         self._version_error = version_error
@@ -84,9 +87,22 @@ class FakeReceiver:
         self.weight, self.version = weight + self._error, version + self._version_error
 
 
-def weight_sync(sender: FakeSender, *receivers: FakeReceiver, canary_interval: int = 1) -> WeightSync:
+def weight_sync(
+    sender: FakeSender,
+    *receivers: FakeReceiver,
+    canary_interval: int = 1,
+    wave_size: int = 0,
+    members: FixedMembers | None = None,
+) -> WeightSync:
     return WeightSync(
-        sender, receivers, bucket_bytes=64, canary_interval=canary_interval, canary_tolerance=1e-3, probe=PROBE
+        sender,
+        members or FixedMembers(*receivers),
+        bucket_bytes=64,
+        wave_size=wave_size,
+        max_attempts=3,
+        canary_interval=canary_interval,
+        canary_tolerance=1e-3,
+        probe=PROBE,
     )
 
 
@@ -112,7 +128,7 @@ async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender(
     sync = weight_sync(sender, *receivers)
     for version in range(3):
         await sync.publish(version)
-    assert sender.events == ["open epoch 1 for 2", "sender joins", "send", "send", "send"]
+    assert sender.events == ["open epoch 1 for 2", "sender joins", "send 1", "send 1", "send 1"]
     assert [receiver.ranks for receiver in receivers] == [[(1, 1)], [(1, 2)]]
     assert sync.num_pushes == 3
 
@@ -120,12 +136,15 @@ async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender(
 async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_meets_anew() -> None:
     sender = FakeSender()
     first, late = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender)
-    sync = weight_sync(sender, first)
+    members = FixedMembers(first)
+    sync = weight_sync(sender, members=members)
     await sync.publish(1)
-    await sync.admit(late, 1)
+    assert await sync.admit(late) == 1
     assert (late.version, late.weight, late.ranks) == (1, sender.weight, [])
+    members.add(late)
     await sync.publish(2)
     assert (first.ranks, late.ranks) == ([(1, 1), (2, 1)], [(2, 2)])
+    assert "leave 1" in sender.events
 
 
 async def test_a_manifest_that_does_not_fit_ends_the_push_before_anybody_meets() -> None:
@@ -134,23 +153,32 @@ async def test_a_manifest_that_does_not_fit_ends_the_push_before_anybody_meets()
     with pytest.raises(ManifestError, match="missing w; unexpected other"):
         await weight_sync(sender, receiver).publish(1)
     with pytest.raises(ManifestError, match="missing w"):
-        await weight_sync(sender).admit(receiver, 1)
+        await weight_sync(sender).admit(receiver)
     assert (sender.events, receiver.version) == ([], -1)
 
 
-async def test_a_receiver_at_another_version_is_named() -> None:
+async def test_a_receiver_that_stays_at_another_version_is_named() -> None:
     sender = FakeSender()
     good, wrong = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, version_error=-1)
-    with pytest.raises(WeightSyncError, match=r"after the push of version 3: rollout/1 is at 2$"):
+    with pytest.raises(WeightSyncError, match=r"did not reach rollout/1 in 3 attempts .*: rollout/1 is at 2$"):
         await weight_sync(sender, good, wrong).publish(3)
 
 
 @pytest.mark.parametrize("error", [0.5, -0.5, math.nan, math.inf])
-async def test_the_canary_names_an_engine_that_computes_something_else(error: float) -> None:
+async def test_an_engine_that_computes_something_else_is_lost_and_named(error: float) -> None:
     sender = FakeSender()
-    good, wrong = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, error=error)
-    with pytest.raises(CanaryError, match=r"differ from the learner's: rollout/1 by .*canary_tolerance=0\.001"):
-        await weight_sync(sender, good, wrong).publish(1)
+    members = FixedMembers(FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, error=error))
+    await weight_sync(sender, members=members).publish(1)
+    [(name, lost)] = members.lost.items()
+    assert name == "rollout/1" and isinstance(lost, CanaryError)
+    assert "rollout/1 by" in str(lost) and "canary_tolerance=0.001" in str(lost)
+
+
+async def test_if_every_engine_computes_something_else_the_push_is_at_fault() -> None:
+    sender = FakeSender()
+    wrong = [FakeReceiver(f"rollout/{n}", sender, error=0.5) for n in range(2)]
+    with pytest.raises(CanaryError, match=r"rollout/0 by 0.5, rollout/1 by 0.5 .*did not arrive as it was sent"):
+        await weight_sync(sender, *wrong).publish(1)
 
 
 async def test_the_canary_keeps_its_interval() -> None:
@@ -173,28 +201,110 @@ async def test_interval_0_switches_the_canary_off() -> None:
     assert await sync.publish(1) == 1
 
 
-async def test_the_first_failure_ends_the_wait_for_all_and_travels_as_itself() -> None:
-    class Silent(FakeReceiver):
-        async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.was_cancelled = True
+class Mortal(FakeReceiver):
+    """Fails its first `num_failures` receptions with `error`."""
 
-    class Broken(FakeReceiver):
-        async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
-            raise DeadlineError("waited 5 s for rollout/1")
+    def __init__(self, name: str, sender: FakeSender, error: Exception, num_failures: int = 1) -> None:
+        super().__init__(name, sender)
+        self.failure = error
+        self.num_failures = num_failures
 
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise self.failure
+        await super().receive_weights(manifest, bucket_bytes, version)
+
+
+@pytest.mark.parametrize("error", [WorkerDiedError("rollout/1 died"), DeadlineError("waited 5 s for rollout/1")])
+async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_living(error: Exception) -> None:
+    """The others' broadcast breaks with it; they get the version in epoch 2."""
     sender = FakeSender()
-    silent, broken = Silent("rollout/0", sender), Broken("rollout/1", sender)
-    sync, heard = weight_sync(sender, silent, broken), []
+    living = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(living, Mortal("rollout/1", sender, error), FakeReceiver("rollout/2", sender))
+    sync, pushes = weight_sync(sender, members=members), []
 
     async def listen(push: Push) -> None:
-        heard.append(push)
+        pushes.append(push)
 
     sync.on_published(listen)
-    async with asyncio.timeout(5):
-        with pytest.raises(DeadlineError, match="waited 5 s for rollout/1"):
-            await sync.publish(1)
-    assert silent.was_cancelled
-    assert (heard, sync.num_pushes) == ([], 0)
+    assert await sync.publish(1) == 1
+    assert members.lost == {"rollout/1": error}
+    assert members.versions == {"rollout/0": 1, "rollout/2": 1}
+    assert sender.events == [
+        "open epoch 1 for 3", "sender joins", "send 1", "leave 1", "open epoch 2 for 1", "sender joins", "send 2",
+    ]  # fmt: skip
+    assert pushes[0].num_lost == 1
+    await sync.publish(2)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 2}
+
+
+async def test_the_last_receiver_may_die_too() -> None:
+    sender = FakeSender()
+    members = FixedMembers(Mortal("rollout/0", sender, WorkerDiedError("gone")))
+    assert await weight_sync(sender, members=members).publish(1) == 1
+    assert (members.version, list(members.lost)) == (1, ["rollout/0"])
+
+
+async def test_waves_are_updated_one_after_the_other_in_groups_of_their_own() -> None:
+    sender = FakeSender()
+    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(5)]
+    sync = weight_sync(sender, *receivers, wave_size=2)
+    for version in (1, 2):
+        await sync.publish(version)
+    assert [r.ranks for r in receivers] == [[(1, 1)], [(1, 2)], [(2, 1)], [(2, 2)], [(3, 1)]]
+    assert [event for event in sender.events if "send" in event and "joins" not in event] == [
+        "send 1", "send 2", "send 3", "send 1", "send 2", "send 3",
+    ]  # fmt: skip
+
+
+async def test_a_wave_that_loses_a_member_leaves_the_others_alone() -> None:
+    sender = FakeSender()
+    good = [FakeReceiver(f"rollout/{n}", sender) for n in (0, 1, 3)]
+    dying = Mortal("rollout/2", sender, WorkerDiedError("gone"))
+    members = FixedMembers(*good[:2], dying, good[2])
+    sync = weight_sync(sender, members=members, wave_size=2)
+    await sync.publish(1)
+    assert members.versions == {"rollout/0": 1, "rollout/1": 1, "rollout/3": 1}
+    assert good[0].ranks == [(1, 1)]
+    await sync.publish(2)
+    assert good[0].ranks == [(1, 1)], "its group is as it was"
+    assert good[2].ranks[-1] == (3, 1)
+
+
+async def test_a_group_that_does_not_come_together_is_tried_again() -> None:
+    class Late(FakeReceiver):
+        async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+            if rendezvous.epoch == 1:
+                raise WeightSyncError("could not join transfer epoch 1")
+            await super().join_transfer(rendezvous, rank)
+
+    sender = FakeSender()
+    late = Late("rollout/0", sender)
+    assert await weight_sync(sender, late).publish(1) == 1
+    assert late.ranks == [(2, 1)]
+
+
+async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
+    class Gone(FakeSender):
+        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+            raise WorkerDiedError("learner/0 died")
+
+    sender = Gone()
+    members = FixedMembers(FakeReceiver("rollout/0", sender))
+    with pytest.raises(WorkerDiedError, match="learner/0 died"):
+        await weight_sync(sender, members=members).publish(1)
+    assert members.version == -1
+
+
+async def test_a_sender_that_was_restored_sends_again() -> None:
+    class Restored(FakeSender):
+        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+            await super().send_weights(bucket_bytes, epoch)
+            if epoch == 1:
+                raise WeightSyncError("the learner is not in transfer group 1")
+
+    sender = Restored()
+    cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    assert await weight_sync(sender, cut_off).publish(1) == 1
+    assert cut_off.version == 1

@@ -1,0 +1,170 @@
+"""AsyncLLM whose engine core runs on a thread of this process instead of in a process of its own.
+
+vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU it is worth having: a
+second process means a second import of everything at the start, and a serialised copy of every request with its
+pictures, once for each sibling, on the very core that should compute. The core's own loop runs here unchanged; only
+its sockets are replaced by queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from vllm import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
+from vllm.v1.engine.exceptions import EngineDeadError
+
+JOIN_S = 10.0
+
+
+def in_process_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
+    """An `AsyncLLM` without a second process; call it in a running event loop."""
+    with _clients_made_by(InProcessClient):
+        return AsyncLLM.from_engine_args(arguments)
+
+
+class ThreadedCore(EngineCoreProc):
+    """The loop of an engine core between an input queue and a function that takes outputs."""
+
+    def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
+        self.input_queue = queue.Queue()
+        self.output_queue = SimpleNamespace(put_nowait=deliver)
+        self.engine_index = 0
+        self.engines_running = False
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.tensor_ipc_receiver = None
+        self.has_coordinator = False
+        self.frontend_stats_publish_address = None
+        self.publish_dp_lb_stats = False
+        self.process_input_queue_block = True
+        self.enable_fault_tolerance = False
+        EngineCore.__init__(self, config, executor, log_stats, self._executor_failed)
+
+    def request_shutdown(self) -> None:
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _executor_failed(self) -> None:
+        self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+
+class InProcessClient(AsyncMPClient):
+    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop."""
+
+    def __init__(
+        self, vllm_config: Any, executor_class: Any, log_stats: bool, *, renderer: Any = None, **_: Any
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.client_index = 0
+        self.core_engine = b"\x00\x00"
+        self.core_engines = [self.core_engine]
+        self.engine_ranks_managed = [0]
+        self.engines_running = False
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.utility_results: dict[int, Any] = {}
+        self._engine_status: dict[int, dict] = {}
+        self._renderer = renderer
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(vllm_config, executor_class, log_stats), name="engine-core", daemon=True
+        )
+        self._is_ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread.start()
+        self._start_mm_warmup()
+        self._is_ready.wait()  # the load itself has no deadline here: whoever started this actor has one
+        if self._failure is not None:
+            raise self._failure
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await self.outputs_queue.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        return outputs
+
+    async def add_request_async(self, request: Any) -> None:
+        self.ensure_alive()
+        request.client_index = self.client_index
+        self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, self._core.preprocess_add_request(request)))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.resources.engine_dead:
+            self._core.aborts_queue.put_nowait(request_ids)
+            self._core.input_queue.put_nowait((EngineCoreRequestType.ABORT, request_ids))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if not self.resources.engine_dead and self._thread.is_alive():
+            self._core.request_shutdown()
+            self._thread.join(JOIN_S if timeout is None else timeout)
+        self.resources.engine_dead = True
+
+    def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Awaitable[Any]:
+        self.ensure_alive()
+        call_id = uuid.uuid1().int >> 64
+        future = self.utility_results[call_id] = self._loop.create_future()
+        self._core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args)))
+        return future
+
+    def _run(self, config: Any, executor: Any, log_stats: bool) -> None:
+        """The core's thread: it loads the model as well, because OpenMP keeps its threads by the thread that asks."""
+        try:
+            self._core = ThreadedCore(config, executor, log_stats, self._deliver)
+        except BaseException as error:
+            self._failure = error
+            return
+        finally:
+            self._is_ready.set()
+        try:
+            self._core.run_busy_loop()
+        except SystemExit:
+            pass  # how the loop ends when it was asked to
+        except Exception as error:
+            self._tell(self._died, error)
+        finally:
+            self._core.shutdown()
+
+    def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
+        self._tell(self._take, output[1])
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.utility_output:
+            _process_utility_output(outputs.utility_output, self.utility_results)
+        elif outputs.outputs or outputs.scheduler_stats:
+            self.outputs_queue.put_nowait(outputs)
+
+    def _died(self, cause: Exception) -> None:
+        """Everything that waits for the core ends with its death."""
+        self.resources.engine_dead = True
+        dead = EngineDeadError()
+        dead.__cause__ = cause
+        self.outputs_queue.put_nowait(dead)
+        for future in self.utility_results.values():
+            if not future.done():
+                future.set_exception(dead)
+        self.utility_results.clear()
+
+
+@contextmanager
+def _clients_made_by(client: type) -> Iterator[None]:
+    """AsyncLLM has no parameter for its client: it calls this function, and nothing else in its constructor does."""
+    original = EngineCoreClient.make_async_mp_client
+    EngineCoreClient.make_async_mp_client = staticmethod(client)
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client = staticmethod(original)

@@ -1,0 +1,393 @@
+"""RolloutFleet: the rollout actors of a run, a set that changes while it is used.
+
+They die, hang, answer wrongly, are replaced, join late, drain and leave; the loop and the stream see one pool. Who was
+lost is started again after a pause, brought to the learner's version, and only then sampled from:
+
+    STARTING -> JOINING -> SERVING -> (lost) WAITING -> STARTING -> ...      QUARANTINED once the budget is used up
+                           SERVING -> (scaled away) DRAINING -> gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.concurrency import run_all
+from cluster.errors import CanaryError, DeadlineError, MobulaError, RolloutError, WeightSyncError, WorkerDiedError
+from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.roles import SamplingSettings
+from cluster.status import WorkerState, WorkerStatus
+from cluster.supervision import background_tasks
+from cluster.trajectory import GroupSummary, Prompt
+from cluster.weight_sync.publish import Receiver
+
+_logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class Engine(Receiver, Protocol):
+    """One rollout actor as the fleet sees it; every call has a deadline of its own."""
+
+    async def start(self) -> None:
+        """Load the model."""
+        ...
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]: ...
+
+    async def is_alive(self) -> None:
+        """Return while the process lives, however busy it is."""
+        ...
+
+    async def probe(self) -> None:
+        """Sample one token with the engine itself."""
+        ...
+
+    async def close(self) -> None:
+        """End the process and give its resources back, whatever state it is in."""
+        ...
+
+
+@dataclass(frozen=True)
+class HealthChecks:
+    """How the fleet looks after its engines. An engine that finished something since the last look is healthy: busy is
+    alive. One that is idle or silent is asked to sample a token."""
+
+    interval_s: float
+    probe_interval_s: float
+    max_failures_in_a_row: int  # groups that one engine may fail, one after the other, before it is replaced
+    no_worker_s: float  # how long a prompt waits while no engine serves
+
+
+@dataclass
+class _Seat:
+    """A place in the fleet, whoever fills it."""
+
+    index: int
+    budget: RestartBudget
+    state: WorkerState = WorkerState.STARTING
+    engine: Engine | None = None
+    version: int | None = None
+    num_in_flight: int = 0
+    num_failures_in_a_row: int = 0
+    last_sign_s: float = 0.0
+    detail: str = ""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def name(self) -> str:
+        return f"rollout/{self.index}"
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            self.name, self.state, self.version, self.num_in_flight, self.budget.num_restarts, self.detail
+        )
+
+
+class RolloutFleet:
+    """Implements `cluster.roles.Rollouts`, `weight_sync.Members` and `cluster.status.Scalable`.
+
+    Example:
+        fleet = RolloutFleet(spawn, 2, policy=policy, health=health, on_lost=count)
+        await fleet.start()
+        fleet.admit_with(weights.admit)
+        async with fleet.tended():
+            ...
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[int], Awaitable[Engine]],
+        num_workers: int,
+        *,
+        policy: RestartPolicy,
+        health: HealthChecks,
+        on_lost: Callable[[str], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`spawn(index)` makes the process of one engine; `on_lost` is told the kind of each loss."""
+        self._spawn = spawn
+        self._policy = policy
+        self._health = health
+        self._on_lost = on_lost
+        self._clock = clock
+        self._seats = [self._seat(index) for index in range(num_workers)]
+        self._admit: Callable[[Receiver], Awaitable[int]] | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
+        self._version = -1
+
+    def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
+        """How a late joiner gets weights: `WeightSync.admit`."""
+        self._admit = admit
+
+    async def start(self) -> None:
+        """Start the first engines, side by side. One that fails here ends the start: nothing has been proved yet."""
+        await run_all(*(self._first_start(seat) for seat in self._seats))
+
+    @asynccontextmanager
+    async def tended(self) -> AsyncIterator[None]:
+        """Watch the engines and replace lost ones while the body runs.
+
+        Raises:
+            WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
+        """
+        async with background_tasks() as tasks:
+            self._tasks = tasks
+            tasks.create_task(self._watch(), name="watch the rollout actors")
+            for seat in self._seats:
+                if seat.state is WorkerState.WAITING:  # lost before anybody tended it
+                    tasks.create_task(self._replace(seat), name=f"replace {seat.name}")
+            try:
+                yield
+            finally:
+                self._tasks = None
+
+    async def close(self) -> None:
+        """End every engine; one that fails to close is logged and keeps no other open."""
+        seats, self._seats = self._seats, []
+        await asyncio.gather(*(self._end(seat) for seat in seats))
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        """Sample one prompt on the engine with the fewest prompts in flight.
+
+        Raises:
+            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced.
+            RolloutError: the engine could not do it.
+            DeadlineError: no engine served for `no_worker_s`.
+        """
+        seat, engine = await self._pick(prompt)
+        seat.num_in_flight += 1
+        seat.idle.clear()
+        try:
+            result = await engine.generate(prompt, settings)
+        except (WorkerDiedError, DeadlineError) as error:
+            self._lose(seat, engine, error)
+            raise
+        except MobulaError as error:
+            self._failed(seat, engine, error)
+            raise
+        else:
+            seat.num_failures_in_a_row = 0
+            seat.last_sign_s = self._clock()
+            return result
+        finally:
+            seat.num_in_flight -= 1
+            if seat.num_in_flight == 0:
+                seat.idle.set()
+
+    def receivers(self) -> list[Receiver]:
+        """Engines whose weights are to be kept up to date."""
+        return [seat.engine for seat in self._seats if seat.engine and seat.state is WorkerState.SERVING]
+
+    def synced(self, receiver: Receiver, version: int) -> None:
+        seat = self._seat_of(receiver)
+        if seat is not None:
+            seat.version = version
+            seat.last_sign_s = self._clock()
+            self._notify()
+
+    def published(self, version: int) -> None:
+        self._version = version
+        self._notify()
+
+    def lose(self, receiver: Receiver, error: Exception) -> None:
+        seat = self._seat_of(receiver)
+        if seat is not None and seat.engine is not None:
+            self._lose(seat, seat.engine, error)
+
+    def status(self) -> list[WorkerStatus]:
+        return [seat.status() for seat in self._seats]
+
+    async def scale(self, num_workers: int) -> None:
+        """Have so many engines: new ones join in the background, superfluous ones finish what they have and leave."""
+        if num_workers < 1:
+            raise ValueError(f"rollout={num_workers}: a run needs at least one rollout actor")
+        tasks = self._tasks
+        if tasks is None:
+            raise ValueError("the run has not begun or is over: scale it while it trains")
+        staying = [seat for seat in self._seats if seat.state is not WorkerState.DRAINING]
+        for seat in staying[num_workers:]:
+            self._set(seat, WorkerState.DRAINING)
+            tasks.create_task(self._drain(seat), name=f"drain {seat.name}")
+        taken = {seat.index for seat in self._seats}
+        free = (index for index in range(num_workers + len(self._seats)) if index not in taken)
+        for index in [next(free) for _ in range(num_workers - len(staying))]:
+            seat = self._seat(index)
+            self._seats.append(seat)
+            tasks.create_task(self._add(seat), name=f"start {seat.name}")
+        self._seats.sort(key=lambda seat: seat.index)
+
+    def _seat(self, index: int) -> _Seat:
+        return _Seat(index, RestartBudget(self._policy))
+
+    def _seat_of(self, receiver: Receiver) -> _Seat | None:
+        return next((seat for seat in self._seats if seat.engine is receiver), None)
+
+    async def _first_start(self, seat: _Seat) -> None:
+        seat.engine = await self._spawn(seat.index)
+        await seat.engine.start()
+        self._serve(seat, await seat.engine.weight_version())
+
+    async def _pick(self, prompt: Prompt) -> tuple[_Seat, Engine]:
+        """A serving engine at the published version; waits for one."""
+        try:
+            async with asyncio.timeout(self._health.no_worker_s):
+                while not (serving := self._serving()):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            states = ", ".join(f"{seat.name} {seat.state}" for seat in self._seats)
+            raise DeadlineError(
+                f"prompt {prompt.prompt_id} waited {self._health.no_worker_s:g} s for a rollout actor: {states}"
+            ) from error
+        seat = min(serving, key=lambda seat: seat.num_in_flight)
+        assert seat.engine is not None
+        return seat, seat.engine
+
+    def _serving(self) -> list[_Seat]:
+        return [
+            seat
+            for seat in self._seats
+            if seat.state is WorkerState.SERVING and seat.version is not None and seat.version >= self._version
+        ]
+
+    def _serve(self, seat: _Seat, version: int) -> None:
+        seat.version = version
+        seat.last_sign_s = self._clock()
+        seat.num_failures_in_a_row = 0
+        self._set(seat, WorkerState.SERVING)
+
+    def _set(self, seat: _Seat, state: WorkerState) -> None:
+        seat.state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _failed(self, seat: _Seat, engine: Engine, error: MobulaError) -> None:
+        """An engine whose process lives and which answers with errors alone is as good as dead."""
+        if seat.engine is not engine:
+            return
+        seat.num_failures_in_a_row += 1
+        if seat.num_failures_in_a_row >= self._health.max_failures_in_a_row:
+            self._lose(seat, engine, error)
+
+    def _lose(self, seat: _Seat, engine: Engine, error: Exception) -> None:
+        """Take the engine out of the fleet at once; it is ended and replaced in the background."""
+        if seat.engine is not engine or seat.state not in (WorkerState.SERVING, WorkerState.DRAINING):
+            return
+        self._note_loss(seat, error)
+        if seat.state is WorkerState.DRAINING:
+            return  # nobody waits for it but its drain
+        self._set(seat, WorkerState.WAITING)
+        if self._tasks is not None:
+            self._tasks.create_task(self._replace(seat), name=f"replace {seat.name}")
+
+    def _note_loss(self, seat: _Seat, error: Exception) -> None:
+        kind = loss_kind(error)
+        _logger.warning("%s is lost (%s): %s", seat.name, kind, error)
+        self._on_lost(f"rollout_{kind}")
+        seat.detail = f"{kind}: {error}"
+
+    async def _replace(self, seat: _Seat) -> None:
+        """End what is left of the seat's engine, pause, and have another; within the budget."""
+        while seat in self._seats:
+            await self._end(seat)
+            pause = seat.budget.take(self._clock())
+            if pause is None:
+                self._set(seat, WorkerState.QUARANTINED)
+                self._refuse_to_go_on_alone()
+                return
+            await asyncio.sleep(pause)
+            if seat not in self._seats or await self._fill(seat):
+                return
+
+    async def _add(self, seat: _Seat) -> None:
+        """The first engine of a new seat."""
+        if not await self._fill(seat):
+            await self._replace(seat)
+
+    async def _fill(self, seat: _Seat) -> bool:
+        """Start an engine, bring it to the learner's version, and let it serve; says whether that went well."""
+        self._set(seat, WorkerState.STARTING)
+        try:
+            seat.engine = await self._spawn(seat.index)
+            await seat.engine.start()
+            self._set(seat, WorkerState.JOINING)
+            assert self._admit is not None, "admit_with() tells how a joiner gets weights"
+            while (version := await self._admit(seat.engine)) < self._version:
+                pass  # another version was published meanwhile
+        except Exception as error:  # whatever it was: counted, named, and tried again within the budget
+            self._note_loss(seat, error)
+            self._set(seat, WorkerState.WAITING)
+            return False
+        if seat in self._seats:
+            _logger.info("%s serves version %d", seat.name, version)
+            self._serve(seat, version)
+        else:  # it was scaled away meanwhile
+            await self._end(seat)
+        return True
+
+    def _refuse_to_go_on_alone(self) -> None:
+        if all(seat.state is WorkerState.QUARANTINED for seat in self._seats):
+            details = "; ".join(f"{seat.name}: {seat.detail}" for seat in self._seats)
+            raise WorkerDiedError(
+                f"every rollout actor was lost more than supervision.max_restarts={self._policy.max_restarts} times "
+                f"within {self._policy.window_s:g} s ({details}): mend the cause, then go on with resume=auto"
+            )
+
+    async def _drain(self, seat: _Seat) -> None:
+        if seat.num_in_flight:
+            await seat.idle.wait()  # each of its calls has a deadline
+        self._seats.remove(seat)
+        await self._end(seat)
+        _logger.info("%s has left", seat.name)
+
+    async def _end(self, seat: _Seat) -> None:
+        engine, seat.engine, seat.version = seat.engine, None, None
+        if engine is None:
+            return
+        try:
+            await engine.close()
+        except Exception:  # it is replaced or the run is over: either way nobody needs it any more
+            _logger.warning("%s did not close in good order", seat.name, exc_info=True)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._health.interval_s)
+            await asyncio.gather(*(self._look_at(seat) for seat in self._seats))
+
+    async def _look_at(self, seat: _Seat) -> None:
+        engine = seat.engine
+        if engine is None or seat.state is not WorkerState.SERVING:
+            return  # an engine that starts or joins is waited for by whoever does that
+        try:
+            await engine.is_alive()
+            if self._clock() - seat.last_sign_s > self._health.probe_interval_s and seat.version is not None:
+                await engine.probe()
+                seat.last_sign_s = self._clock()
+        except MobulaError as error:
+            self._lose(seat, engine, error)
+
+
+def loss_kind(error: Exception) -> str:
+    """How an engine was lost, as a word to count by."""
+    match error:
+        case DeadlineError():
+            return "hung"
+        case WorkerDiedError():
+            return "died"
+        case CanaryError():
+            return "wrong"
+        case WeightSyncError():
+            return "sync"
+        case RolloutError():
+            return "failing"
+        case _:
+            return "error"

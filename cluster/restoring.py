@@ -1,0 +1,198 @@
+"""RestoringLearner: a learner group that outlives its ranks.
+
+The state of a lost rank is gone, and the other ranks cannot go on without it. So all of them are started anew, read the
+newest complete checkpoint, and take again the steps that followed it, with the very groups that those steps had: an
+update is a function of state and groups, so the weights come out as they were. Then the call that failed is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from cluster.errors import CheckpointError, DeadlineError, WorkerDiedError
+from cluster.restarts import RestartBudget
+from cluster.roles import UpdateReport
+from cluster.trajectory import Prompt, ScoredGroup
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LOST = (WorkerDiedError, DeadlineError)
+
+
+class Ranks(Protocol):
+    """The learner group that is restored: `cluster.roles.Learner`, `weight_sync.Sender` and `checkpoints.Durable`."""
+
+    version: int
+
+    async def respawn(self) -> None:
+        """End every rank at once and start all of them anew."""
+        ...
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
+
+    async def manifest(self) -> Manifest: ...
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous: ...
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
+
+    async def leave_transfer(self, epoch: int) -> None: ...
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None: ...
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]: ...
+
+    async def save(self, folder: Path) -> None: ...
+
+    async def load(self, folder: Path) -> int: ...
+
+    async def export(self, folder: Path) -> None: ...
+
+
+class RestoringLearner:
+    """`ranks`, restored whenever a call finds one of them dead or silent.
+
+    Transfer groups do not survive: a push that was under way ends in a WeightSyncError, and goes out again in a group
+    of a new epoch. Before the first checkpoint there is nothing to restore from, and the loss ends the run.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        newest: Callable[[], tuple[int, Path] | None],
+        budget: RestartBudget,
+        on_lost: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`newest()` gives version and learner folder of the newest complete checkpoint; `on_lost` is told the kind."""
+        self._ranks = ranks
+        self._newest = newest
+        self._budget = budget
+        self._on_lost = on_lost
+        self._clock = clock
+        self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
+        self._restoring = asyncio.Lock()
+        self._generation = 0
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_steps_taken_again = 0
+
+    def lose(self, error: Exception) -> None:
+        """Somebody found a rank dead or silent: calls under way end now instead of at their deadline.
+
+        Nothing is to be learned from it while the ranks are restored.
+        """
+        if not self._restoring.locked() and not self._lost.done():
+            self._lost.set_exception(error)
+            self._lost.exception()  # it is looked at when a call is made; none may be
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        report = await self._outliving(lambda: self._ranks.update(groups))
+        self._trained.append((report.version, groups))
+        return report
+
+    async def save(self, folder: Path) -> None:
+        await self._outliving(lambda: self._ranks.save(folder))
+        newest = await asyncio.to_thread(self._newest)
+        if newest is not None:  # what it holds need not be taken again; this save is not complete yet
+            self._trained = [(version, groups) for version, groups in self._trained if version > newest[0]]
+
+    async def load(self, folder: Path) -> int:
+        return await self._outliving(lambda: self._ranks.load(folder))
+
+    async def export(self, folder: Path) -> None:
+        await self._outliving(lambda: self._ranks.export(folder))
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        return await self._outliving(lambda: self._ranks.sequence_logprobs(prompt))
+
+    async def manifest(self) -> Manifest:
+        return await self._outliving(self._ranks.manifest)
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        return await self._outliving(lambda: self._ranks.open_transfer(epoch, num_receivers))
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        await self._outliving(lambda: self._ranks.join_transfer(rendezvous))
+
+    async def leave_transfer(self, epoch: int) -> None:
+        await self._outliving(lambda: self._ranks.leave_transfer(epoch))
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        await self._outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch))
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
+        return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
+
+    async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Make the call until it is answered; each loss on the way costs one restoration."""
+        while True:
+            async with self._restoring:  # nobody calls while the ranks are restored
+                generation = self._generation
+            try:
+                return await self._unless_lost(call())
+            except LOST as error:
+                async with self._restoring:
+                    if self._generation == generation:  # else another call that failed with this one has done it
+                        await self._restore(error)
+
+    async def _unless_lost(self, call: Awaitable[T]) -> T:
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.done():
+                self._lost.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _restore(self, error: Exception) -> None:
+        """Bring the ranks back to the version they had.
+
+        Raises:
+            WorkerDiedError: the restart budget is used up, or there is no checkpoint.
+        """
+        while True:
+            self._on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
+            pause = self._budget.take(self._clock())
+            if pause is None:
+                raise WorkerDiedError(
+                    f"the learner was lost {self._budget.num_restarts + 1} times, more than supervision.max_restarts "
+                    f"allows; last: {error}; mend the cause, then go on with resume=auto"
+                ) from error
+            newest = await asyncio.to_thread(self._newest)
+            if newest is None:
+                raise WorkerDiedError(f"the learner was lost before its first checkpoint: {error}") from error
+            _logger.warning("the learner is lost (%s) and restored from version %d", error, newest[0])
+            await asyncio.sleep(pause)
+            try:
+                await self._bring_back(*newest)
+            except LOST as again:
+                error = again
+                continue
+            self._generation += 1
+            return
+
+    async def _bring_back(self, version: int, folder: Path) -> None:
+        self._lost = asyncio.get_running_loop().create_future()
+        await self._ranks.respawn()
+        loaded = await self._ranks.load(folder)
+        if loaded != version:
+            raise CheckpointError(f"{folder} holds version {loaded} instead of {version}")
+        for made, groups in self._trained:
+            if made > version:
+                await self._ranks.update(groups)
+                self.num_steps_taken_again += 1
+        _logger.info("the learner is back at version %d", self._ranks.version)

@@ -1,0 +1,73 @@
+"""Faults at an exact moment: a process that reaches a named moment signals a named victim, once.
+
+    saboteur.plan("in_broadcast", victim="rollout/0", signal=signal.SIGKILL)
+
+The plan is a file in a folder that all processes share; whoever reaches the moment first takes the file and acts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SLOW_S = 1.5
+
+
+@dataclass(frozen=True)
+class Saboteur:
+    """`folder` is the same for all processes of one run."""
+
+    folder: Path
+
+    def enlist(self, name: str) -> None:
+        """This process plays `name` from now on."""
+        self._write(self._pid_file(name), str(os.getpid()))
+
+    def plan(self, moment: str, *, victim: str, signal: signal.Signals) -> None:
+        """The next process that reaches `moment` signals `victim`; SIGCONT makes it slow: stopped, then continued."""
+        assert not self.is_planned(moment), f"{moment} is planned already"
+        self._write(self.folder / moment, json.dumps({"victim": victim, "signal": int(signal)}))
+
+    def is_planned(self, moment: str) -> bool:
+        return (self.folder / moment).exists()
+
+    def moment(self, name: str) -> None:
+        """Say that `name` has come."""
+        taken = self.folder / f".{name}-{os.getpid()}"
+        try:
+            os.rename(self.folder / name, taken)
+        except FileNotFoundError:
+            return
+        plan = json.loads(taken.read_text())
+        process_id = int(self._pid_file(plan["victim"]).read_text())
+        (self.folder / "struck").open("a").write(f"{name} {plan['victim']} {plan['signal']}\n")
+        if plan["signal"] == signal.SIGCONT:
+            self._slow_down(process_id)
+        else:
+            os.kill(process_id, plan["signal"])
+
+    @property
+    def struck(self) -> list[str]:
+        """Every fault that took place, in order."""
+        file = self.folder / "struck"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def _slow_down(self, process_id: int) -> None:
+        if process_id == os.getpid():
+            time.sleep(SLOW_S)
+            return
+        os.kill(process_id, signal.SIGSTOP)
+        time.sleep(SLOW_S)
+        os.kill(process_id, signal.SIGCONT)
+
+    def _pid_file(self, name: str) -> Path:
+        return self.folder / f"pid-{name.replace('/', '-')}"
+
+    def _write(self, path: Path, text: str) -> None:
+        draft = path.with_name(f".draft-{path.name}-{os.getpid()}")
+        draft.write_text(text)
+        os.rename(draft, path)

@@ -1,0 +1,319 @@
+"""The fleet loses no prompt's way: it picks who can serve, replaces who is lost, and lets engines come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from fakes import SETTINGS, make_group, make_prompt
+
+from cluster.errors import CanaryError, DeadlineError, RolloutError, WorkerDiedError
+from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.status import WorkerState
+
+PROMPT = make_prompt("0/0/s0")
+POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
+HEALTH = HealthChecks(interval_s=0.001, probe_interval_s=0.0, max_failures_in_a_row=2, no_worker_s=5)
+
+
+class FakeEngine:
+    """One process: `dies`, `fails` and `is_silent` say how it answers from now on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dies = False
+        self.fails = False
+        self.is_silent = False
+        self.is_open = True
+        self.num_probes = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.start_error: Exception | None = None
+
+    async def start(self) -> None:
+        if self.start_error:
+            raise self.start_error
+
+    async def generate(self, prompt, settings):
+        await self.gate.wait()
+        if self.fails:
+            raise RolloutError("no output")
+        self._answer()
+        group = make_group(prompt)
+        return group, group.summary()
+
+    async def is_alive(self) -> None:
+        self._answer()
+
+    async def probe(self) -> None:
+        self.num_probes += 1
+        self._answer()
+        if self.is_silent:
+            raise DeadlineError(f"waited 1 s for {self.name} to sample one token")
+
+    async def weight_version(self) -> int:
+        return -1
+
+    async def close(self) -> None:
+        self.is_open = False
+
+    def _answer(self) -> None:
+        if self.dies:
+            raise WorkerDiedError(f"{self.name} died")
+
+
+class Yard:
+    """Makes engines, and remembers them by seat."""
+
+    def __init__(self, prepare: Callable[[FakeEngine, int], None] = lambda engine, nth: None) -> None:
+        self.made: dict[int, list[FakeEngine]] = {}
+        self._prepare = prepare
+
+    async def spawn(self, index: int) -> FakeEngine:
+        engine = FakeEngine(f"rollout/{index}")
+        made = self.made.setdefault(index, [])
+        self._prepare(engine, len(made))
+        made.append(engine)
+        return engine
+
+    def now(self, index: int) -> FakeEngine:
+        return self.made[index][-1]
+
+
+@asynccontextmanager
+async def fleet_of(
+    num: int, yard: Yard, *, health: HealthChecks = HEALTH, version: int = 3
+) -> AsyncIterator[tuple[RolloutFleet, list[str]]]:
+    losses: list[str] = []
+    fleet = RolloutFleet(yard.spawn, num, policy=POLICY, health=health, on_lost=losses.append)
+
+    async def admit(engine: FakeEngine) -> int:
+        return version
+
+    fleet.admit_with(admit)
+    await fleet.start()
+    for engine in fleet.receivers():
+        fleet.synced(engine, version)
+    fleet.published(version)
+    async with fleet.tended():
+        yield fleet, losses
+    await fleet.close()
+
+
+def states(fleet: RolloutFleet) -> list[WorkerState]:
+    return [worker.state for worker in fleet.status()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_prompts_go_to_the_engine_with_the_fewest_in_flight() -> None:
+    yard = Yard()
+    async with fleet_of(2, yard) as (fleet, _):
+        for index in range(2):
+            yard.now(index).gate.clear()
+        calls = [asyncio.create_task(fleet.generate(make_prompt(f"0/{n}/s"), SETTINGS)) for n in range(4)]
+        await asyncio.sleep(0)
+        assert [worker.num_in_flight for worker in fleet.status()] == [2, 2]
+        for index in range(2):
+            yard.now(index).gate.set()
+        await asyncio.gather(*calls)
+        assert [worker.num_in_flight for worker in fleet.status()] == [0, 0]
+
+
+async def test_an_engine_that_died_is_left_at_once_and_comes_back_at_the_current_version() -> None:
+    yard = Yard()
+    async with fleet_of(2, yard) as (fleet, losses):
+        first = yard.now(0)
+        first.dies = True
+        with pytest.raises(WorkerDiedError):
+            await fleet.generate(PROMPT, SETTINGS)
+        assert WorkerState.SERVING in states(fleet), "the other one serves on"
+        await fleet.generate(PROMPT, SETTINGS)
+        await until(lambda: states(fleet) == [WorkerState.SERVING] * 2)
+        assert not first.is_open
+        [back, _] = fleet.status()
+        assert (back.version, back.num_restarts) == (3, 1)
+        assert losses == ["rollout_died"]
+
+
+async def test_an_idle_engine_that_died_is_found_by_the_watch() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard) as (fleet, losses):
+        yard.now(0).dies = True
+        await until(lambda: len(yard.made[0]) == 2)
+        await until(lambda: states(fleet) == [WorkerState.SERVING])
+        assert losses == ["rollout_died"]
+
+
+async def test_an_engine_that_answers_pings_but_samples_nothing_is_hung() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard) as (fleet, losses):
+        yard.now(0).is_silent = True
+        await until(lambda: len(yard.made[0]) == 2)
+        assert losses[0] == "rollout_hung"
+
+
+async def test_a_busy_engine_is_not_probed() -> None:
+    yard = Yard()
+    patient = HealthChecks(interval_s=0.001, probe_interval_s=1000, max_failures_in_a_row=2, no_worker_s=5)
+    async with fleet_of(1, yard, health=patient) as (fleet, _):
+        await fleet.generate(PROMPT, SETTINGS)
+        await asyncio.sleep(0.02)
+        assert yard.now(0).num_probes == 0
+
+
+async def test_an_engine_that_only_fails_is_replaced_though_it_lives() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard) as (fleet, losses):
+        yard.now(0).fails = True
+        for _ in range(HEALTH.max_failures_in_a_row):
+            with pytest.raises(RolloutError):
+                await fleet.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_failing"]
+        await fleet.generate(PROMPT, SETTINGS)  # waits for the one that takes its place
+
+
+async def test_one_failure_between_successes_costs_nothing() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard) as (fleet, losses):
+        for _ in range(3):
+            yard.now(0).fails = True
+            with pytest.raises(RolloutError):
+                await fleet.generate(PROMPT, SETTINGS)
+            yard.now(0).fails = False
+            await fleet.generate(PROMPT, SETTINGS)
+        assert losses == []
+
+
+async def test_an_engine_behind_the_published_version_is_not_sampled_from() -> None:
+    yard = Yard()
+    async with fleet_of(2, yard) as (fleet, _):
+        behind, ahead = fleet.receivers()
+        fleet.synced(ahead, 4)
+        fleet.published(4)
+        yard.now(1).gate.clear()
+        calls = [asyncio.create_task(fleet.generate(PROMPT, SETTINGS)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert [worker.num_in_flight for worker in fleet.status()] == [0, 3]
+        yard.now(1).gate.set()
+        await asyncio.gather(*calls)
+        fleet.synced(behind, 4)
+        await fleet.generate(PROMPT, SETTINGS)
+
+
+async def test_a_joiner_takes_the_version_that_was_published_while_it_joined() -> None:
+    yard, given = Yard(), [3, 4]
+    losses: list[str] = []
+    fleet = RolloutFleet(yard.spawn, 1, policy=POLICY, health=HEALTH, on_lost=losses.append)
+
+    async def admit(engine: FakeEngine) -> int:
+        fleet.published(4)
+        return given.pop(0)
+
+    fleet.admit_with(admit)
+    await fleet.start()
+    async with fleet.tended():
+        fleet.lose(fleet.receivers()[0], WorkerDiedError("gone"))
+        await until(lambda: states(fleet) == [WorkerState.SERVING])
+        assert fleet.status()[0].version == 4
+    await fleet.close()
+
+
+async def test_who_is_lost_too_often_is_quarantined_and_the_others_go_on() -> None:
+    def broken(engine: FakeEngine, nth: int) -> None:
+        if engine.name == "rollout/0" and nth > 0:
+            engine.start_error = RuntimeError("no such device")
+
+    yard = Yard(broken)
+    async with fleet_of(2, yard) as (fleet, losses):
+        fleet.lose(fleet.receivers()[0], CanaryError("off by 1"))
+        await until(lambda: states(fleet)[0] is WorkerState.QUARANTINED)
+        assert losses == ["rollout_wrong", "rollout_error", "rollout_error"]
+        assert "no such device" in fleet.status()[0].detail
+        assert not any(engine.is_open for engine in yard.made[0])
+        await fleet.generate(PROMPT, SETTINGS)
+
+
+async def test_the_run_ends_when_nobody_is_left() -> None:
+    def broken(engine: FakeEngine, nth: int) -> None:
+        if nth > 0:
+            engine.start_error = WorkerDiedError("no such device")
+
+    with pytest.raises(WorkerDiedError, match=r"max_restarts=2 times .*rollout/0: died: no such device.*resume=auto"):
+        async with asyncio.timeout(5), fleet_of(1, Yard(broken)) as (fleet, _):
+            fleet.lose(fleet.receivers()[0], WorkerDiedError("gone"))
+            await asyncio.Event().wait()
+
+
+async def test_a_prompt_does_not_wait_for_ever() -> None:
+    hasty = HealthChecks(interval_s=0.001, probe_interval_s=0, max_failures_in_a_row=2, no_worker_s=0.01)
+    async with fleet_of(1, Yard(), health=hasty) as (fleet, _):
+        fleet.published(9)
+        with pytest.raises(DeadlineError, match=r"prompt 0/0/s0 waited 0.01 s for a rollout actor: rollout/0 serving"):
+            await fleet.generate(PROMPT, SETTINGS)
+
+
+async def test_scaling_up_starts_engines_that_join_while_the_others_serve() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard) as (fleet, _):
+        await fleet.scale(3)
+        await until(lambda: states(fleet) == [WorkerState.SERVING] * 3)
+        assert [worker.name for worker in fleet.status()] == ["rollout/0", "rollout/1", "rollout/2"]
+        assert len(fleet.receivers()) == 3
+
+
+async def test_scaling_down_drains_and_loses_nothing() -> None:
+    yard = Yard()
+    async with fleet_of(3, yard) as (fleet, losses):
+        for index in range(3):
+            yard.now(index).gate.clear()
+        calls = [asyncio.create_task(fleet.generate(make_prompt(f"0/{n}/s"), SETTINGS)) for n in range(6)]
+        await asyncio.sleep(0)
+        await fleet.scale(1)
+        assert states(fleet) == [WorkerState.SERVING, WorkerState.DRAINING, WorkerState.DRAINING]
+        assert yard.now(2).is_open, "it finishes what it has"
+        for index in range(3):
+            yard.now(index).gate.set()
+        assert len(await asyncio.gather(*calls)) == 6
+        await until(lambda: states(fleet) == [WorkerState.SERVING])
+        assert not yard.now(1).is_open and not yard.now(2).is_open
+        assert losses == []
+
+
+async def test_what_was_scaled_away_may_be_scaled_up_again() -> None:
+    yard = Yard()
+    async with fleet_of(2, yard) as (fleet, _):
+        await fleet.scale(1)
+        await until(lambda: len(fleet.status()) == 1)
+        await fleet.scale(2)
+        await until(lambda: states(fleet) == [WorkerState.SERVING] * 2)
+        assert len(yard.made[1]) == 2
+
+
+async def test_zero_engines_are_refused() -> None:
+    async with fleet_of(1, Yard()) as (fleet, _):
+        with pytest.raises(ValueError, match="rollout=0: a run needs at least one"):
+            await fleet.scale(0)
+
+
+async def test_an_engine_that_cannot_be_started_in_the_first_place_ends_the_start() -> None:
+    def broken(engine: FakeEngine, nth: int) -> None:
+        engine.start_error = ValueError("no such model")
+
+    fleet = RolloutFleet(Yard(broken).spawn, 1, policy=POLICY, health=HEALTH, on_lost=lambda kind: None)
+    with pytest.raises(ValueError, match="no such model"):
+        await fleet.start()
+
+
+def test_each_restart_waits_twice_as_long_up_to_a_limit_and_old_ones_are_forgotten() -> None:
+    budget = RestartBudget(RestartPolicy(max_restarts=4, window_s=100, backoff_s=2, max_backoff_s=10))
+    assert [budget.take(now) for now in (0, 1, 2, 3, 4)] == [2, 4, 8, 10, None]
+    assert budget.take(101) == 8, "those at 0 and 1 no longer count"
+    assert budget.num_restarts == 5

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ TARGET = 0.8
 PAGE = 4096
 PROMPT_TOKENS = 64
 NUM_SIBLINGS = 8
+TRIPS_IN_FLIGHT = 2  # on both sides: while one step's groups are consumed, the next ones are produced
 UNIT = "GB/s"
 
 
@@ -53,7 +55,7 @@ class Load:
     num_trips: int  # within one measurement
 
 
-LARGE = Load("large", num_groups=8, num_tokens=2**18, num_trips=5)
+LARGE = Load("large", num_groups=8, num_tokens=2**18, num_trips=8)
 SMALL = Load("small", num_groups=64, num_tokens=8, num_trips=4)
 
 
@@ -74,6 +76,9 @@ class Producer:
         group = replace(self._group, prompt=replace(self._group.prompt, prompt_id=group_id))
         return group, group.summary()
 
+    def arrays(self) -> list[np.ndarray]:
+        return [array for trajectory in self._group.trajectories for array in _arrays(trajectory)]
+
     def array(self) -> np.ndarray:
         return self._bytes
 
@@ -86,7 +91,8 @@ class Consumer:
         return sum(_touch(array) for group in fetched for t in group.trajectories for array in _arrays(t))
 
     def arrays(self, references: Sequence[ray.ObjectRef]) -> int:
-        return sum(_touch(array) for array in ray.get(list(references), timeout=TIMEOUT_S))
+        found = ray.get(list(references), timeout=TIMEOUT_S)
+        return sum(_touch(array) for value in found for array in (value if isinstance(value, list) else [value]))
 
 
 def make_group(load: Load) -> TrajectoryGroup:
@@ -125,7 +131,11 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
         consumer = _actor(Consumer)
         for load in (LARGE, SMALL):
             wire = _Wire(load, _actor(Producer, load), consumer, buffer)
-            sides = {f"buffer_{load.name}": wire.through_buffer, f"raw_{load.name}": wire.straight}
+            sides = {
+                f"buffer_{load.name}": wire.through_buffer,
+                f"raw_{load.name}": wire.straight,
+                f"one_{load.name}": wire.in_one_piece,
+            }
             found |= await interleave(sides, effort)
     return _findings(found)
 
@@ -157,18 +167,29 @@ class _Wire:
         return await self._rate(round_trip)
 
     async def straight(self, round_number: int) -> float:
-        """Producer returns one array a group, consumer gets them."""
+        """Producer returns the arrays of a group, consumer gets them."""
+        return await self._raw(self.producer.arrays)
 
+    async def in_one_piece(self, round_number: int) -> float:
+        """The same bytes as one array a group, which Ray copies with several threads."""
+        return await self._raw(self.producer.array)
+
+    async def _raw(self, produce: Any) -> float:
         async def round_trip(trip: int) -> None:
-            references = [self.producer.array.remote() for _ in range(self.load.num_groups)]
+            references = [produce.remote() for _ in range(self.load.num_groups)]
             await answer(self.consumer.arrays.remote(references), timeout_s=TIMEOUT_S, what="the consumer")
 
         return await self._rate(round_trip)
 
     async def _rate(self, round_trip: Callable[[int], Awaitable[None]]) -> float:
+        in_flight = asyncio.Semaphore(TRIPS_IN_FLIGHT)
+
+        async def next_trip(trip: int) -> None:
+            async with in_flight:
+                await round_trip(trip)
+
         started = time.perf_counter()
-        for trip in range(self.load.num_trips):
-            await round_trip(trip)
+        await asyncio.gather(*(next_trip(trip) for trip in range(self.load.num_trips)))
         seconds = time.perf_counter() - started
         return self.load.num_trips * self.load.num_groups * group_num_bytes(make_group(self.load)) / seconds / 1e9
 
@@ -181,7 +202,8 @@ def _actor(role: type, *args: object) -> ray.actor.ActorHandle:
 def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
     what = {
         "buffer": "producer returns groups, references through the ReplayBuffer actor, consumer fetches",
-        "raw": "producer returns one array of as many bytes a group, consumer gets it",
+        "raw": "producer returns the arrays of a group, consumer gets them",
+        "one": "producer returns as many bytes in one array a group, consumer gets it",
     }
     series = {
         f"{side}_{load.name}": Series(f"{what[side]} ({load.name})", UNIT, found[f"{side}_{load.name}"])
@@ -201,5 +223,6 @@ def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
     claims = (
         Claim("buffer / raw returns, large groups", rates(series["buffer_large"], series["raw_large"]), TARGET),
         Claim("buffer / raw returns, small groups", rates(series["buffer_small"], series["raw_small"])),
+        Claim("buffer / returns in one piece, large groups", rates(series["buffer_large"], series["one_large"])),
     )
-    return Findings({"loads": loads}, series, claims)
+    return Findings({"loads": loads, "trips_in_flight": TRIPS_IN_FLIGHT}, series, claims)

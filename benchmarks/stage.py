@@ -14,8 +14,7 @@ import ray
 
 from actors.datasets.prompts import PromptSource
 from cluster.network import LOOPBACK
-from cluster.placement import plan_placement
-from cluster.placement_groups import create_placement_groups, remove_placement_groups
+from cluster.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
 from cluster.trajectory import Prompt
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -84,7 +83,7 @@ class Stage:
 async def staged(config: RunConfig, roles: tuple[str, ...]) -> AsyncIterator[Stage]:
     """Book `roles` on the cluster that `private_ray` started."""
     with ray_session(config) as session:
-        plan = plan_placement(config.resources, session.nodes, roles)
+        plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
         bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
         try:
             yield Stage(prepare(config, ray.put), Spawner(config, session, plan, bookings))

@@ -155,7 +155,9 @@ class Member:
             self._receive()
 
     def _receive(self) -> None:
-        for name, tensor in self._group.receive(self._manifest, self._meeting.bucket_bytes, keeps=False):
+        for name, tensor in self._group.receive(
+            self._manifest, self._meeting.bucket_bytes, keeps=False, into=self._tensors
+        ):
             self._tensors[name].copy_(tensor)
 
     def _synchronize(self) -> None:

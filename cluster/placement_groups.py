@@ -17,9 +17,11 @@ from ray._private.state import available_resources_per_node  # the public API kn
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.errors import PlacementError
-from cluster.placement import NodeResources, PlacedWorker, PlacementPlan
+from cluster.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from configs.schema import ResourcesConfig
 
 TOGETHER = "learner"
+PLAN_INTERVAL_S = 0.5
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -39,6 +41,24 @@ def cluster_nodes() -> tuple[NodeResources, ...]:
         NodeResources(node_id, num_cpus=free[node_id].get("CPU", 0.0), num_gpus=free[node_id].get("GPU", 0.0))
         for node_id in alive
     )
+
+
+def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s: float) -> PlacementPlan:
+    """The plan for the connected cluster; one that is full is asked again for `patience_s`.
+
+    What another run has just given back is counted as free a moment later.
+
+    Raises:
+        PlacementError: it still does not fit.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return plan_placement(config, cluster_nodes(), roles)
+        except PlacementError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(PLAN_INTERVAL_S)
 
 
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:

@@ -27,7 +27,7 @@ from cluster.metrics.report import write_report
 from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.placement import PlacementPlan, needed_roles, plan_placement
-from cluster.placement_groups import create_placement_groups, remove_placement_groups
+from cluster.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
 from configs.schema import RunConfig
 from deploy.build import build_controller, build_evaluator, spawn_inference, spawn_training
 from deploy.logs import set_up_logging
@@ -133,7 +133,8 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
         plan_placement(config.resources, nodes, roles)
     prepared = prepare(config, ray.put)
     with ray_session(config) as session:
-        yield _Cluster(prepared, session, plan_placement(config.resources, session.nodes, roles))
+        plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        yield _Cluster(prepared, session, plan)
 
 
 async def _train(cluster: _Cluster, metrics: Metrics) -> None:

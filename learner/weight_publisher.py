@@ -11,7 +11,7 @@ import torch
 from cluster.errors import WeightSyncError
 from cluster.network import RendezvousStore
 from cluster.weight_sync.manifest import Bucket, Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, lone_bytes, pack
 
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -102,10 +102,12 @@ class WeightPublisher:
         weights = self._named_weights()
         for bucket in self.manifest.buckets(bucket_bytes):
             full = dict(islice(weights, len(bucket.slots)))
-            if self._rank == 0:
-                yield bucket, pack(bucket, full, self._staged(bucket.num_bytes))
-            else:
+            if self._rank != 0:
                 yield bucket, self._staging
+            elif (lone := lone_bytes(bucket, full)) is not None:
+                yield bucket, lone
+            else:
+                yield bucket, pack(bucket, full, self._staged(bucket.num_bytes))
 
     def _staged(self, num_bytes: int) -> torch.Tensor:
         if self._staging.numel() < num_bytes:

@@ -85,7 +85,7 @@ class HuggingFaceSampler:
     def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:
             raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
-        return self._group.receive(manifest, bucket_bytes, keeps=False)
+        return self._group.receive(manifest, bucket_bytes, keeps=False, into=self._parameters)
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

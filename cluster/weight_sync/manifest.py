@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.errors import ManifestError
 
 ALIGNMENT_BYTES = 16
+ALONE_BYTES = 4 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SAFETENSORS_HEADER_LENGTH_BYTES = 8
 
@@ -80,12 +81,17 @@ class Manifest:
             raise ManifestError(f"the push does not fit the engine's checkpoint: {shown}. No byte was sent")
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Pack in order; a bucket exceeds `max_bytes` only if a single tensor does."""
+        """Pack in order; a bucket exceeds `max_bytes` only if a single tensor does.
+
+        A tensor of `ALONE_BYTES` or more is a bucket by itself: it can travel from the sender's memory into the
+        receiver's without a copy on either side.
+        """
         slots: list[Slot] = []
         end = 0
         for spec in self.tensors:
             start = _align(end)
-            if slots and start + spec.num_bytes > max_bytes:
+            is_full = start + spec.num_bytes > max_bytes
+            if slots and (is_full or ALONE_BYTES <= max(spec.num_bytes, slots[-1].spec.num_bytes)):
                 yield Bucket(tuple(slots), end)
                 slots, start = [], 0
             slots.append(Slot(spec, start))

@@ -7,11 +7,12 @@ waited for with a deadline on the calling one, since no backend can be trusted t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,14 +70,26 @@ class TransferGroup:
         except RuntimeError as error:
             raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
 
-    def receive(self, manifest: Manifest, bucket_bytes: int, *, keeps: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(
+        self,
+        manifest: Manifest,
+        bucket_bytes: int,
+        *,
+        keeps: bool,
+        into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything in a push, in the manifest's order.
 
         With `keeps` each tensor stays what it is; without, it holds until the next one is asked for, and the memory of
-        one bucket serves for all.
+        one bucket serves for all. A tensor that travels alone arrives in `into`'s of the same name, if that has its
+        shape, its dtype and no gaps, and is then not given.
         """
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
+            target = lone_bytes(bucket, into)
+            if target is not None:
+                self.broadcast(target, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+                continue
             if keeps or buffer.numel() < bucket.num_bytes:
                 buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
             filled = buffer[: bucket.num_bytes]
@@ -114,6 +127,16 @@ def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
             f"{rendezvous.host}:{rendezvous.port} over {rendezvous.transport}: {error}"
         ) from error
     raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
+
+
+def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The bytes, uint8, of a bucket's only tensor where it lies in `tensors`; None if they are not the bucket's own."""
+    spec = bucket.slots[0].spec
+    if len(bucket.slots) > 1 or spec.name not in tensors:
+        return None
+    tensor = tensors[spec.name].detach()
+    fits = tensor.dtype is getattr(torch, spec.dtype) and tuple(tensor.shape) == spec.shape and tensor.is_contiguous()
+    return tensor.view(-1).view(torch.uint8) if fits else None
 
 
 def pack(bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,19 @@
-"""A whole run on real Ray whose roles compute next to nothing: real processes, pushes, deadlines and deaths.
-
-The policy is one number: what a sum over the ids of all trained groups makes of it. So two runs that trained the same
-groups in the same order have the same weights, and an engine that got another version's bytes is found out.
-"""
+"""A whole run on real Ray whose roles compute next to nothing: real processes, pushes, deadlines and deaths."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import os
+import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
-import torch.distributed as dist
-from fakes import FakeEvaluator, FakeMetrics, FakePrompts, FakeReference, make_group
+from fakes import FakeEvaluator, FakeMetrics, FakePrompts, FakeReference
 from sabotage import Saboteur
+from small_roles import TRANSFER_S, SmallLearner, SmallReward, SmallRollout
 
 from actors.rollout_client import RolloutClient
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
@@ -29,187 +24,29 @@ from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.restoring import RestoringLearner
-from cluster.roles import SamplingSettings, UpdateReport
+from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
 from cluster.supervision import Supervisor, Watched
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.publish import WeightSync
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from configs.load import load_config
 from configs.schema.run import Resume
 from learner.learner_group import LearnerGroup
-from learner.process_group import RankRendezvous
-from learner.weight_publisher import WeightPublisher
 from rewards.pool import RewardPool
-from rewards.worker import GroupScore
 
-MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))
 BUCKET_BYTES = 64
-PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly
-TRANSFER_S = 5.0
 TIMEOUTS = ("start_s=90", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
 CONFIG = load_config([f"timeouts.{word}" for word in TIMEOUTS])
 PROMPTS_PER_STEP = 3
 CHECKPOINT_INTERVAL = 3
 
 
-class SmallRollout:
-    """An engine that samples three tokens, one every `token_s`, and really takes part in broadcasts."""
-
-    def __init__(self, name: str, folder: Path, token_s: float) -> None:
-        self._saboteur = Saboteur(folder)
-        self._saboteur.enlist(name)
-        self._token_s = token_s
-        self._weight = float("nan")
-        self._version = -1
-
-    async def start(self) -> None: ...
-
-    async def ping(self) -> int:
-        return self._version
-
-    async def probe(self) -> None: ...
-
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
-        versions = []
-        for _ in range(3):
-            await asyncio.sleep(self._token_s)
-            versions.append(self._version)
-        self._saboteur.moment("generating")
-        group = make_group(prompt, versions)
-        return group, group.summary()
-
-    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return np.full(3, -self._weight)
-
-    async def check_manifest(self, manifest: Manifest) -> None:
-        manifest.check_against(MANIFEST)
-
-    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, torch.device("cpu"))
-
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
-        await asyncio.to_thread(self._receive, manifest, bucket_bytes)
-        self._version = version
-
-    async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
-    ) -> None:
-        for bucket, data in zip(manifest.buckets(bucket_bytes), buckets, strict=True):
-            self._take(bucket, torch.from_numpy(data.copy()))
-        self._version = version
-
-    async def close(self) -> None: ...
-
-    def _receive(self, manifest: Manifest, bucket_bytes: int) -> None:
-        self._saboteur.moment("in_broadcast")
-        for bucket in manifest.buckets(bucket_bytes):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            self._group.broadcast(buffer, "the weight")
-            self._take(bucket, buffer)
-
-    def _take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        [(_, tensor)] = unpack(bucket, buffer)
-        self._weight = float(tensor[0])
-
-
-class SmallLearner:
-    """One of two ranks that meet over gloo in every update."""
-
-    def __init__(self, name: str, folder: Path, rank: int, world_size: int) -> None:
-        self._saboteur = Saboteur(folder)
-        self._saboteur.enlist(name)
-        self._rank, self._world_size = rank, world_size
-        self._rendezvous = RankRendezvous()
-        self._state: dict[str, Any] = {"version": 0, "weight": 0, "trained": []}
-
-    def rendezvous_address(self) -> str:
-        return self._rendezvous.address(TRANSFER_S)
-
-    def connect(self, address: str) -> None:
-        self._rendezvous.join(
-            address, rank=self._rank, world_size=self._world_size, backend="gloo", timeout_s=TRANSFER_S
-        )
-        self._publisher = WeightPublisher(
-            MANIFEST,
-            lambda: iter([("w", torch.tensor([float(self._state["weight"])]))]),
-            rank=self._rank,
-            device=torch.device("cpu"),
-            transport="gloo",
-            timeout_s=TRANSFER_S,
-        )
-
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        if self._rank == 0:
-            self._saboteur.moment("in_update")
-        dist.all_reduce(torch.ones(1))
-        ids = [group.summary.group_id for group in groups]
-        for group_id in ids:
-            digest = int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:4], "big")
-            self._state["weight"] = (self._state["weight"] * 31 + digest) % PRIME
-        self._state["trained"] += [ids]
-        self._state["version"] = version
-        return UpdateReport(version, {"loss": 0.0})
-
-    def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return np.full(3, -float(self._state["weight"]))
-
-    def manifest(self) -> Manifest:
-        return MANIFEST
-
-    def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        return self._publisher.open_transfer(epoch, num_receivers)
-
-    def join_transfer(self, rendezvous: Rendezvous) -> None:
-        self._publisher.join_transfer(rendezvous)
-
-    def leave_transfer(self, epoch: int) -> None:
-        self._publisher.leave_transfer(epoch)
-
-    def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        if self._rank == 0:
-            self._saboteur.moment("sending")
-        self._publisher.send(bucket_bytes, epoch)
-
-    def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        return self._state["version"], self._publisher.export(bucket_bytes)
-
-    def save(self, folder: Path) -> None:
-        if self._rank == 0:
-            self._saboteur.moment("in_checkpoint")
-        torch.save(self._state, folder / f"rank{self._rank}.pt")
-
-    def load(self, folder: Path) -> int:
-        self._state = torch.load(folder / f"rank{self._rank}.pt")
-        return self._state["version"]
-
-    def close(self) -> None:
-        self._publisher.close()
-        dist.destroy_process_group()
-
-
-class SmallReward:
-    """Gives the siblings of a group different rewards."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._saboteur = Saboteur(folder)
-        self._saboteur.enlist(name)
-
-    def score(self, groups: Sequence[Any]) -> list[GroupScore]:
-        self._saboteur.moment("scoring")
-        found = ray.get(list(groups), timeout=10)
-        return [GroupScore(tuple(Reward(float(i)) for i, _ in enumerate(g.trajectories)), ()) for g in found]
-
-    def close(self) -> None: ...
-
-
 def start(role: type, name: str, *args: Any, max_concurrency: int = 1) -> Any:
     """The role in an actor of its own that books nothing."""
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name))
     options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency}
-    return actor.options(runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}}, **options).remote((), *args)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return actor.options(runtime_env={"env_vars": env}, **options).remote((), *args)
 
 
 class SmallRun:

@@ -30,6 +30,7 @@ class Name(StrEnum):
     REPLAY = "replay"
     STEP_BREAKDOWN = "step_breakdown"
     WHOLE_STEP = "whole_step"
+    ASYNCHRONY = "asynchrony"
     ALL = "all"
 
 

@@ -30,6 +30,8 @@ class Name(StrEnum):
     REPLAY = "replay"
     STEP_BREAKDOWN = "step_breakdown"
     WHOLE_STEP = "whole_step"
+    ASYNCHRONY = "asynchrony"
+    DRIVER_OVERHEAD = "driver_overhead"
     ALL = "all"
 
 

@@ -8,7 +8,9 @@ Pure accounting: nothing here knows a prompt, a group's bytes or a clock.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import heapq
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,12 +47,18 @@ class StalenessGate:
         self._total_steps = total_steps
         self._num_started = 0
         self._running: dict[int, Admission] = {}
+        self._running_by_version: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     @property
     def running(self) -> Sequence[Admission]:
         """Groups under way, oldest first."""
         return tuple(self._running.values())
+
+    @property
+    def running_by_version(self) -> Mapping[int, int]:
+        """Version at admission -> how many groups are under way."""
+        return self._running_by_version
 
     @property
     def capacity(self) -> int:
@@ -72,18 +80,17 @@ class StalenessGate:
         admission = Admission(self._num_started, self.version)
         self._num_started += 1
         self._running[admission.number] = admission
+        self._running_by_version[admission.version] += 1
         return admission
 
     def accept(self, admission: Admission) -> None:
         """The group is finished and will be trained on."""
-        del self._running[admission.number]
+        self._end(admission)
         self.num_accepted += 1
-        self._changed.set()
 
     def reject(self, admission: Admission) -> None:
         """The group is finished and will not be trained on: its slot is free at once."""
-        del self._running[admission.number]
-        self._changed.set()
+        self._end(admission)
 
     def advance(self, version: int) -> None:
         """Every rollout actor now serves `version`."""
@@ -96,6 +103,13 @@ class StalenessGate:
         assert not self._running, f"resumed with {len(self._running)} groups under way"
         self.advance(version)
         self.num_accepted = version * self.prompts_per_step
+
+    def _end(self, admission: Admission) -> None:
+        del self._running[admission.number]
+        self._running_by_version[admission.version] -= 1
+        if not self._running_by_version[admission.version]:
+            del self._running_by_version[admission.version]
+        self._changed.set()
 
 
 class StepOrder(Generic[Group]):
@@ -113,25 +127,48 @@ class StepOrder(Generic[Group]):
     def __init__(self, gate: StalenessGate) -> None:
         self.next_step = 0
         self._gate = gate
-        self._finished: dict[Admission, Group] = {}
+        self._num_finished = 0
+        self._finished: dict[int, list[tuple[int, Group]]] = {}  # version -> heap of (number, group)
 
     def add(self, admission: Admission, group: Group) -> None:
         """State that the gate has accepted this group."""
-        self._finished[admission] = group
+        self._num_finished += 1
+        heapq.heappush(self._finished.setdefault(admission.version, []), (admission.number, group))
 
     def pop_step(self) -> list[Group]:
-        """The groups of the next step in order of admission, or none while it is not complete."""
+        """The groups of the next step in order of admission, or none while it is not complete.
+
+        The work grows with the number of versions under way, not with that of groups.
+        """
         size = self._gate.prompts_per_step
-        finished = sorted(self._finished)
-        if len(finished) < size or self._makes_late(sorted([*self._gate.running, *finished[size:]])):
+        if self._num_finished < size or self._makes_late():
             return []
         self.next_step += 1
-        return [self._finished.pop(admission) for admission in finished[:size]]
+        return [self._pop_oldest() for _ in range(size)]
 
     def resume(self, version: int) -> None:
         """Begin with the step that trains from `version`."""
         self.next_step = version
 
-    def _makes_late(self, left: Sequence[Admission]) -> bool:
+    def _makes_late(self) -> bool:
+        """Whether what the next step would leave no longer fits into the steps after it: for some version v, more than
+        B * (v + max_staleness - next_step) groups would be left of v and older."""
         size, bound = self._gate.prompts_per_step, self._gate.max_staleness
-        return any(self.next_step + 1 + i // size > a.version + bound for i, a in enumerate(left))
+        running = self._gate.running_by_version
+        to_take, num_left = size, 0
+        for version in sorted(self._finished.keys() | running.keys()):
+            num_finished = len(self._finished.get(version, ()))
+            num_taken = min(to_take, num_finished)
+            to_take -= num_taken
+            num_left += num_finished - num_taken + running.get(version, 0)
+            if num_left > size * (version + bound - self.next_step):
+                return True
+        return False
+
+    def _pop_oldest(self) -> Group:
+        version = min(self._finished)
+        _, group = heapq.heappop(self._finished[version])
+        if not self._finished[version]:
+            del self._finished[version]
+        self._num_finished -= 1
+        return group

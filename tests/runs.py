@@ -21,13 +21,17 @@ from fakes import (
 from cluster.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.controller import Controller
 from cluster.replay_buffer import ReplayBuffer
+from cluster.roles import Rewards, Rollouts
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
 from configs.schema.run import Resume
 
 
 class Run:
-    """One process's part of a run; make another on the same folder to resume."""
+    """One process's part of a run; make another on the same folder to resume.
+
+    `rollouts` may take the place of the fakes that `pauses` and `fault` describe, and `rewards` of those of `values`.
+    """
 
     def __init__(
         self,
@@ -42,13 +46,15 @@ class Run:
         pauses: Callable[[str], int] = lambda prompt_id: 0,
         fault: Callable[[str, int], Exception | None] = lambda prompt_id, attempt: None,
         values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0),
+        rollouts: Rollouts | None = None,
+        rewards: Rewards | None = None,
         learner: FakeLearner | None = None,
         on_version: Callable[[int], None] = lambda version: None,
         checkpoint_interval: int = 1,
         resume: Resume = Resume.AUTO,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
-        self.rollouts = FakeRollouts(pauses, fault)
+        self.rollouts = rollouts or FakeRollouts(pauses, fault)
         self.weights = FakeWeights(self.rollouts)
         self.replay = ReplayBuffer()
         self.learner = learner or FakeLearner()
@@ -66,7 +72,7 @@ class Run:
             prompts=self.prompts,
             gate=self.gate,
             rollouts=RetryingRollouts(self.rollouts, max_retries=max_retries, on_retry=lambda kind: None),
-            rewards=FakeRewards(values),
+            rewards=rewards or FakeRewards(values),
             replay=self.replay,
             settings=SETTINGS,
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -183,3 +184,42 @@ def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever
         assert all(index - admission.version <= max_staleness for admission in step)
     taken = [admission.number for step in steps for admission in step]
     assert len(set(taken)) == len(taken)
+
+
+def is_ready(gate: StalenessGate, finished: list[Admission], next_step: int) -> bool:
+    """The order's rule as it is told: what the next step leaves must fit B a step into the steps after it."""
+    size = gate.prompts_per_step
+    left = sorted([*gate.running, *sorted(finished)[size:]])
+    fits = all(next_step + 1 + i // size <= a.version + gate.max_staleness for i, a in enumerate(left))
+    return len(finished) >= size and fits
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 20),
+    timing=st.integers(0, 2**32),
+)
+def test_a_step_is_popped_exactly_when_the_rule_lets_it(
+    prompts_per_step: int, max_staleness: int, max_concurrent: int, timing: int
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    order: StepOrder[Admission] = StepOrder(gate)
+    finished: list[Admission] = []
+    for _ in range(60):
+        for _ in range(choose.randint(0, max(0, gate.capacity))):
+            gate.start()
+        if gate.running:
+            admission = choose.choice(gate.running[choose.randrange(len(gate.running)) :])  # young ones overtake
+            gate.accept(admission)
+            order.add(admission, admission)
+            finished.append(admission)
+        if choose.random() < 0.8:
+            expected = sorted(finished)[:prompts_per_step] if is_ready(gate, finished, order.next_step) else []
+            step = order.pop_step()
+            assert step == expected
+            finished = [admission for admission in finished if admission not in step]
+        if order.next_step > gate.version and choose.random() < 0.8:
+            gate.advance(gate.version + 1)
+    assert dict(gate.running_by_version) == Counter(admission.version for admission in gate.running)

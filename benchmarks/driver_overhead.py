@@ -1,0 +1,216 @@
+"""Driver overhead: CPU time of the driver process per trajectory, with 8 to 1,024 groups in flight.
+
+Once with every role but the driver's own parts faked in its process, and once through Ray: engines and reward workers
+answer from other processes, groups stay behind as references to the object store, the replay buffer is the real actor.
+CPU time of the whole process, all threads, so that waiting costs nothing and a busy machine little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+import ray
+
+from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave
+from benchmarks.replay import Load, make_group
+from benchmarks.simulated_engines import summary
+from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
+from cluster.ray_group import answer
+from cluster.replay_buffer import ReplayBuffer
+from cluster.replay_client import ReplayClient
+from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from cluster.rollout_stream import RolloutStream
+from cluster.staleness import StalenessGate
+from cluster.trajectory import GroupSummary, Prompt, Reward, TrajectoryGroup
+from configs.schema import RunConfig
+from deploy.build import REPLAY_CALLS
+from rewards.pool import RewardPool
+from rewards.worker import GroupScore
+
+SETTINGS = ("resources.object_store_bytes=1073741824",)
+ROLES = ("replay",)
+IN_FLIGHT = (8, 64, 256, 1024)  # groups
+STEPS_IN_FLIGHT = 2  # a step takes half of what is in flight
+MAX_STALENESS = 4
+NUM_GROUPS = {"process": 2048, "ray": 1024}  # in one measurement
+GROUPS_PER_S = {"process": 1000.0, "ray": 200.0}  # what the engines give together, however many there are
+NUM_SIBLINGS = 8
+NUM_TOKENS = 2048  # of a trajectory: a group is too large to travel inside an answer
+REWARD_S = 0.005
+TIMEOUT_S = 120.0
+MAX_MS = 1.0
+FLAT = 1.5
+UNIT = "CPU ms/trajectory"
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What the stream works with."""
+
+    rollouts: Rollouts
+    rewards: Rewards
+    replay: Replay
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """Every number in flight in turn, in the process and then through Ray."""
+    found = asyncio.run(interleave(_sides("process", _local_roles), effort))
+    with scratch_config(SETTINGS, overrides) as config, private_ray(config):
+        found |= asyncio.run(_through_ray(effort, config))
+    return _findings(found)
+
+
+async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
+    async with staged(config, ROLES) as stage:
+        [place] = stage.spawner.workers("replay")
+        buffer = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
+        others = ray.remote(_Others).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
+        rewards = _reward_pool(others)
+        replay = ReplayClient(buffer, call_s=TIMEOUT_S, take_s=TIMEOUT_S)
+        return await interleave(_sides("ray", lambda mean_s: _Roles(_Engines(others, mean_s), rewards, replay)), effort)
+
+
+def _local_roles(mean_s: float) -> _Roles:
+    return _Roles(_SleepingEngines(mean_s), DelayedRewards(REWARD_S, NUM_SIBLINGS), ReplayBuffer())
+
+
+def _sides(name: str, roles: Callable[[float], _Roles]) -> dict[str, Side]:
+    """`roles` is given the mean seconds of a group in its engine."""
+
+    def side(num_in_flight: int) -> Side:
+        async def run(round_number: int) -> float:
+            prompts = NumberedPrompts(f"{num_in_flight}/{round_number}/")  # a buffer takes no id twice
+            num_measured = NUM_GROUPS[name] * STEPS_IN_FLIGHT // num_in_flight
+            return await _cpu_ms(roles(num_in_flight / GROUPS_PER_S[name]), prompts, num_in_flight, num_measured)
+
+        return run
+
+    return {f"{name}_{num_in_flight}": side(num_in_flight) for num_in_flight in IN_FLIGHT}
+
+
+async def _cpu_ms(roles: _Roles, prompts: NumberedPrompts, num_in_flight: int, num_measured: int) -> float:
+    """Of the driver per trajectory over `num_measured` steps; a learner takes each as soon as it is complete.
+
+    As many groups as are in flight are trained before these steps, and as many after them.
+    """
+    num_steps = STEPS_IN_FLIGHT + num_measured + STEPS_IN_FLIGHT
+    prompts_per_step = num_in_flight // STEPS_IN_FLIGHT
+    gate = StalenessGate(
+        prompts_per_step=prompts_per_step,
+        max_staleness=MAX_STALENESS,
+        max_concurrent=num_in_flight,
+        total_steps=num_steps,
+    )
+    stream = RolloutStream(
+        prompts=prompts,
+        gate=gate,
+        rollouts=roles.rollouts,
+        rewards=roles.rewards,
+        replay=roles.replay,
+        settings=SamplingSettings(NUM_SIBLINGS, 1.0, NUM_TOKENS, seed=0),
+        admission_filter=KEEP_ALL,
+    )
+    seconds = []  # of CPU, at the end of each step
+    async with stream.streaming():
+        for version in range(1, num_steps + 1):
+            groups = await roles.replay.take(prompts_per_step)
+            stream.advance(version)
+            await roles.replay.release(groups)
+            await roles.replay.stats()
+            seconds.append(time.process_time())
+    cpu_s = seconds[-1 - STEPS_IN_FLIGHT] - seconds[STEPS_IN_FLIGHT - 1]
+    return 1000 * cpu_s / (num_measured * prompts_per_step * NUM_SIBLINGS)
+
+
+class _SleepingEngines:
+    """Any number of engines in this process: they answer after a while with nothing but a summary."""
+
+    def __init__(self, mean_s: float) -> None:
+        self._mean_s = mean_s
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[str, GroupSummary]:
+        await asyncio.sleep(_sleep_s(prompt, self._mean_s))
+        return prompt.prompt_id, _summary(prompt)
+
+
+class _Others:
+    """Any number of engines and reward workers in one process of their own."""
+
+    def __init__(self) -> None:
+        self._group = make_group(Load("group", num_groups=1, num_tokens=NUM_TOKENS, num_trips=1))
+
+    async def generate(self, prompt: Prompt, mean_s: float) -> tuple[TrajectoryGroup, GroupSummary]:
+        await asyncio.sleep(_sleep_s(prompt, mean_s))
+        return replace(self._group, prompt=prompt), _summary(prompt)
+
+    async def score(self, groups: Sequence[Any]) -> list[GroupScore]:
+        await asyncio.sleep(REWARD_S)
+        return [GroupScore((Reward(0.0),) * NUM_SIBLINGS, ())] * len(groups)
+
+
+class _Engines:
+    """`_Others` as the driver sees it; groups stay where they are and the driver holds references."""
+
+    def __init__(self, handle: ray.actor.ActorHandle, mean_s: float) -> None:
+        self._handle = handle
+        self._mean_s = mean_s
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+        group, finished = self._handle.generate.options(num_returns=2).remote(prompt, self._mean_s)
+        return group, await answer(finished, timeout_s=TIMEOUT_S, what=f"prompt {prompt.prompt_id}")
+
+
+def _reward_pool(handle: ray.actor.ActorHandle) -> RewardPool:
+    async def respawn(index: int, lost: Any) -> Any:
+        raise AssertionError(f"reward worker {index} was lost: a benchmark replaces none")
+
+    return RewardPool(
+        [handle] * 8,
+        respawn=respawn,
+        timeout_s=TIMEOUT_S,
+        max_in_flight=max(IN_FLIGHT) // 8,
+        max_attempts=1,
+        on_failure="stop",
+    )
+
+
+def _sleep_s(prompt: Prompt, mean_s: float) -> float:
+    return random.Random(prompt.prompt_id).expovariate(1 / mean_s)
+
+
+def _summary(prompt: Prompt) -> GroupSummary:
+    newest = 2**31  # whatever is published meanwhile: nothing here is too old
+    return summary(prompt, {newest: NUM_SIBLINGS * NUM_TOKENS}, num_trajectories=NUM_SIBLINGS)
+
+
+def _findings(found: Mapping[str, tuple[float, ...]]) -> Findings:
+    what = {
+        "process": "stream, gate, order and buffer; the rest faked in the driver's process",
+        "ray": "the same with engines, rewards and buffer behind Ray, groups in the object store",
+    }
+    series = {
+        f"{name}_{num}": Series(f"{what[name]}; {num} groups in flight", UNIT, found[f"{name}_{num}"])
+        for name in what
+        for num in IN_FLIGHT
+    }
+    claims = []
+    for name in what:
+        medians = [series[f"{name}_{num}"].median for num in IN_FLIGHT]
+        claims.append(Claim(f"{name}: CPU ms a trajectory, the worst", max(medians), MAX_MS, at_least=False))
+        growth = medians[-1] / medians[0]
+        claims.append(Claim(f"{name}: {IN_FLIGHT[-1]} in flight / {IN_FLIGHT[0]}", growth, FLAT, at_least=False))
+    settings = {
+        "trajectories_in_a_group": NUM_SIBLINGS,
+        "tokens_of_a_trajectory": NUM_TOKENS,
+        "steps_in_flight": STEPS_IN_FLIGHT,
+        "max_staleness": MAX_STALENESS,
+        "groups_in_one_measurement": NUM_GROUPS,
+        "groups_per_s": GROUPS_PER_S,
+    }
+    return Findings(settings, series, tuple(claims))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.reference_pool import NullReference, ReferencePool
-from actors.reference_scorer import ReferenceScorer
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient, RolloutPool
 from actors.samplers.base import EngineSettings
@@ -28,24 +27,23 @@ from cluster.replay_client import ReplayClient
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
+from cluster.status import Scalable
 from cluster.supervision import Supervisor, Watched
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
+from deploy.scorers import reference_folder, reference_pool, reward_pool
 from deploy.spawner import Spawner, engine_environment
 from deploy.warm_start import warm_start
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from rewards.pool import RewardPool
-from rewards.worker import RewardWorker
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 WATCH_INTERVAL_S = 5.0
-REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
-POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the same layout
-REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
+POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 REPLAY_CALLS = 64  # one of them may be a take() that waits
 CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
@@ -80,15 +78,13 @@ def spawn_inference(prepared: Prepared, spawner: Spawner) -> Inference:
     """Start rollout actors and reward workers; they build themselves in the background."""
     config = prepared.config
     engines = {w.name: _start_rollout(prepared, spawner, w) for w in spawner.workers("rollout")}
-    rewards = {w.name: _start_reward(config, spawner, w.index) for w in spawner.workers("reward")}
     clients = tuple(_rollout_client(config, name, handle) for name, handle in engines.items())
-    pool = _reward_pool(config, spawner, list(rewards.values()))
-    judges = (_watched(name, partial(_worker_of, pool, i), config) for i, name in enumerate(rewards))
+    pool = reward_pool(config, spawner)
     return Inference(
         clients=clients,
         rollouts=RolloutPool(clients),
         rewards=pool,
-        watched=(*_watched_all(engines, config), *judges),
+        watched=(*_watched_all(engines, config), Watched("reward", pool.check, pool.close)),
     )
 
 
@@ -97,18 +93,22 @@ def spawn_training(prepared: Prepared, spawner: Spawner) -> Training:
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = spawner.workers("learner")
     learners = {w.name: spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks}
-    scorers = {w.name: spawner.start(ReferenceScorer, config, banned, worker=w) for w in spawner.workers("reference")}
     [place] = spawner.workers("replay")
     replay = spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
-    reference = ReferencePool(
-        list(scorers.values()), reference_folder(config), timeout_s=config.timeouts.reference_s
-    )
+    reference = reference_pool(config, spawner, banned)
+    scorers = [Watched("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         learner=LearnerGroup(list(learners.values()), config.timeouts),
-        reference=reference if scorers else NullReference(),
+        reference=reference,
         replay=ReplayClient(replay, call_s=config.timeouts.object_s, take_s=_take_deadline(config)),
-        watched=_watched_all({**learners, **scorers, place.name: replay}, config),
+        watched=(*_watched_all({**learners, place.name: replay}, config), *scorers),
     )
+
+
+def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
+    """The roles whose workers may come and go while the run goes on, by name."""
+    reference = training.reference
+    return {"reward": inference.rewards} | ({"reference": reference} if isinstance(reference, ReferencePool) else {})
 
 
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
@@ -123,7 +123,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     stream = _stream(config, source, rollouts, inference, training)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
-    observe = partial(_observe, prepared, source, inference.rewards, metrics)
+    observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     checkpoints = Checkpoints(
         config.run_folder / "checkpoints",
@@ -154,11 +154,6 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     """The warm start, and the frozen copy of its result that the reference scores with."""
     await warm_start(prepared, learner)
     await learner.export(reference_folder(prepared.config))
-
-
-def reference_folder(config: RunConfig) -> Path:
-    """Where the frozen policy of a run lies, in the Hugging Face layout."""
-    return config.run_folder / REFERENCE_FOLDER
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
@@ -212,56 +207,23 @@ def _engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     )
 
 
-def _start_reward(config: RunConfig, spawner: Spawner, index: int) -> Any:
-    timeouts = config.timeouts
-    return spawner.start(
-        RewardWorker,
-        config.rewards.components,
-        object_timeout_s=timeouts.object_s,
-        start_timeout_s=timeouts.start_s,
-        function_timeout_s=timeouts.reward_s / 4,
-        group_timeout_s=timeouts.reward_s,
-        worker=spawner.workers("reward")[index],
-    )
-
-
-def _reward_pool(config: RunConfig, spawner: Spawner, handles: Sequence[Any]) -> RewardPool:
-    async def respawn(index: int, lost: Any) -> Any:
-        await stop(lost, timeout_s=config.timeouts.stop_s, what=f"reward/{index}")
-        return _start_reward(config, spawner, index)
-
-    return RewardPool(
-        handles,
-        respawn=respawn,
-        timeout_s=config.timeouts.start_s + REWARD_GROUPS_IN_FLIGHT * config.timeouts.reward_s,
-        max_in_flight=REWARD_GROUPS_IN_FLIGHT,
-        max_attempts=config.max_rollout_retries + 1,
-        on_failure=config.rewards.on_failure,
-    )
-
-
 def _take_deadline(config: RunConfig) -> float:
     """The longest that a step's groups may take: every try of the slowest prompt, and its reward."""
     return (config.max_rollout_retries + 1) * config.timeouts.rollout_s + config.timeouts.reward_s
 
 
 def _watched_all(handles: Mapping[str, Any], config: RunConfig) -> tuple[Watched, ...]:
-    return tuple(_watched(name, lambda handle=handle: handle, config) for name, handle in handles.items())
+    return tuple(_watched(name, handle, config) for name, handle in handles.items())
 
 
-def _worker_of(pool: RewardPool, index: int) -> Any:
-    """The reward worker that serves now: the pool replaces those that it loses."""
-    return pool.workers[index]
-
-
-def _watched(name: str, current: Callable[[], Any], config: RunConfig) -> Watched:
+def _watched(name: str, handle: Any, config: RunConfig) -> Watched:
     deadline_s = config.timeouts.update_s
 
     async def ping() -> None:
-        await answer(current().is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+        await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
 
     async def close() -> None:
-        await stop(current(), timeout_s=config.timeouts.stop_s, what=name)
+        await stop(handle, timeout_s=config.timeouts.stop_s, what=name)
 
     return Watched(name, ping, close)
 
@@ -341,9 +303,16 @@ async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, ob
     observe()
 
 
-def _observe(prepared: Prepared, source: PromptSource, rewards: RewardPool, metrics: Metrics) -> None:
+def _observe(
+    prepared: Prepared,
+    source: PromptSource,
+    rewards: RewardPool,
+    reference: ReferencePool | NullReference,
+    metrics: Metrics,
+) -> None:
     """What the driver's own parts have counted since the step before."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.REWARD_FAILURES, rewards.failures)
+    metrics.count_up_to(CounterName.RESTARTS, reference.losses)
     prepared.late_skips[:] = source.skipped
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

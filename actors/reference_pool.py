@@ -2,54 +2,128 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.concurrency import run_all
+from cluster.crew import Crew, Hosts, Place
+from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.ray_group import answer
+from cluster.restarts import RestartPolicy
+from cluster.status import WorkerStatus
 from cluster.trajectory import ScoredGroup
+
+DIED, HUNG = "reference_died", "reference_hung"
 
 
 class ReferencePool:
-    """Shares the groups of one step out among the scorers; log-probs stay in the object store, owned by the caller."""
+    """Shares the groups of one step out among the scorers; log-probs stay in the object store, owned by the caller.
 
-    def __init__(self, handles: Sequence[Any], folder: Path, *, timeout_s: float) -> None:
+    Implements `cluster.roles.Reference` and `cluster.status.Scalable`. A scorer that died, or did not answer within
+    `timeout_s`, is counted in `losses` and replaced, and its share goes to another one, `max_attempts` times in all.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        folder: Path,
+        *,
+        hosts: Hosts,
+        restarts: RestartPolicy,
+        alive_s: float,
+        timeout_s: float,
+        max_attempts: int,
+    ) -> None:
         """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun."""
-        self._handles = list(handles)
+        self._crew = Crew(
+            "reference",
+            handles,
+            hosts,
+            max_load=1,
+            restarts=restarts,
+            alive_s=alive_s,
+            greet=self._greet,
+            on_lost=self._count_loss,
+        )
         self._folder = folder
         self._timeout_s = timeout_s
-        self._is_loaded = False
+        self._max_attempts = max_attempts
+        self._has_begun = False
+        self._loaded: dict[str, Any] = {}  # name -> the handle that holds the frozen policy
+        self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The same groups, in order, with `reference_logprobs` set to references."""
-        if not self._is_loaded:
-            await asyncio.gather(*(self._load(index) for index in range(len(self._handles))))
-            self._is_loaded = True
-        shares = [list(range(i, len(groups), len(self._handles))) for i in range(len(self._handles))]
-        calls = [self._score(i, [groups[j] for j in share]) for i, share in enumerate(shares) if share]
-        scored = {group.summary.group_id: group for part in await asyncio.gather(*calls) for group in part}
+        """The same groups, in order, with `reference_logprobs` set to references.
+
+        Raises:
+            WorkerDiedError, DeadlineError: `max_attempts` scorers were lost over one share.
+        """
+        self._has_begun = True
+        num_shares = max(1, min(len(groups), len(self._crew.handles)))
+        shares = [list(groups[first::num_shares]) for first in range(num_shares)]
+        parts = await run_all(*(self._score_somewhere(share) for share in shares))
+        scored = {group.summary.group_id: group for part in parts for group in part}
         return [scored[group.summary.group_id] for group in groups]
 
-    async def _load(self, index: int) -> None:
-        what = f"reference/{index} to load {self._folder}"
-        await answer(self._handles[index].load.remote(self._folder), timeout_s=self._timeout_s, what=what)
+    def status(self) -> list[WorkerStatus]:
+        return self._crew.status()
 
-    async def _score(self, index: int, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    async def scale(self, num_workers: int) -> None:
+        await self._crew.scale(num_workers)
+
+    async def check(self) -> None:
+        """Replace scorers that give no sign of life."""
+        await self._crew.check()
+
+    async def close(self) -> None:
+        await self._crew.close()
+
+    async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        for attempt in range(1, self._max_attempts + 1):
+            async with self._crew.place(is_urgent=attempt > 1) as place:
+                try:
+                    await self._load(place.name, place.handle)
+                    return await self._score(place, groups)
+                except (WorkerDiedError, DeadlineError) as error:
+                    self._crew.lose(place, error)
+                    if attempt == self._max_attempts:
+                        raise
+        raise AssertionError("max_attempts is 1 or more")
+
+    async def _greet(self, name: str, handle: Any) -> None:
+        """A scorer that joins later loads before it is given work; before that there may be nothing to load yet."""
+        if self._has_begun:
+            await self._load(name, handle)
+
+    async def _load(self, name: str, handle: Any) -> None:
+        if name in self._loaded and self._loaded[name] is handle:
+            return
+        what = f"{name} to load {self._folder}"
+        await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=what)
+        self._loaded[name] = handle
+
+    async def _score(self, place: Place, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         """All results of one call appear together, so waiting for the last leaves the others where they are."""
-        scorer = self._handles[index]
+        scorer = place.handle
         if len(groups) == 1:  # Ray takes a list apart only when several results are asked for
             logprobs = [scorer.score_one.remote(groups[0])]
         else:
             logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
-        what = f"reference/{index} to score {len(groups)} groups"
+        what = f"{place.name} to score {len(groups)} groups"
         await answer(logprobs[-1], timeout_s=self._timeout_s, what=what)
         return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
+
+    def _count_loss(self, error: Exception) -> None:
+        self.losses[HUNG if isinstance(error, DeadlineError) else DIED] += 1
 
 
 class NullReference:
     """No reference: groups pass as they are."""
+
+    losses: Mapping[str, int] = {}
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         return list(groups)

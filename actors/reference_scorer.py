@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from cluster.errors import DeadlineError, ScoringError
 from cluster.media import MediaReader
 from cluster.objects import fetch
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
@@ -40,8 +42,24 @@ class ReferenceScorer:
         self._policy = TokenPolicy(model).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
-        """For each group one float32 [T] array a trajectory, in order."""
-        references = [group.group for group in groups]
+        """For each group one float32 [T] array a trajectory, in order.
+
+        Raises:
+            ScoringError: groups or pictures did not arrive within `timeouts.object_s`.
+        """
+        try:
+            return self._score([group.group for group in groups])
+        except DeadlineError as error:  # the scorer itself is well: a late answer of its own would mean that it hangs
+            raise ScoringError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
+
+    def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
+        """`score` of a single group."""
+        return self.score([group])[0]
+
+    def close(self) -> None:
+        """Nothing to hand back: the process ends with its memory."""
+
+    def _score(self, references: Sequence[Any]) -> list[list[np.ndarray]]:
         fetched: list[TrajectoryGroup] = fetch(
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
@@ -52,13 +70,6 @@ class ReferenceScorer:
         ]
         scores = iter(self._logprobs(sequences))
         return [[next(scores) for _ in group.trajectories] for group in fetched]
-
-    def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
-        """`score` of a single group."""
-        return self.score([group])[0]
-
-    def close(self) -> None:
-        """Nothing to hand back: the process ends with its memory."""
 
     @torch.no_grad()
     def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:

@@ -11,10 +11,12 @@
     ├── DependencyError         a role lives, and waited in vain for somebody else
     ├── RolloutError            a rollout actor could not finish a prompt
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
+    ├── ScoringError            a reference scorer could not get at the groups that it was to score
     ├── WeightSyncError         weights could not be moved or verified
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
     │   └── CanaryError         after a push the engine does not equal the learner
-    └── CheckpointError         a checkpoint cannot be written or is not complete
+    ├── CheckpointError         a checkpoint cannot be written or is not complete
+    └── RunOverError            whoever asked after a run found that it is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
 """
@@ -76,6 +78,10 @@ class RewardError(MobulaError):
     """A reward function failed, timed out or returned something that is not a finite number."""
 
 
+class ScoringError(MobulaError):
+    """A reference scorer could not get at the groups that it was to score."""
+
+
 class WeightSyncError(MobulaError):
     """Weights could not be moved or verified."""
 
@@ -90,3 +96,7 @@ class CanaryError(WeightSyncError):
 
 class CheckpointError(MobulaError):
     """A checkpoint cannot be written, or is not complete."""
+
+
+class RunOverError(MobulaError):
+    """Whoever asked after a run found that it is over, or that its driver is dead."""

@@ -93,7 +93,7 @@ class RolloutFleet:
     """Implements `cluster.roles.Rollouts`, `weight_sync.Members` and `cluster.status.Scalable`.
 
     Example:
-        fleet = RolloutFleet(spawn, 2, policy=policy, health=health, on_lost=count)
+        fleet = RolloutFleet(spawn, 2, release=release, policy=policy, health=health, on_lost=count)
         await fleet.start()
         fleet.admit_with(weights.admit)
         async with fleet.tended():
@@ -105,13 +105,17 @@ class RolloutFleet:
         spawn: Callable[[int], Awaitable[Engine]],
         num_workers: int,
         *,
+        release: Callable[[int], Awaitable[None]],
         policy: RestartPolicy,
         health: HealthChecks,
         on_lost: Callable[[str], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`spawn(index)` makes the process of one engine; `on_lost` is told the kind of each loss."""
+        """`spawn(index)` makes the process of one engine, `release(index)` gives back the place of one that has left;
+        `on_lost` is told the kind of each loss.
+        """
         self._spawn = spawn
+        self._release = release
         self._policy = policy
         self._health = health
         self._on_lost = on_lost
@@ -347,6 +351,7 @@ class RolloutFleet:
             await seat.idle.wait()  # each of its calls has a deadline
         self._seats.remove(seat)
         await self._end(seat)
+        await self._release(seat.index)
         _logger.info("%s has left", seat.name)
 
     async def _end(self, seat: _Seat) -> None:

@@ -94,6 +94,32 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     )
 
 
+def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequence[NodeResources]) -> None:
+    """Whether `num_more` workers of one role fit beside what runs already.
+
+    Raises:
+        PlacementError: they do not; the message names what they need and what is free.
+    """
+    workers = resources.roles[role].model_copy(update={"num_workers": num_more})
+    spaces = [_Space(node) for node in nodes]
+    room = min(num_more, sum(space.capacity(workers) for space in spaces))
+    if room < num_more:
+        free = "; ".join(space.describe() for space in spaces) or "there is no node"
+        raise PlacementError(
+            f"{num_more} more {role} workers with {workers.num_cpus:g} CPUs and {workers.num_gpus:g} GPUs each do not "
+            f"fit, {room} would: {free}"
+        )
+
+
+def place_at(resources: ResourcesConfig, role: str, index: int, node: NodeResources, seat: int) -> PlacedWorker:
+    """A worker that joins later, `seat`-th of its role on `node`; `node` says what the node has, not what is free.
+
+    Raises:
+        PlacementError: the node has fewer cores than the worker's threads are to be bound to.
+    """
+    return _placed(role, index, resources.roles[role], node, seat)
+
+
 def plan_table(plan: PlacementPlan) -> list[PlanRow]:
     """The plan as rows: the workers of one role on one node together."""
     together: dict[tuple[str, str], list[PlacedWorker]] = {}
@@ -203,19 +229,20 @@ def _workers(role: str, workers: WorkerResources, spaces: Sequence[_Space]) -> l
     for index, space in enumerate(spaces):
         seat = seats.get(space.node.node_id, 0)
         seats[space.node.node_id] = seat + 1
-        cores = _cores(role, workers, space.node, seat) if workers.bind_cores else ()
-        placed.append(
-            PlacedWorker(
-                role=role,
-                index=index,
-                node_id=space.node.node_id,
-                num_cpus=workers.num_cpus,
-                num_gpus=workers.num_gpus,
-                num_threads=workers.num_threads,
-                cores=cores,
-            )
-        )
+        placed.append(_placed(role, index, workers, space.node, seat))
     return placed
+
+
+def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources, seat: int) -> PlacedWorker:
+    return PlacedWorker(
+        role=role,
+        index=index,
+        node_id=node.node_id,
+        num_cpus=workers.num_cpus,
+        num_gpus=workers.num_gpus,
+        num_threads=workers.num_threads,
+        cores=_cores(role, workers, node, seat) if workers.bind_cores else (),
+    )
 
 
 def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) -> tuple[int, ...]:

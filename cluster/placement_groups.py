@@ -14,11 +14,18 @@ from uuid import uuid4
 
 import ray
 from ray._private.state import available_resources_per_node  # the public API knows only the whole cluster's sum
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray._private.state import state as control_store  # nor does it say whose driver is dead
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from cluster.errors import PlacementError
 from cluster.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
-from configs.schema import ResourcesConfig
+from configs.schema import ResourcesConfig, WorkerResources
 
 TOGETHER = "learner"
 PLAN_INTERVAL_S = 0.5
@@ -68,9 +75,8 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
         PlacementError: some group was still pending after `timeout_s`; nothing stays reserved.
     """
     bookings: dict[str, Booking] = {}
-    booking_id = uuid4().hex[:8]  # Ray refuses a name twice, and a killed run's groups linger for a moment
     for members in _groups(plan):
-        group = _reserve(members, f"{run_name}/{members[0].name}/{booking_id}")
+        group = _reserve(members, _group_name(f"{run_name}/{members[0].name}"))
         bookings.update({worker.name: Booking(group, index) for index, worker in enumerate(members)})
     pending = _wait(bookings, time.monotonic() + timeout_s)
     if pending:
@@ -82,10 +88,55 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
     return bookings
 
 
+def book_one_more(bundle: Mapping[str, float], *, name: str, timeout_s: float) -> tuple[Booking, NodeResources]:
+    """Reserve one worker's resources wherever they are free; returns the place, and all that its node has.
+
+    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan it is pinned to no node: others may book at the same time.
+
+    Raises:
+        PlacementError: it was still pending after `timeout_s`; nothing stays reserved.
+    """
+    group = placement_group([dict(bundle)], strategy="PACK", name=_group_name(name))
+    booking = Booking(group, 0)
+    if not group.wait(math.ceil(timeout_s)):
+        remove_placement_groups({name: booking})
+        raise PlacementError(
+            f"waited {timeout_s:g} s for the cluster to reserve {name} ({dict(bundle)}): something else took what "
+            "was free a moment ago. Look for other runs with `ray status`, and ask again"
+        )
+    node_id = placement_group_table(group)["bundles_to_node_id"][0]
+    (has,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
+    return booking, NodeResources(node_id, num_cpus=has.get("CPU", 0.0), num_gpus=has.get("GPU", 0.0))
+
+
+def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
+    """What Ray reserves for one worker."""
+    return {"CPU": worker.num_cpus} | ({"GPU": worker.num_gpus} if worker.num_gpus else {})
+
+
 def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
     """Give everything back. Actors that still run in these groups are ended."""
     for group in {booking.group.id: booking.group for booking in bookings.values()}.values():
         remove_placement_group(group)
+
+
+def groups_of_dead_drivers() -> list[tuple[str, str]]:
+    """Id and name of every placement group that still holds resources though its driver is dead.
+
+    Ray removes them itself; one that is listed for more than a moment was forgotten.
+    """
+    table = control_store._connect_and_get_accessor().get_placement_group_table()
+    rows = (PlacementGroupTableData.FromString(row) for row in table)
+    return [
+        (row.placement_group_id.hex(), row.name)
+        for row in rows
+        if row.creator_job_dead and row.state != PlacementGroupTableData.REMOVED
+    ]
+
+
+def remove_group(group_id: str) -> None:
+    """Remove the group of this id, whoever made it."""
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
 def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
@@ -96,15 +147,16 @@ def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
 
 def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
     return placement_group(
-        [_bundle(worker) for worker in members],
+        [bundle_of(worker) for worker in members],
         strategy="PACK",
         name=name,
         bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
     )
 
 
-def _bundle(worker: PlacedWorker) -> dict[str, float]:
-    return {"CPU": worker.num_cpus} | ({"GPU": worker.num_gpus} if worker.num_gpus else {})
+def _group_name(name: str) -> str:
+    """Ray refuses a name twice, and a killed run's groups linger for a moment."""
+    return f"{name}/{uuid4().hex[:8]}"
 
 
 def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:

@@ -52,6 +52,18 @@ def spawn(
     return actor.remote(worker.cores, *args, **kwargs)
 
 
+def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
+    """Start `role()` in an actor that others find by `name` in the driver's namespace; it ends with the driver.
+
+    Raises:
+        ValueError: an actor of this name lives.
+    """
+    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
+        name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
+    )
+    return actor.remote(())
+
+
 async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
     """Wait for the result of one actor call.
 

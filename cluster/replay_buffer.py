@@ -82,12 +82,14 @@ class ReplayBuffer:
     async def stats(self) -> ReplayStats:
         entries = [*self._ready.values(), *self._leased.values()]
         now = self._clock()
+        oldest = min(entries, key=lambda entry: entry.arrived_s, default=None)
         return ReplayStats(
             num_ready=len(self._ready),
             num_taken=len(self._leased),
             num_bytes=sum(entry.group.summary.num_bytes for entry in entries),
-            oldest_age_s=max((now - entry.arrived_s for entry in entries), default=0.0),
+            oldest_age_s=now - oldest.arrived_s if oldest else 0.0,
             num_rejected=dict(self._num_rejected),
+            oldest_id=oldest.group.summary.group_id if oldest else None,
         )
 
     async def ping(self) -> None:

@@ -40,6 +40,7 @@ class ReplayStats:
     num_bytes: int
     oldest_age_s: float
     num_rejected: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
+    oldest_id: str | None = None  # of the group that is `oldest_age_s` old; None when the buffer is empty
 
 
 class Rollouts(Protocol):

@@ -1,11 +1,14 @@
-"""What a run says of itself while it goes on: one line a worker, and who can be given more or fewer workers."""
+"""What a run says of itself while it goes on, one line a worker; and who can be given more or fewer workers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from cluster.roles import ReplayStats
 
 
 class WorkerState(StrEnum):
@@ -45,3 +48,47 @@ class Scalable(Protocol):
             ValueError: the role cannot have that many.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the loop does now, and since when."""
+
+    step: int  # being made, or made last; 0 before the first one
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A whole run, now, as its driver says it."""
+
+    run: str
+    progress: Progress
+    total_steps: int
+    replay: ReplayStats | None  # None while the buffer does not answer
+    workers: tuple[WorkerStatus, ...]
+    num_panels_lost: int  # how often what holds this status had to be started again
+    driver_pid: int
+    posted_at: float  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """How many workers some roles are to have from now on."""
+
+    request_id: str
+    wanted: Mapping[str, int]  # role -> workers
+
+
+@dataclass(frozen=True)
+class RoleOutcome:
+    """What became of one role's part of a request."""
+
+    role: str
+    num_workers: int
+    refusal: str  # why not; empty where it was accepted
+
+    @property
+    def is_accepted(self) -> bool:
+        return not self.refusal

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.reference_pool import NullReference, ReferencePool
-from actors.reference_scorer import ReferenceScorer
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
@@ -25,30 +24,30 @@ from cluster.placement import PlacedWorker
 from cluster.ray_group import answer, stop
 from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
-from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.restarts import RestartBudget
 from cluster.restoring import RestoringLearner
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
+from cluster.status import Scalable
 from cluster.supervision import Supervisor, Watched
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
+from deploy.scaling import RoleHosts
+from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
 from deploy.spawner import Spawner, engine_environment
 from deploy.warm_start import warm_start
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from rewards.pool import RewardPool
-from rewards.worker import RewardWorker
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
-REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
-POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the same layout
-REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
+POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 REPLAY_CALLS = 64  # one of them may be a take() that waits
 CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
@@ -78,10 +77,12 @@ class Training:
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
     """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
     config = prepared.config
-    rewards = {w.name: _start_reward(config, spawner, w.index) for w in spawner.workers("reward")}
-    pool = _reward_pool(config, spawner, list(rewards.values()))
-    judges = (_watched(name, partial(_worker_of, pool, i), config) for i, name in enumerate(rewards))
-    return Inference(rollouts=_fleet(prepared, spawner, on_lost), rewards=pool, watched=tuple(judges))
+    pool = reward_pool(config, spawner)
+    return Inference(
+        rollouts=_fleet(prepared, spawner, on_lost),
+        rewards=pool,
+        watched=(Watched("reward", pool.check, pool.close),),
+    )
 
 
 def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Training:
@@ -91,25 +92,30 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
     learner = RestoringLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
-        budget=RestartBudget(_restart_policy(config)),
+        budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    scorers = {w.name: spawner.start(ReferenceScorer, config, banned, worker=w) for w in spawner.workers("reference")}
     [place] = spawner.workers("replay")
     replay = spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
-    reference = ReferencePool(
-        list(scorers.values()), reference_folder(config), timeout_s=config.timeouts.reference_s
-    )
+    reference = reference_pool(config, spawner, banned)
+    scorers = [Watched("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,
         learner=learner,
-        reference=reference if scorers else NullReference(),
+        reference=reference,
         replay=ReplayClient(replay, call_s=config.timeouts.object_s, take_s=_take_deadline(config)),
         watched=(
             *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
-            *_watched_all({**scorers, place.name: replay}, config),
+            *_watched_all({place.name: replay}, config),
+            *scorers,
         ),
     )
+
+
+def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
+    """The roles whose workers may come and go while the run goes on, by name."""
+    reference = training.reference
+    return {"rollout": inference.rollouts, "reward": inference.rewards} | ({"reference": reference} if isinstance(reference, ReferencePool) else {})
 
 
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
@@ -124,7 +130,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     stream = _stream(config, source, rollouts, inference, training)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
-    observe = partial(_observe, prepared, source, inference.rewards, metrics)
+    observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
@@ -162,11 +168,6 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     await learner.export(reference_folder(prepared.config))
 
 
-def reference_folder(config: RunConfig) -> Path:
-    """Where the frozen policy of a run lies, in the Hugging Face layout."""
-    return config.run_folder / REFERENCE_FOLDER
-
-
 def sampling_settings(config: RunConfig) -> SamplingSettings:
     """How training samples."""
     return SamplingSettings(
@@ -192,15 +193,16 @@ def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -
 
 def _fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> RolloutFleet:
     config, supervision = prepared.config, prepared.config.supervision
-    workers = spawner.workers("rollout")
+    hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
 
     async def spawn(index: int) -> RolloutClient:
-        return _rollout_client(config, workers[index].name, _start_rollout(prepared, spawner, workers[index]))
+        return _rollout_client(config, f"rollout/{index}", await hosts.start(index))
 
     return RolloutFleet(
         spawn,
-        len(workers),
-        policy=_restart_policy(config),
+        len(spawner.workers("rollout")),
+        release=hosts.release,
+        policy=restart_policy(config),
         health=HealthChecks(
             interval_s=supervision.interval_s,
             probe_interval_s=supervision.probe_interval_s,
@@ -208,16 +210,6 @@ def _fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None])
             no_worker_s=supervision.no_worker_s,
         ),
         on_lost=on_lost,
-    )
-
-
-def _restart_policy(config: RunConfig) -> RestartPolicy:
-    supervision = config.supervision
-    return RestartPolicy(
-        max_restarts=supervision.max_restarts,
-        window_s=supervision.restart_window_s,
-        backoff_s=supervision.backoff_s,
-        max_backoff_s=supervision.max_backoff_s,
     )
 
 
@@ -262,34 +254,6 @@ def _engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     )
 
 
-def _start_reward(config: RunConfig, spawner: Spawner, index: int) -> Any:
-    timeouts = config.timeouts
-    return spawner.start(
-        RewardWorker,
-        config.rewards.components,
-        object_timeout_s=timeouts.object_s,
-        start_timeout_s=timeouts.start_s,
-        function_timeout_s=timeouts.reward_s / 4,
-        group_timeout_s=timeouts.reward_s,
-        worker=spawner.workers("reward")[index],
-    )
-
-
-def _reward_pool(config: RunConfig, spawner: Spawner, handles: Sequence[Any]) -> RewardPool:
-    async def respawn(index: int, lost: Any) -> Any:
-        await stop(lost, timeout_s=config.timeouts.stop_s, what=f"reward/{index}")
-        return _start_reward(config, spawner, index)
-
-    return RewardPool(
-        handles,
-        respawn=respawn,
-        timeout_s=config.timeouts.start_s + REWARD_GROUPS_IN_FLIGHT * config.timeouts.reward_s,
-        max_in_flight=REWARD_GROUPS_IN_FLIGHT,
-        max_attempts=config.max_rollout_retries + 1,
-        on_failure=config.rewards.on_failure,
-    )
-
-
 def _take_deadline(config: RunConfig) -> float:
     """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward."""
     a_try = config.timeouts.rollout_s + config.supervision.no_worker_s
@@ -297,39 +261,37 @@ def _take_deadline(config: RunConfig) -> float:
 
 
 def _watched_all(handles: Mapping[str, Any], config: RunConfig) -> tuple[Watched, ...]:
-    return tuple(_watched(name, lambda handle=handle: handle, config) for name, handle in handles.items())
+    return tuple(_watched(name, handle, config) for name, handle in handles.items())
 
 
-def _worker_of(pool: RewardPool, index: int) -> Any:
-    """The reward worker that serves now: the pool replaces those that it loses."""
-    return pool.workers[index]
-
-
-def _watched(name: str, current: Callable[[], Any], config: RunConfig) -> Watched:
+def _watched(name: str, handle: Any, config: RunConfig) -> Watched:
     deadline_s = config.supervision.sign_timeout_s
 
     async def ping() -> None:
-        await answer(current().is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+        await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
 
     async def close() -> None:
-        await stop(current(), timeout_s=config.timeouts.stop_s, what=name)
+        await stop(handle, timeout_s=config.timeouts.stop_s, what=name)
 
     return Watched(name, ping, close)
 
 
 def _watched_rank(ranks: LearnerGroup, index: int, learner: RestoringLearner, config: RunConfig) -> Watched:
     """A learner rank: when it is lost all ranks are restored. What was asked of ranks before them says nothing."""
-    watched = _watched(f"learner/{index}", lambda: ranks.workers[index], config)
+    name = f"learner/{index}"
 
     async def ping() -> None:
         asked = ranks.workers[index]
         try:
-            await watched.ping()
+            await _watched(name, asked, config).ping()
         except Exception:
             if ranks.workers[index] is asked:
                 raise
 
-    return replace(watched, ping=ping, on_lost=learner.lose)
+    async def close() -> None:
+        await _watched(name, ranks.workers[index], config).close()
+
+    return Watched(name, ping, close, on_lost=learner.lose)
 
 
 def _stream(
@@ -411,9 +373,16 @@ async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, ob
     observe()
 
 
-def _observe(prepared: Prepared, source: PromptSource, rewards: RewardPool, metrics: Metrics) -> None:
+def _observe(
+    prepared: Prepared,
+    source: PromptSource,
+    rewards: RewardPool,
+    reference: ReferencePool | NullReference,
+    metrics: Metrics,
+) -> None:
     """What the driver's own parts have counted since the step before."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.REWARD_FAILURES, rewards.failures)
+    metrics.count_up_to(CounterName.RESTARTS, reference.losses)
     prepared.late_skips[:] = source.skipped
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

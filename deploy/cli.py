@@ -1,4 +1,4 @@
-"""The `mobula` command: train, evaluate, plan, show-config, init-model, doctor.
+"""The `mobula` command: train, evaluate, status, scale, plan, show-config, init-model, doctor.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
 Exit codes: 0 done, 1 the run failed, 2 the user has something to mend (one message on stderr, no traceback), 130 it
@@ -8,7 +8,8 @@ was told to stop.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +30,7 @@ FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 KNOCK_TIMEOUT_S = 5
+FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 
 app = typer.Typer(
     help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
@@ -44,6 +46,17 @@ Overrides = Annotated[
         help="Groups and keys in any order, e.g. experiment=digits resources=laptop algorithm.kl.coef=0.01",
     ),
 ]
+
+
+RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run", metavar="FOLDER", help="The run's folder, where it is not runs/NAME.")
+]
+RunCluster = Annotated[
+    str | None, typer.Option("--address", help="Ask on this Ray cluster (HOST:PORT); NAME is needed then.")
+]
+Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
+DEADLINE_S = 60.0
 
 
 class TinyModel(StrEnum):
@@ -75,6 +88,52 @@ def evaluate(overrides: Overrides = None) -> None:
         from deploy import runtime
 
         raise typer.Exit(runtime.evaluate(config))
+
+
+@app.command()
+def status(
+    name: RunName = None,
+    run: RunFolder = None,
+    address: RunCluster = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Show what a run that goes on does: phase, queue, workers."""
+    with _explained():
+        from deploy.run_client import find_run, read_status
+
+        found = read_status(find_run(name, run, address), timeout)
+    from deploy.status_view import as_json, as_table
+
+    if json:
+        Console(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
+    else:
+        Console().print(as_table(found, time.time()), markup=False, highlight=False)
+
+
+@app.command()
+def scale(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="ROLE=N... [NAME]", help="Workers each role is to have, e.g. rollout=4 reward=8."),
+    ],
+    run: RunFolder = None,
+    address: RunCluster = None,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Give roles of a run that goes on more or fewer workers; those who leave finish what they have."""
+    with _explained():
+        from deploy import run_client
+
+        wanted, name = _parse_scale(words)
+        outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
+    console = Console(soft_wrap=True)
+    for outcome in outcomes:
+        console.print(f"{outcome.role}={outcome.num_workers}", style="green" if outcome.is_accepted else "red", end=" ")
+        said = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
+        console.print(said, markup=False, highlight=False)
+    if not all(outcome.is_accepted for outcome in outcomes):
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -127,8 +186,22 @@ def init_model(
 
 
 @app.command()
-def doctor(overrides: Overrides = None) -> None:
-    """Check that this machine can run a configuration; exits with 1 if something that it needs is missing."""
+def doctor(
+    overrides: Overrides = None,
+    leftovers: Annotated[
+        bool, typer.Option("--leftovers", help="List what dead runs left on this machine instead.")
+    ] = False,
+    free: Annotated[
+        list[str] | None, typer.Option("--free", metavar="ID", help="End this leftover; more IDs may follow.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="With --leftovers: look for placement groups on this Ray cluster, too.")
+    ] = None,
+) -> None:
+    """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
+    if leftovers or free:
+        _show_leftovers([*(free or []), *(overrides or [])], address)
+        return
     from deploy.doctor import Verdict, examine
 
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
@@ -143,6 +216,39 @@ def doctor(overrides: Overrides = None) -> None:
                 console.print(f"          -> {finding.action}", markup=False, highlight=False)
     if num_missing:
         raise typer.Exit(FAILED)
+
+
+def _show_leftovers(ids: Sequence[str], address: str | None) -> None:
+    """End the leftovers of these ids, or list all of them."""
+    from deploy.leftovers import find_leftovers, free
+
+    console = Console(soft_wrap=True)
+    num_left = 0
+    with _explained():
+        found = find_leftovers(address=address)
+        if not ids:
+            for leftover in found:
+                console.print(leftover.id, style="bold", end="  ")
+                console.print(f"run {leftover.run}: {leftover.what}", markup=False, highlight=False)
+            console.print("End one with --free ID." if found else "Dead runs left nothing on this machine.")
+        for leftover, refusal in free(ids, found, FREE_WITHIN_S):
+            num_left += bool(refusal)
+            console.print(f"{leftover.id}: {refusal or 'freed'}", markup=False, highlight=False)
+    if num_left:
+        raise typer.Exit(FAILED)
+
+
+def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Workers by role, and the run's name if one was given; in any order."""
+    pairs = [word.partition("=") for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    bad = [f"{role}={num}" for role, _, num in pairs if not num.isdecimal()]
+    if bad or not pairs or len(names) > 1:
+        raise PreflightError(
+            f"{' '.join(bad or words)}: say how many workers which role is to have, and at most one run's name, "
+            "e.g. `mobula scale rollout=4 reward=8`"
+        )
+    return {role: int(num) for role, _, num in pairs}, names[0] if names else None
 
 
 @contextmanager

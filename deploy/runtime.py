@@ -7,13 +7,13 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.session import Session, expected_nodes, ray_session  # isort: skip  (sets what ray reads when imported)
+from deploy.session import Session, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
 import ray
 from rich.console import Console
 
@@ -27,12 +27,14 @@ from cluster.metrics.report import write_report
 from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.placement import PlacementPlan, needed_roles, plan_placement
-from cluster.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
+from cluster.placement_groups import create_placement_groups, plan_when_free
 from configs.schema import RunConfig
-from deploy.build import build_controller, build_evaluator, spawn_inference, spawn_training
+from deploy.build import build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
 from deploy.logs import set_up_logging
 from deploy.observers import build_metrics
 from deploy.preparation import Prepared, make_run_folder, prepare, write_skipped
+from deploy.run_record import recorded
+from deploy.scaling import control_loop
 from deploy.spawner import Spawner
 
 INFERENCE_ROLES = ("rollout", "reward")
@@ -77,7 +79,7 @@ def run_training(config: RunConfig, console: Console) -> Summary:
     version = start_version(config)
     make_run_folder(config)
     set_up_logging(config.run_folder, console)
-    with _cluster(config, needed_roles(config)) as cluster:
+    with _cluster(config, needed_roles(config)) as cluster, _findable(cluster):
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version)
@@ -119,10 +121,16 @@ class _Cluster:
         bookings = await asyncio.to_thread(
             create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
         )
+        spawner = Spawner(config, self.session, self.plan, bookings)
         try:
-            yield Spawner(config, self.session, self.plan, bookings)
+            yield spawner
         finally:
-            remove_placement_groups(bookings)
+            await asyncio.to_thread(spawner.close)
+
+
+def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
+    """While the body runs, `mobula status` and its like find the run by its folder."""
+    return recorded(run_record(cluster.prepared.config, cluster.session))
 
 
 @contextmanager
@@ -142,11 +150,13 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         training = spawn_training(cluster.prepared, spawner, on_lost)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
-        try:
-            await run_all(training.ranks.start(), inference.rollouts.start())
-        except ValueError as error:  # the configuration does not fit the model
-            raise PreflightError(str(error)) from error
-        await build_controller(cluster.prepared, inference, training, metrics).run()
+        roles = scalable_roles(inference, training)
+        async with control_loop(cluster.prepared.config, spawner, roles, training.replay, metrics).running():
+            try:
+                await run_all(training.ranks.start(), inference.rollouts.start())
+            except ValueError as error:  # the configuration does not fit the model
+                raise PreflightError(str(error)) from error
+            await build_controller(cluster.prepared, inference, training, metrics).run()
 
 
 async def _evaluate(cluster: _Cluster) -> EvaluationResult:

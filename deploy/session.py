@@ -6,18 +6,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-# Both are read while ray is imported. A private cluster needs no token, and nothing is reported to anybody.
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+import deploy.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+import ray
 
-import ray  # noqa: E402
-
-from cluster.network import LOOPBACK  # noqa: E402
-from cluster.placement import NodeResources  # noqa: E402
-from cluster.placement_groups import cluster_nodes  # noqa: E402
-from configs.schema import RunConfig  # noqa: E402
-from deploy.machine import as_node, this_machine  # noqa: E402
+from cluster.network import LOOPBACK
+from cluster.placement import NodeResources
+from cluster.placement_groups import cluster_nodes
+from configs.schema import RunConfig
+from deploy.machine import as_node, this_machine
+from deploy.run_record import RunMark, RunRecord, marking
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 
@@ -28,6 +27,7 @@ class Session:
 
     nodes: tuple[NodeResources, ...]
     is_local: bool  # started by us, on the loopback address only
+    mark: RunMark  # of everything that the run starts
 
 
 @contextmanager
@@ -36,17 +36,33 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
 
     A cluster that this process is already connected to is used as it is and left running.
     """
-    if ray.is_initialized():
-        yield Session(cluster_nodes(), is_local=_is_loopback())
-        return
-    if os.environ.get(ADDRESS_VARIABLE):
-        ray.init(namespace=config.name, logging_level="WARNING")
-    else:
-        _start_local(config)
-    try:
-        yield Session(cluster_nodes(), is_local=_is_loopback())
-    finally:
-        ray.shutdown()
+    with marking(config.name) as mark:
+        if ray.is_initialized():
+            yield Session(cluster_nodes(), _is_loopback(), mark)
+            return
+        if os.environ.get(ADDRESS_VARIABLE):
+            ray.init(namespace=config.name, logging_level="WARNING")
+        else:
+            _start_local(config)
+        try:
+            yield Session(cluster_nodes(), _is_loopback(), mark)
+        finally:
+            ray.shutdown()
+
+
+def run_record(config: RunConfig, session: Session) -> RunRecord:
+    """How the run on this session is found from outside."""
+    ray_here = ray.get_runtime_context()
+    folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
+    is_ours = folder.name.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
+    return RunRecord(
+        run=config.name,
+        run_folder=config.run_folder.absolute(),
+        mark=session.mark,
+        address=ray_here.gcs_address,
+        namespace=ray_here.namespace,
+        session_folder=folder if is_ours else None,
+    )
 
 
 def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:

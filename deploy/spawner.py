@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.autoscaling import Autoscaler
+from cluster.errors import PlacementError
 from cluster.network import LOOPBACK
-from cluster.placement import PlacedWorker, PlacementPlan
-from cluster.placement_groups import Booking
-from cluster.ray_group import spawn
+from cluster.placement import PlacedWorker, PlacementPlan, check_room, place_at
+from cluster.placement_groups import (
+    Booking,
+    book_one_more,
+    bundle_of,
+    cluster_nodes,
+    remove_placement_groups,
+)
+from cluster.ray_group import spawn, spawn_named
 from configs.schema import RunConfig
 from deploy.session import Session
 
 
+BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
+
+
 class Spawner:
-    """Knows plan, bookings and environment; every role of a run is started through it."""
+    """Knows plan, bookings and environment; every role of a run is started through it.
+
+    Workers that join later are booked one by one. What books or asks the cluster blocks: call it in a thread.
+    """
 
     def __init__(
         self, config: RunConfig, session: Session, plan: PlacementPlan, bookings: Mapping[str, Booking]
     ) -> None:
         self.plan = plan
-        self._bookings = bookings
+        self._config = config
+        self._bookings = dict(bookings)
+        self._placed = {worker.name: worker for worker in plan.workers}
         self._env = _environment(config, session)
+        self._autoscaler = Autoscaler()
+        self._lock = threading.Lock()
 
     def workers(self, role: str) -> tuple[PlacedWorker, ...]:
         return self.plan.of_role(role)
@@ -48,6 +67,63 @@ class Spawner:
         )
 
 
+    def start_named(self, role_class: type, name: str) -> Any:
+        """The handle of an actor that others find by name; it takes no resources of the plan."""
+        return spawn_named(role_class, name=name, env=self._env)
+
+    def check_room(self, role: str, num_more: int) -> None:
+        """Whether so many more workers of a role can be booked now; if not, the autoscaler is asked for them.
+
+        Raises:
+            PlacementError: they cannot; the message says why, and what the autoscaler can do about it.
+        """
+        with self._lock:
+            try:
+                check_room(self._config.resources, role, num_more, cluster_nodes())
+            except PlacementError as error:
+                missing = [bundle_of(self._config.resources.roles[role])] * num_more
+                held = [bundle_of(worker) for worker in self._placed.values()]
+                raise PlacementError(f"{error}. {self._autoscaler.ask([*held, *missing])}") from error
+            self._autoscaler.withdraw()
+
+    def book(self, role: str, index: int) -> PlacedWorker:
+        """The place of one worker, reserved now unless it is.
+
+        Raises:
+            PlacementError: what it needs was not free within a deadline.
+        """
+        name, resources = f"{role}/{index}", self._config.resources
+        with self._lock:
+            if name in self._placed:
+                return self._placed[name]
+            run_name = f"{self._config.name}/{name}"
+            booking, node = book_one_more(bundle_of(resources.roles[role]), name=run_name, timeout_s=BOOKING_S)
+            seat = sum(w.role == role and w.node_id == node.node_id for w in self._placed.values())
+            try:
+                self._placed[name] = place_at(resources, role, index, node, seat)
+            except PlacementError:
+                remove_placement_groups({name: booking})
+                raise
+            self._bookings[name] = booking
+            return self._placed[name]
+
+    def release(self, role: str, index: int) -> None:
+        """Give the place of one worker back; what still runs there is ended."""
+        name = f"{role}/{index}"
+        with self._lock:
+            if name in self._placed:
+                del self._placed[name]
+                remove_placement_groups({name: self._bookings.pop(name)})
+
+    def close(self) -> None:
+        """Give every place back."""
+        with self._lock:
+            remove_placement_groups(self._bookings)
+            self._bookings.clear()
+            self._placed.clear()
+            self._autoscaler.withdraw()
+
+
 def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:
     """What vLLM reads from the environment of one rollout actor.
 
@@ -64,6 +140,7 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
 def _environment(config: RunConfig, session: Session) -> dict[str, str]:
     """For every worker: nothing is reported to anybody, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env |= session.mark.environment
     if Path(config.policy.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if session.is_local:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from cluster.crew import Crew, Hosts, Place
 from cluster.errors import DeadlineError, RewardError, WorkerDiedError
 from cluster.ray_group import answer
+from cluster.restarts import RestartPolicy
+from cluster.status import WorkerStatus
 from cluster.trajectory import Reward
 from rewards.contract import FailureKind
 from rewards.worker import GroupScore
 
 logger = logging.getLogger(__name__)
 
-# Ends what is left of worker `index` (its old handle comes along) and returns the handle of a new one, ready to serve.
-Respawn = Callable[[int, Any], Awaitable[Any]]
-
-
-@dataclass
-class _Slot:
-    """One place in the pool, whoever fills it; `lock` is held while its worker is being replaced."""
-
-    index: int
-    handle: Any
-    load: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
 
 class RewardPool:
-    """Implements `cluster.roles.Rewards` over handles of `RewardWorker` actors.
+    """Implements `cluster.roles.Rewards` and `cluster.status.Scalable` over handles of `RewardWorker` actors.
 
     A worker that died, or did not answer within `timeout_s`, is counted and replaced, and its group goes to another
     one, `max_attempts` times in all. `timeout_s` includes the wait behind the other `max_in_flight` groups of a worker.
@@ -45,19 +33,27 @@ class RewardPool:
         self,
         workers: Sequence[Any],
         *,
-        respawn: Respawn,
+        hosts: Hosts,
+        restarts: RestartPolicy,
+        start_s: float,
+        alive_s: float,
         timeout_s: float,
         max_in_flight: int,
         max_attempts: int,
         on_failure: Literal["exclude", "stop"],
     ) -> None:
-        if not workers:
-            raise ValueError("the reward pool has no worker: set resources.reward.num_workers to 1 or more")
-        self._slots = [_Slot(index, handle) for index, handle in enumerate(workers)]
-        self._capacity = asyncio.Semaphore(len(workers) * max_in_flight)
-        self._respawn = respawn
+        self._crew = Crew(
+            "reward",
+            workers,
+            hosts,
+            max_load=max_in_flight,
+            restarts=restarts,
+            alive_s=alive_s,
+            greet=self._greet,
+            on_lost=self._count_loss,
+        )
+        self._start_s = start_s
         self._timeout_s = timeout_s
-        self._max_in_flight = max_in_flight
         self._max_attempts = max_attempts
         self._on_failure = on_failure
         self.failures: Counter[str] = Counter({kind.value: 0 for kind in FailureKind})
@@ -65,7 +61,7 @@ class RewardPool:
     @property
     def workers(self) -> tuple[Any, ...]:
         """The handles that serve now; replaced ones are gone."""
-        return tuple(slot.handle for slot in self._slots)
+        return self._crew.handles
 
     async def score(self, group: Any) -> tuple[Reward | None, ...]:
         """One reward a trajectory, in order; None where it could not be scored and `on_failure` is `exclude`.
@@ -75,46 +71,45 @@ class RewardPool:
         Raises:
             RewardError: a response could not be scored and `on_failure` is `stop`; or `max_attempts` workers were lost
                 over this group; or the worker could not get at the group.
+            WorkerDiedError: every worker was lost too often.
         """
-        async with self._capacity:
-            return self._judge(await self._score_somewhere(group))
+        return self._judge(await self._score_somewhere(group))
+
+    def status(self) -> list[WorkerStatus]:
+        return self._crew.status()
+
+    async def scale(self, num_workers: int) -> None:
+        await self._crew.scale(num_workers)
+
+    async def check(self) -> None:
+        """Replace workers that give no sign of life."""
+        await self._crew.check()
+
+    async def close(self) -> None:
+        await self._crew.close()
 
     async def _score_somewhere(self, group: Any) -> GroupScore:
         lost: list[str] = []
         for _ in range(self._max_attempts):
-            slot = self._least_loaded()
-            slot.load += 1
-            try:
-                async with slot.lock:
-                    handle = slot.handle
+            async with self._crew.place(is_urgent=bool(lost)) as place:
                 try:
-                    return await self._ask(slot.index, handle, group)
+                    return await self._ask(place, group)
                 except (WorkerDiedError, DeadlineError) as error:
                     lost.append(str(error))
-                    await self._replace(slot, handle, error)
-            finally:
-                slot.load -= 1
+                    self._crew.lose(place, error)
         raise RewardError(f"{len(lost)} reward workers were lost over one group, the last one: {lost[-1]}")
 
-    async def _ask(self, index: int, handle: Any, group: Any) -> GroupScore:
-        what = f"reward/{index} to score a group (timeouts.reward_s)"
-        (score,) = await answer(handle.score.remote([group]), timeout_s=self._timeout_s, what=what)
+    async def _ask(self, place: Place, group: Any) -> GroupScore:
+        what = f"{place.name} to score a group (timeouts.reward_s)"
+        (score,) = await answer(place.handle.score.remote([group]), timeout_s=self._timeout_s, what=what)
         return score
 
-    async def _replace(self, slot: _Slot, handle: Any, error: WorkerDiedError | DeadlineError) -> None:
-        """Put a new worker into the slot, unless someone else who lost the same one has done so."""
-        async with slot.lock:
-            if slot.handle is not handle:
-                return
-            kind = FailureKind.WORKER_DIED if isinstance(error, WorkerDiedError) else FailureKind.WORKER_HUNG
-            self.failures[kind] += 1
-            logger.warning("reward/%d is replaced: %s", slot.index, error)
-            slot.handle = await self._respawn(slot.index, handle)
+    async def _greet(self, name: str, handle: Any) -> None:
+        await answer(handle.ping.remote(), timeout_s=self._start_s, what=f"{name} to start (timeouts.start_s)")
 
-    def _least_loaded(self) -> _Slot:
-        """A free place, at a worker that is not just being replaced if there is one; capacity says that one exists."""
-        free = [slot for slot in self._slots if slot.load < self._max_in_flight]
-        return min(free, key=lambda slot: (slot.lock.locked(), slot.load))
+    def _count_loss(self, error: Exception) -> None:
+        kind = FailureKind.WORKER_HUNG if isinstance(error, DeadlineError) else FailureKind.WORKER_DIED
+        self.failures[kind] += 1
 
     def _judge(self, score: GroupScore) -> tuple[Reward | None, ...]:
         for failure in score.failures:

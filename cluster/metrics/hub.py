@@ -21,6 +21,7 @@ from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.fan_out import FanOut
 from cluster.metrics.step_values import component_means, staleness_of, step_values
 from cluster.metrics.totals import RunTotals
+from cluster.status import Progress
 
 if TYPE_CHECKING:
     from cluster.roles import ReplayStats, UpdateReport
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+
+STARTING = "starting"  # engines, warm start, first push, first evaluation
+BETWEEN_PHASES = "other"
+ENDING = "ending"
 
 
 class Samples(Protocol):
@@ -49,15 +54,22 @@ class StepScope:
         self._start = clock()
         self._seconds: Counter[str] = Counter()
         self._update: Mapping[str, float] = {}
+        self._phase, self._phase_start = BETWEEN_PHASES, self._start
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         """Add the seconds of the body to `phase`; phases follow each other and do not nest."""
         start = self._clock()
+        self._phase, self._phase_start = phase, start
         try:
             yield
         finally:
-            self._seconds[phase] += self._clock() - start
+            self._phase, self._phase_start = BETWEEN_PHASES, self._clock()
+            self._seconds[phase] += self._phase_start - start
+
+    def progress(self) -> Progress:
+        """The phase that runs now."""
+        return Progress(self._step, self._phase, self._clock() - self._phase_start)
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
         """State what the step trained on and what came of it."""
@@ -107,6 +119,8 @@ class Metrics:
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
+        self._scope: StepScope | None = None
+        self._outside, self._outside_start = STARTING, clock()
 
     def resume(self, records: Sequence[Record]) -> None:
         """Take up the totals and counters of an earlier part of this run (what `JsonlSink` kept of it)."""
@@ -120,14 +134,23 @@ class Metrics:
     @contextmanager
     def step(self, step: int) -> Iterator[StepScope]:
         """Measure the step that makes version `step`; nothing is emitted if its body raises."""
-        scope = StepScope(step, self._clock, self._accuracy_component)
-        yield scope
+        scope = self._scope = StepScope(step, self._clock, self._accuracy_component)
+        try:
+            yield scope
+        finally:
+            self._scope, self._outside, self._outside_start = None, ENDING, self._clock()
         self._offer_samples(step, scope.groups)
         if scope.replay is not None:
             self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
         self._sinks.emit(record)
+
+    def progress(self) -> Progress:
+        """What the loop does now: a phase of its step, or `starting` before the first and `ending` after the last."""
+        if self._scope is not None:
+            return self._scope.progress()
+        return Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
 
     def record_evaluation(self, version: int, accuracy: float, interval: tuple[float, float], num: int) -> None:
         """State the held-out accuracy of `version` over `num` prompts with its 95 % `interval` (low, high)."""

@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from cluster.actions import TokenActions
-from cluster.ray_group import answer, stop
+from cluster.ray_group import answer
+from cluster.restarts import RestartPolicy
 from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
 from configs.schema import RewardComponent
 from rewards.pool import RewardPool
@@ -64,16 +65,27 @@ def group(index: int, *texts: str) -> TrajectoryGroup:
 
 
 async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
-    async def respawn(index: int, old: Any) -> Any:
-        ray.kill(old)
-        handle = spawn_worker(plugin_folder)
-        await answer(handle.ping.remote(), timeout_s=60, what=f"reward/{index} to start")
-        return handle
+    class Hosts:
+        async def start(self, index: int) -> Any:
+            return spawn_worker(plugin_folder)
+
+        async def stop(self, index: int, handle: Any) -> None:
+            ray.kill(handle)
+
+        async def release(self, index: int) -> None: ...
 
     workers = [spawn_worker(plugin_folder) for _ in range(2)]
     await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
     pool = RewardPool(
-        workers, respawn=respawn, timeout_s=120, max_in_flight=2, max_attempts=3, on_failure="exclude"
+        workers,
+        hosts=Hosts(),
+        restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
+        start_s=60,
+        alive_s=60,
+        timeout_s=120,
+        max_in_flight=2,
+        max_attempts=3,
+        on_failure="exclude",
     )
     texts = [(str(i), "hang" if i == 5 else str(i + 0.5)) for i in range(12)]
     references = [ray.put(group(i, *pair)) for i, pair in enumerate(texts)]
@@ -85,6 +97,8 @@ async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: st
     expected = [[2 * float(t) if t != "hang" else None for t in pair] for pair in texts]
     assert [[r and r.value for r in pair] for pair in rewards] == expected
     assert +pool.failures == {"worker_died": 1, "timed_out": 1}
+    async with asyncio.timeout(60):
+        while len(pool.workers) < 2:  # the one that replaces it may still start
+            await asyncio.sleep(0.1)
     assert pool.workers[0] is workers[0] and pool.workers[1] is not workers[1]
-    for handle in pool.workers:
-        await stop(handle, timeout_s=10, what="a reward worker")
+    await pool.close()

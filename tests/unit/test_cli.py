@@ -11,12 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
+from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
 from configs.load import load_config, load_resolved
 from configs.schema import RunConfig
-from deploy import doctor
+from deploy import doctor, leftovers, run_client
 from deploy.cli import app
 from deploy.doctor import Backend, Verdict
+from deploy.leftovers import Leftover, NotFreedError
 from deploy.machine import Machine
+from deploy.run_client import RunAddress
 
 GIB = 2**30
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
@@ -46,7 +49,20 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) 
     return runtime
 
 
-@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], ["show-config"], ["show-config", "data=bad"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["show-config"],
+        ["show-config", "data=bad"],
+        ["status", "--help"],
+        ["status", "no_such_run"],
+        ["scale", "--help"],
+        ["scale", "reward=2", "no_such_run"],
+        ["doctor", "--leftovers"],
+    ],
+)
 def test_light_commands_load_no_backend(command: list[str]) -> None:
     program = (
         "import json, sys\n"
@@ -200,3 +216,94 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "no_such_module" in result.stdout
     assert "-> install it" in result.stdout
+
+
+STATUS = RunStatus(
+    "digits", Progress(3, "update", 1.5), 10, None, (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),), 0, 1, 2.0
+)
+DIGITS = RunAddress("digits", "10.0.0.1:6379", "digits")
+
+
+class FakeRuns:
+    """Stands where the run's answers come from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: RoleOutcome) -> None:
+        self.found: list[tuple[str | None, Path | None, str | None]] = []
+        self.wanted: list[dict[str, int]] = []
+        self._outcomes = outcomes
+        monkeypatch.setattr(run_client, "find_run", self._find)
+        monkeypatch.setattr(run_client, "read_status", lambda run, timeout_s: STATUS)
+        monkeypatch.setattr(run_client, "scale", self._scale)
+
+    def _find(self, name: str | None, folder: Path | None, address: str | None) -> RunAddress:
+        self.found.append((name, folder, address))
+        return DIGITS
+
+    def _scale(self, run: RunAddress, wanted: dict[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
+        self.wanted.append(wanted)
+        return self._outcomes
+
+
+def test_status_shows_the_run_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["status", "digits", "--address", "10.0.0.1:6379"])
+    assert result.exit_code == 0
+    assert "digits, step 3 of 10" in result.stdout and "reward/0" in result.stdout
+    as_json = CliRunner().invoke(app, ["status", "--json", "--run", "some/run"])
+    assert json.loads(as_json.stdout)["progress"]["phase"] == "update"
+    assert runs.found == [("digits", None, "10.0.0.1:6379"), (None, Path("some/run"), None)]
+
+
+def test_status_of_a_run_that_is_over_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    result = CliRunner().invoke(app, ["status", "digits"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1 and "run digits is not going on" in result.stderr
+
+
+def test_scale_sends_every_role_and_says_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 8, ""))
+    result = CliRunner().invoke(app, ["scale", "rollout=4", "digits", "reward=8"])
+    assert result.exit_code == 0
+    assert runs.wanted == [{"rollout": 4, "reward": 8}] and runs.found == [("digits", None, None)]
+    assert "rollout=4 accepted" in result.stdout and "reward=8 accepted" in result.stdout
+
+
+def test_a_refused_role_is_told_why_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 800, "no room on [any] node"))
+    result = CliRunner().invoke(app, ["scale", "rollout=4", "reward=800"])
+    assert result.exit_code == 1
+    assert "reward=800 no room on [any] node" in result.stdout
+
+
+@pytest.mark.parametrize("words", [["digits"], ["reward=many"], ["reward=-1"], ["reward="], ["reward=2", "a", "b"]])
+def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["scale", "--", *words])
+    assert result.exit_code == 2 and runs.wanted == []
+    assert "mobula scale rollout=4 reward=8" in result.stderr
+
+
+def test_leftovers_are_listed_or_ended_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(timeout_s: float) -> None:
+        raise NotFreedError("it is stuck")
+
+    ended: list[str] = []
+    there = [
+        Leftover("process-1-2", "digits", "sleep 1000", lambda timeout_s: ended.append("process-1-2")),
+        Leftover("process-3-4", "sums", "python", stuck),
+    ]
+    monkeypatch.setattr(leftovers, "find_leftovers", lambda address: there)
+    listed = CliRunner().invoke(app, ["doctor", "--leftovers"])
+    assert listed.exit_code == 0 and ended == []
+    assert "process-1-2  run digits: sleep 1000" in listed.stdout and "process-3-4" in listed.stdout
+    freed = CliRunner().invoke(app, ["doctor", "--free", "process-1-2", "process-3-4"])
+    assert freed.exit_code == 1 and ended == ["process-1-2"]
+    assert "process-1-2: freed" in freed.stdout and "process-3-4: it is stuck" in freed.stdout
+    unknown = CliRunner().invoke(app, ["doctor", "--free", "process-9-9"])
+    assert unknown.exit_code == 2 and "process-9-9: no leftover has this id" in unknown.stderr
+    there.clear()
+    assert "left nothing" in CliRunner().invoke(app, ["doctor", "--leftovers"]).stdout

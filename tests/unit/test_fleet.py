@@ -70,6 +70,7 @@ class Yard:
 
     def __init__(self, prepare: Callable[[FakeEngine, int], None] = lambda engine, nth: None) -> None:
         self.made: dict[int, list[FakeEngine]] = {}
+        self.released: list[int] = []
         self._prepare = prepare
 
     async def spawn(self, index: int) -> FakeEngine:
@@ -78,6 +79,9 @@ class Yard:
         self._prepare(engine, len(made))
         made.append(engine)
         return engine
+
+    async def release(self, index: int) -> None:
+        self.released.append(index)
 
     def now(self, index: int) -> FakeEngine:
         return self.made[index][-1]
@@ -88,7 +92,7 @@ async def fleet_of(
     num: int, yard: Yard, *, health: HealthChecks = HEALTH, version: int = 3
 ) -> AsyncIterator[tuple[RolloutFleet, list[str]]]:
     losses: list[str] = []
-    fleet = RolloutFleet(yard.spawn, num, policy=POLICY, health=health, on_lost=losses.append)
+    fleet = RolloutFleet(yard.spawn, num, release=yard.release, policy=POLICY, health=health, on_lost=losses.append)
 
     async def admit(engine: FakeEngine) -> int:
         return version
@@ -211,7 +215,7 @@ async def test_an_engine_behind_the_published_version_is_not_sampled_from() -> N
 async def test_a_joiner_takes_the_version_that_was_published_while_it_joined() -> None:
     yard, given = Yard(), [3, 4]
     losses: list[str] = []
-    fleet = RolloutFleet(yard.spawn, 1, policy=POLICY, health=HEALTH, on_lost=losses.append)
+    fleet = RolloutFleet(yard.spawn, 1, release=yard.release, policy=POLICY, health=HEALTH, on_lost=losses.append)
 
     async def admit(engine: FakeEngine) -> int:
         fleet.published(4)
@@ -284,6 +288,7 @@ async def test_scaling_down_drains_and_loses_nothing() -> None:
         assert len(await asyncio.gather(*calls)) == 6
         await until(lambda: states(fleet) == [WorkerState.SERVING])
         assert not yard.now(1).is_open and not yard.now(2).is_open
+        assert sorted(yard.released) == [1, 2]
         assert losses == []
 
 
@@ -307,7 +312,8 @@ async def test_an_engine_that_cannot_be_started_in_the_first_place_ends_the_star
     def broken(engine: FakeEngine, nth: int) -> None:
         engine.start_error = ValueError("no such model")
 
-    fleet = RolloutFleet(Yard(broken).spawn, 1, policy=POLICY, health=HEALTH, on_lost=lambda kind: None)
+    yard = Yard(broken)
+    fleet = RolloutFleet(yard.spawn, 1, release=yard.release, policy=POLICY, health=HEALTH, on_lost=lambda kind: None)
     with pytest.raises(ValueError, match="no such model"):
         await fleet.start()
 

@@ -19,6 +19,7 @@ from cluster.metrics.records import EvaluationRecord, StepRecord
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.summary import Summary, read_summary, summarize, write_summary
 from cluster.roles import ReplayStats, UpdateReport
+from cluster.status import Progress
 from cluster.trajectory import FinishReason
 
 ISSUE_KEYS = (
@@ -67,6 +68,30 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
     assert record.values[MetricName.UNIFORM_FRACTION] == 0.5
     assert record.values[MetricName.QUEUE_READY] == 3
     assert record.values["ratio_max"] == 1.5  # what only the learner knows is kept
+
+
+def test_the_hub_knows_the_phase_that_runs_and_for_how_long() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    clock.pass_s(30.0)
+    assert metrics.progress() == Progress(0, "starting", 30.0)
+    with metrics.step(1) as scope:
+        with scope.timed("wait_for_rollouts"):
+            clock.pass_s(1.0)
+            assert metrics.progress() == Progress(1, "wait_for_rollouts", 1.0)
+        clock.pass_s(0.5)
+        assert metrics.progress() == Progress(1, "other", 0.5)
+        scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
+    clock.pass_s(2.0)
+    assert metrics.progress() == Progress(1, "ending", 2.0)
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    with pytest.raises(KeyError), metrics.step(1) as scope, scope.timed("update"):
+        raise KeyError
+    assert metrics.progress().phase == "ending"
 
 
 def test_tokens_are_those_generated_even_if_the_learner_counts_otherwise() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from crews import AT_ONCE, FakeHosts, settle
 from fakes import make_scored
 from handles import LocalHandle, never
 
-from actors.reference_pool import NullReference, ReferencePool
-from cluster.errors import DeadlineError
+from actors.reference_pool import DIED, HUNG, NullReference, ReferencePool
+from cluster.errors import DeadlineError, ScoringError, WorkerDiedError
 from cluster.trajectory import ScoredGroup
 
 FOLDER = Path("run/reference")
@@ -42,8 +45,25 @@ def expected(group: ScoredGroup) -> list[np.ndarray]:
     return [np.full(trajectory.num_steps, value) for trajectory in group.group.trajectories]
 
 
-def pool(scorers: Sequence[object], timeout_s: float = 5) -> ReferencePool:
-    return ReferencePool([LocalHandle(scorer) for scorer in scorers], FOLDER, timeout_s=timeout_s)
+def no_scorer(index: int) -> Any:
+    raise AssertionError(f"scorer {index} was replaced")
+
+
+def pool(
+    scorers: Sequence[object],
+    timeout_s: float = 5,
+    max_attempts: int = 1,
+    start: Callable[[int], Any] = no_scorer,
+) -> ReferencePool:
+    return ReferencePool(
+        [LocalHandle(scorer) for scorer in scorers],
+        FOLDER,
+        hosts=FakeHosts(lambda index: LocalHandle(start(index)), booked=len(scorers)),
+        restarts=AT_ONCE,
+        alive_s=5,
+        timeout_s=timeout_s,
+        max_attempts=max_attempts,
+    )
 
 
 @pytest.mark.parametrize("num_scorers", [1, 2, 3])
@@ -85,6 +105,103 @@ async def test_a_scorer_that_cannot_load_is_named() -> None:
 
     with pytest.raises(DeadlineError, match="reference/0 to load run/reference"):
         await pool([Silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
+
+
+class Dying(FakeScorer):
+    """Its process ends whenever it is asked."""
+
+    def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
+        raise WorkerDiedError("its process ended")
+
+
+class Newcomers:
+    """Scorers that are made while the run goes on."""
+
+    def __init__(self) -> None:
+        self.scorers: list[FakeScorer] = []
+
+    def start(self, index: int) -> FakeScorer:
+        self.scorers.append(FakeScorer())
+        return self.scorers[-1]
+
+
+async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() -> None:
+    newcomers, healthy = Newcomers(), FakeScorer()
+    reference = pool([Dying(), healthy], start=newcomers.start, max_attempts=2)
+    groups = [make_scored(f"0/{n}/s{n}") for n in range(5)]
+    scored = await reference.score(groups)
+    assert [group.summary.group_id for group in scored] == [group.summary.group_id for group in groups]
+    for group in scored:
+        for ours, theirs in zip(await group.reference_logprobs.future(), expected(group), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert reference.losses == {DIED: 1, HUNG: 0}
+    await settle()
+    assert [worker.num_restarts for worker in reference.status()] == [1, 0]
+    assert newcomers.scorers[0].loaded == [FOLDER], "it has the frozen policy before it is given work"
+
+
+async def test_groups_that_kill_every_scorer_end_in_an_error_not_in_a_loop() -> None:
+    reference = pool([Dying()], start=lambda index: Dying(), max_attempts=3)
+    with pytest.raises(WorkerDiedError, match="its process ended"):
+        await reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")])
+    assert reference.losses[DIED] == 3
+
+
+async def test_a_scorer_that_cannot_get_at_its_groups_is_not_replaced() -> None:
+    class Starved(FakeScorer):
+        def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
+            raise ScoringError("waited 60 s for trajectory groups")
+
+    reference = pool([Starved()], max_attempts=3)
+    with pytest.raises(ScoringError, match="trajectory groups"):
+        await reference.score([make_scored("0/0/s0")])
+    assert reference.losses == {DIED: 0, HUNG: 0}
+
+
+async def test_the_shares_follow_the_number_of_scorers() -> None:
+    newcomers, first = Newcomers(), FakeScorer()
+    reference = pool([first], start=newcomers.start)
+    groups = [make_scored(f"0/{n}/s{n}") for n in range(4)]
+    await reference.score(groups)
+    await reference.scale(2)
+    await settle()
+    assert newcomers.scorers[0].loaded == [FOLDER]
+    await reference.score(groups)
+    await reference.scale(1)
+    await settle()
+    await reference.score(groups)
+    assert [len(share) for share in first.scored] == [4, 2, 4]
+    assert [len(share) for share in newcomers.scorers[0].scored] == [2]
+    assert newcomers.scorers[0].loaded == [FOLDER]
+
+
+async def test_a_scorer_that_joins_before_there_is_a_frozen_policy_loads_it_when_it_is_asked() -> None:
+    newcomers = Newcomers()
+    reference = pool([FakeScorer()], start=newcomers.start)
+    await reference.scale(2)
+    await settle()
+    assert newcomers.scorers[0].loaded == []
+    await reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")])
+    assert (newcomers.scorers[0].loaded, len(newcomers.scorers[0].scored)) == ([FOLDER], 1)
+
+
+async def test_a_scorer_that_is_scaled_away_finishes_its_share() -> None:
+    release = asyncio.Event()
+
+    class Slow(FakeScorer):
+        async def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
+            await release.wait()
+            return expected(group)
+
+    reference = pool([Slow(), Slow()])
+    step = asyncio.create_task(reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")]))
+    await settle()
+    await reference.scale(1)
+    release.set()
+    assert len(await step) == 2
+    await settle()
+    assert [worker.name for worker in reference.status()] == ["reference/0"]
+    assert reference.losses == {DIED: 0, HUNG: 0}
 
 
 async def test_without_a_reference_groups_pass_as_they_are() -> None:

@@ -89,5 +89,6 @@ async def test_stats_count_what_is_held_and_why_groups_were_rejected() -> None:
     await replay.reject("y", "uniform")
     stats = await replay.stats()
     assert (stats.num_ready, stats.num_taken, stats.oldest_age_s) == (1, 1, 3.0)
+    assert stats.oldest_id == "a"
     assert stats.num_bytes == 2 * group.summary.num_bytes
     assert stats.num_rejected == {"uniform": 2}

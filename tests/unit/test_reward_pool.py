@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from crews import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
 
 from cluster.errors import RewardError
@@ -27,6 +28,15 @@ class FakeCall:
         return self._future
 
 
+class FakePing:
+    """`handle.ping`: answers at once."""
+
+    def remote(self) -> FakeCall:
+        future: Future[Any] = Future()
+        future.set_result(True)
+        return FakeCall(future)
+
+
 class FakeWorker:
     """A handle whose `score` answers when told to, or at once with `reply(group)`."""
 
@@ -34,6 +44,7 @@ class FakeWorker:
         self.calls: list[tuple[Any, Future[Any]]] = []
         self._reply = reply
         self.score = self
+        self.ping = FakePing()
 
     def remote(self, groups: list[Any]) -> FakeCall:
         future: Future[Any] = Future()
@@ -58,24 +69,22 @@ def dead(_: Any) -> Exception:
     return ActorDiedError()
 
 
-async def no_respawn(index: int, handle: Any) -> Any:
+def no_worker(index: int) -> Any:
     raise AssertionError(f"worker {index} was replaced")
 
 
-def make_pool(workers: list[FakeWorker], **changes: Any) -> RewardPool:
+def make_pool(workers: list[FakeWorker], *, start: Callable[[int], Any] = no_worker, **changes: Any) -> RewardPool:
     settings = {
-        "respawn": no_respawn,
+        "hosts": FakeHosts(start, booked=len(workers)),
+        "restarts": AT_ONCE,
+        "start_s": 5.0,
+        "alive_s": 5.0,
         "timeout_s": 5.0,
         "max_in_flight": 1,
         "max_attempts": 3,
         "on_failure": "exclude",
     }
     return RewardPool(workers, **{**settings, **changes})
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def test_groups_go_to_the_least_loaded_worker_and_wait_beyond_the_bound() -> None:
@@ -93,62 +102,70 @@ async def test_groups_go_to_the_least_loaded_worker_and_wait_beyond_the_bound() 
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2, 3, 4, 5]
 
 
-async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored() -> None:
-    respawned = []
-
-    async def respawn(index: int, handle: Any) -> FakeWorker:
-        respawned.append((index, handle))
-        await asyncio.sleep(0.05)
-        return FakeWorker(scored)
-
+async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored_by_another() -> None:
     doomed, healthy = FakeWorker(), FakeWorker(scored)
-    pool = make_pool([doomed, healthy], respawn=respawn, max_in_flight=4)
+    hosts = FakeHosts(lambda index: FakeWorker(scored), booked=2)
+    pool = make_pool([doomed, healthy], hosts=hosts, max_in_flight=4)
     tasks = [asyncio.create_task(pool.score(i)) for i in range(8)]
     await settle()
     for _, future in doomed.calls:
         future.set_exception(ActorDiedError())
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == list(range(8))
-    assert respawned == [(0, doomed)]
+    await settle()
+    assert hosts.stopped == [(0, doomed)]
     assert doomed not in pool.workers and pool.workers[1] is healthy
     assert +pool.failures == {FailureKind.WORKER_DIED: 1}
 
 
 async def test_a_worker_that_does_not_answer_is_replaced() -> None:
-    async def respawn(index: int, handle: Any) -> FakeWorker:
-        return FakeWorker(scored)
-
-    pool = make_pool([FakeWorker()], respawn=respawn, timeout_s=0.05)
+    pool = make_pool([FakeWorker()], start=lambda index: FakeWorker(scored), timeout_s=0.05)
     assert (await pool.score(3))[0].value == 3.0
     assert +pool.failures == {FailureKind.WORKER_HUNG: 1}
 
 
 async def test_a_group_that_kills_every_worker_ends_in_an_error_not_in_a_loop() -> None:
-    async def respawn(index: int, handle: Any) -> FakeWorker:
-        return FakeWorker(dead)
-
-    pool = make_pool([FakeWorker(dead)], respawn=respawn, max_attempts=3)
+    pool = make_pool([FakeWorker(dead)], start=lambda index: FakeWorker(dead), max_attempts=3)
     with pytest.raises(RewardError, match="3 reward workers were lost"):
         await pool.score(0)
     assert pool.failures[FailureKind.WORKER_DIED] == 3
 
 
-async def test_a_failed_or_cancelled_replacement_is_tried_again_by_the_next_group() -> None:
-    async def stuck(index: int, handle: Any) -> FakeWorker:
-        await asyncio.sleep(1000)
-        raise AssertionError
+async def test_a_worker_that_cannot_start_is_counted_and_tried_again() -> None:
+    starts = iter([RuntimeError("no memory"), FakeWorker(scored)])
 
-    pool = make_pool([FakeWorker(dead)], respawn=stuck)
-    task = asyncio.create_task(pool.score(0))
-    await settle()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    def start(index: int) -> FakeWorker:
+        worker = next(starts)
+        if isinstance(worker, Exception):
+            raise worker
+        return worker
 
-    async def respawn(index: int, handle: Any) -> FakeWorker:
-        return FakeWorker(scored)
-
-    pool._respawn = respawn
+    pool = make_pool([FakeWorker(dead)], start=start)
     assert (await pool.score(1))[0].value == 1.0
+    assert pool.failures[FailureKind.WORKER_DIED] == 2
+
+
+async def test_the_pool_grows_and_shrinks_while_it_scores() -> None:
+    newcomers: list[FakeWorker] = []
+
+    def start(index: int) -> FakeWorker:
+        newcomers.append(FakeWorker())
+        return newcomers[-1]
+
+    first = FakeWorker()
+    pool = make_pool([first], start=start)
+    tasks = [asyncio.create_task(pool.score(i)) for i in range(3)]
+    await settle()
+    await pool.scale(2)
+    await settle()
+    assert [call[0] for call in newcomers[0].calls] == [1]
+    await pool.scale(1)
+    first.finish(0)
+    await settle()
+    assert [call[0] for call in first.calls] == [0, 2], "who leaves takes nothing new"
+    newcomers[0].finish(0), first.finish(1)
+    assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2]
+    await settle()
+    assert [worker.name for worker in pool.status()] == ["reward/0"]
 
 
 def half_failed(_: Any) -> GroupScore:

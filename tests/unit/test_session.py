@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,23 @@ import pytest
 from cluster.placement import NodeResources
 from configs.load import load_config
 from deploy import session
-from deploy.session import expected_nodes, ray_session
+from deploy.session import expected_nodes, ray_session, run_record
 
 NODE = NodeResources("node", num_cpus=2, num_gpus=0)
+
+
+class FakeContext:
+    """What a connected process knows of its cluster."""
+
+    gcs_address = "127.0.0.1:6379"
+    namespace = "mine"
+    session_name = "session_of_somebody_1"
+
+    def get_temp_dir(self) -> str:
+        return "/tmp/ray"
+
+    def get_session_name(self) -> str:
+        return self.session_name
 
 
 class FakeRay:
@@ -27,6 +43,10 @@ class FakeRay:
 
     def init(self, **options: Any) -> None:
         self.events.append(("init", options))
+        self.run_at_init = os.environ.get("MOBULA_RUN")
+
+    def get_runtime_context(self) -> FakeContext:
+        return FakeContext()
 
     def shutdown(self) -> None:
         self.events.append(("shutdown", {}))
@@ -95,3 +115,23 @@ def test_only_the_cluster_that_would_be_started_here_can_be_planned_beforehand(m
     monkeypatch.delenv("RAY_ADDRESS")
     with_ray(monkeypatch, is_initialized=True)
     assert expected_nodes(load_config([])) is None
+
+
+def test_everything_that_ray_starts_carries_the_mark_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    with ray_session(load_config(["name=mine"])) as found:
+        assert ray.run_at_init == found.mark.run_id and found.mark.run_id.startswith("mine/")
+    assert "MOBULA_RUN" not in os.environ
+
+
+def test_the_record_says_where_the_cluster_is_and_whose_session_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    config = load_config(["name=mine", "folder=some/runs"])
+    with ray_session(config) as found:
+        joined = run_record(config, found)
+        monkeypatch.setattr(FakeContext, "session_name", f"session_of_us_{os.getpid()}")
+        private = run_record(config, found)
+    assert (joined.run, joined.address, joined.namespace) == ("mine", "127.0.0.1:6379", "mine")
+    assert joined.run_folder == Path.cwd() / "some/runs/mine" and joined.mark == found.mark
+    assert joined.session_folder is None, "a cluster that others started is not ours to clean up"
+    assert private.session_folder == Path(f"/tmp/ray/session_of_us_{os.getpid()}")

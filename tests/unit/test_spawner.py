@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import PlacementError
 from cluster.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from cluster.placement_groups import Booking
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy import spawner
+from deploy.processes import ProcessId
+from deploy.run_record import RunMark
 from deploy.session import Session
 from deploy.spawner import Spawner, engine_environment
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
+MARK = RunMark("digits/1", ProcessId("here", 1, 2))
 
 
 class Role:
@@ -34,7 +38,7 @@ def started(
     monkeypatch.setattr(spawner, "spawn", lambda role, *args, **options: asked.update(role=role, args=args, **options))
     placed = plan(config)
     bookings = {worker.name: Booking(group=worker.name, bundle_index=0) for worker in placed.workers}
-    Spawner(config, Session(NODES, is_local), placed, bookings).start(
+    Spawner(config, Session(NODES, is_local, MARK), placed, bookings).start(
         Role, 1, 2, worker=placed.of_role("rollout")[1], env=env, max_concurrency=9, option=3
     )
     return asked
@@ -50,7 +54,7 @@ def test_a_worker_starts_in_its_own_booking_with_its_arguments(monkeypatch: pyte
 def test_workers_of_a_role_are_those_of_the_plan() -> None:
     config = load_config([])
     placed = plan(config)
-    assert Spawner(config, Session(NODES, True), placed, {}).workers("learner") == placed.of_role("learner")
+    assert Spawner(config, Session(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role("learner")
 
 
 def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +77,80 @@ def test_nothing_is_reported_to_anybody_and_a_local_model_needs_no_hub(
 def test_what_a_worker_needs_itself_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     env = started(monkeypatch, load_config([]), env={"VLLM_LOGGING_LEVEL": "DEBUG"})["env"]
     assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_every_worker_carries_the_mark_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = started(monkeypatch, load_config([]))["env"]
+    assert (env["MOBULA_RUN"], env["MOBULA_DRIVER"]) == ("digits/1", "here/1/2")
+
+
+class FakeGroups:
+    """Stands where placement groups do: one node with `num_cpus`, of which workers that join book a part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_cpus: float) -> None:
+        self.booked: list[str] = []
+        self.removed: list[str] = []
+        self.requests: list[list[dict[str, float]]] = []
+        self._num_cpus = num_cpus
+        monkeypatch.setattr(spawner, "book_one_more", self._book)
+        monkeypatch.setattr(spawner, "remove_placement_groups", lambda bookings: self.removed.extend(bookings))
+        monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("here", num_cpus, 0),))
+        monkeypatch.setattr(spawner.Autoscaler, "ask", lambda autoscaler, bundles: self._ask(bundles))
+
+    def _book(self, bundle: dict[str, float], *, name: str, timeout_s: float) -> tuple[Booking, NodeResources]:
+        self.booked.append(name)
+        return Booking(name, 0), NodeResources("here", self._num_cpus, 0)
+
+    def _ask(self, bundles: list[dict[str, float]]) -> str:
+        self.requests.append(bundles)
+        return "The autoscaler has been asked"
+
+
+def scaled(config: RunConfig) -> Spawner:
+    placed = plan(config)
+    return Spawner(config, Session(NODES, True, MARK), placed, {w.name: Booking(w.name, 0) for w in placed.workers})
+
+
+def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    joining = scaled(config)
+    assert joining.book("rollout", 1) == plan(config).of_role("rollout")[1]
+    third = joining.book("rollout", 2)
+    assert (third.name, third.cores, groups.booked) == ("rollout/2", (2,), ["digits/rollout/2"])
+    assert joining.book("rollout", 2) is third and len(groups.booked) == 1
+    joining.release("rollout", 2)
+    joining.release("rollout", 2)
+    assert groups.removed == ["rollout/2"]
+
+
+def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = FakeGroups(monkeypatch, 0)
+    joining = scaled(load_config([]))
+    with pytest.raises(PlacementError, match="resources.rollout.num_threads"):
+        joining.book("rollout", 2)
+    assert groups.removed == ["rollout/2"]
+
+
+def test_without_room_the_autoscaler_is_asked_for_what_the_run_holds_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, config = FakeGroups(monkeypatch, 0.15), load_config([])
+    joining = scaled(config)
+    joining.check_room("reward", 1)
+    assert groups.requests == []
+    with pytest.raises(PlacementError, match="2 more reward workers .* 1 would: .* The autoscaler has been asked"):
+        joining.check_room("reward", 2)
+    [asked] = groups.requests
+    assert len(asked) == len(plan(config).workers) + 2
+    assert asked[-2:] == [{"CPU": 0.1}] * 2
+
+
+def test_closing_gives_every_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config([])
+    joining = scaled(config)
+    joining.book("reward", 1)
+    joining.close()
+    assert sorted(groups.removed) == sorted([*(w.name for w in plan(config).workers), "reward/1"])
 
 
 def worker(*cores: int) -> PlacedWorker:

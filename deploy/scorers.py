@@ -1,0 +1,91 @@
+"""The roles that judge what was sampled: reward workers and reference scorers, as pools whose workers come and go."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.reference_pool import NullReference, ReferencePool
+from actors.reference_scorer import ReferenceScorer
+from cluster.placement import PlacedWorker
+from cluster.restarts import RestartPolicy
+from configs.schema import RunConfig
+from deploy.scaling import RoleHosts
+from deploy.spawner import Spawner
+from rewards.pool import RewardPool
+from rewards.worker import RewardWorker
+
+REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
+REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
+
+
+def reference_folder(config: RunConfig) -> Path:
+    """Where the frozen policy of a run lies, in the Hugging Face layout."""
+    return config.run_folder / REFERENCE_FOLDER
+
+
+def restart_policy(config: RunConfig) -> RestartPolicy:
+    """How often one worker of any role is started again."""
+    supervision = config.supervision
+    return RestartPolicy(
+        max_restarts=supervision.max_restarts,
+        window_s=supervision.restart_window_s,
+        backoff_s=supervision.backoff_s,
+        max_backoff_s=supervision.max_backoff_s,
+    )
+
+
+def reward_pool(config: RunConfig, spawner: Spawner) -> RewardPool:
+    """Start the reward workers; they build themselves in the background."""
+    start, timeouts = partial(_start_reward, config, spawner), config.timeouts
+    return RewardPool(
+        [start(worker) for worker in spawner.workers("reward")],
+        hosts=RoleHosts(spawner, "reward", start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        start_s=timeouts.start_s,
+        alive_s=_alive_s(config),
+        timeout_s=timeouts.start_s + REWARD_GROUPS_IN_FLIGHT * timeouts.reward_s,
+        max_in_flight=REWARD_GROUPS_IN_FLIGHT,
+        max_attempts=config.max_rollout_retries + 1,
+        on_failure=config.rewards.on_failure,
+    )
+
+
+def reference_pool(config: RunConfig, spawner: Spawner, banned: tuple[int, ...]) -> ReferencePool | NullReference:
+    """Start the reference scorers, which never sample a `banned` id; the null object if the run needs none."""
+    start, timeouts = partial(_start_scorer, config, spawner, banned), config.timeouts
+    scorers = [start(worker) for worker in spawner.workers("reference")]
+    if not scorers:
+        return NullReference()
+    return ReferencePool(
+        scorers,
+        reference_folder(config),
+        hosts=RoleHosts(spawner, "reference", start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        alive_s=_alive_s(config),
+        timeout_s=timeouts.reference_s,
+        max_attempts=config.max_rollout_retries + 1,
+    )
+
+
+def _start_reward(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> Any:
+    timeouts = config.timeouts
+    return spawner.start(
+        RewardWorker,
+        config.rewards.components,
+        object_timeout_s=timeouts.object_s,
+        start_timeout_s=timeouts.start_s,
+        function_timeout_s=timeouts.reward_s / 4,
+        group_timeout_s=timeouts.reward_s,
+        worker=worker,
+    )
+
+
+def _start_scorer(config: RunConfig, spawner: Spawner, banned: tuple[int, ...], worker: PlacedWorker) -> Any:
+    return spawner.start(ReferenceScorer, config, banned, worker=worker)
+
+
+def _alive_s(config: RunConfig) -> float:
+    """Less than the supervisor gives the whole pool, so that it is the pool that replaces a silent worker."""
+    return config.supervision.sign_timeout_s / 2

@@ -1,0 +1,227 @@
+"""A run's control panel and its scaling on a real cluster: reward workers come and go under load, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from cluster.actions import TokenActions
+from cluster.control import CONTROL, ControlLoop
+from cluster.errors import RunOverError
+from cluster.placement import plan_placement
+from cluster.placement_groups import cluster_nodes, create_placement_groups
+from cluster.ray_group import spawn_named
+from cluster.roles import ReplayStats
+from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.run_client import RunAddress, find_run, read_status, scale
+from deploy.run_record import RECORD_FILE, marking, recorded
+from deploy.scaling import control_loop
+from deploy.scorers import reward_pool
+from deploy.session import Session, run_record
+from deploy.spawner import Spawner
+from rewards.pool import RewardPool
+
+PLUGIN = '''
+import time
+
+def score(request, **options):
+    time.sleep(0.02)
+    return float(request.response.text)
+'''
+ASK_S = 60.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """One reward worker, on a tenth of a core."""
+    (tmp_path / "scaling_plugin.py").write_text(PLUGIN)
+    return load_config(
+        [
+            "name=scaled",
+            f"folder={tmp_path}",
+            "rewards.components.0.function=scaling_plugin:score",
+            "timeouts.start_s=120",
+        ]
+    )
+
+
+class Parts:
+    """What a run has of scalable roles: here the reward pool alone."""
+
+    def __init__(self, config: RunConfig, namespace: str, session: Session, spawner: Spawner) -> None:
+        self.config = config
+        self.session = session
+        self.spawner = spawner
+        self.rewards: RewardPool = reward_pool(config, spawner)
+        self.address = RunAddress("scaled", run_record(config, session).address, namespace)
+        self.losses: list[str] = []
+
+    def control(self) -> ControlLoop:
+        return control_loop(self.config, self.spawner, {"reward": self.rewards}, FakeReplay(), FakeMetrics(self.losses))
+
+    async def status(self) -> RunStatus:
+        return await asyncio.to_thread(read_status, self.address, ASK_S)
+
+    async def scale(self, **wanted: int) -> tuple[RoleOutcome, ...]:
+        return await asyncio.to_thread(scale, self.address, wanted, ASK_S)
+
+
+class FakeReplay:
+    async def stats(self) -> ReplayStats:
+        return ReplayStats(1, 2, 3, 0.5, {"uniform": 4}, "0/7/s7")
+
+
+class FakeMetrics:
+    def __init__(self, losses: list[str]) -> None:
+        self._losses = losses
+
+    def progress(self) -> Progress:
+        return Progress(3, "update", 1.0)
+
+    def count(self, name: str, reason: str) -> None:
+        self._losses.append(reason)
+
+
+@asynccontextmanager
+async def parts(config: RunConfig, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
+    with marking(config.name) as mark:
+        session = Session(cluster_nodes(), True, mark)
+        plan = plan_placement(config.resources, session.nodes, ("reward",))
+        bookings = await asyncio.to_thread(create_placement_groups, plan, run_name=config.name, timeout_s=60)
+        spawner = Spawner(config, session, plan, bookings)
+        monkeypatch.setattr(spawner, "_env", {**spawner._env, "PYTHONPATH": str(config.folder)})
+        found = Parts(config, namespace, session, spawner)
+        try:
+            yield found
+        finally:
+            await found.rewards.close()
+            await asyncio.to_thread(spawner.close)
+
+
+def group(index: int) -> TrajectoryGroup:
+    prompt = Prompt(f"0/{index}", str(index), "?", np.zeros(1, np.int32), np.zeros(1, np.int32))
+    trajectory = Trajectory(
+        trajectory_id=f"0/{index}#0",
+        actions=TokenActions(np.zeros(1, np.int32)),
+        behavior_logprobs=np.zeros(1, np.float32),
+        action_mask=np.ones(1, bool),
+        weight_spans=(WeightSpan(0, 0, 1),),
+        finish_reason=FinishReason.STOP,
+        response=Response(str(index), num_tokens=1, is_truncated=False),
+    )
+    return TrajectoryGroup(prompt, (trajectory,))
+
+
+class Load:
+    """Groups in flight until it is stopped; `scored` holds index -> value of those that came back."""
+
+    def __init__(self, rewards: RewardPool, num_at_a_time: int) -> None:
+        self.scored: dict[int, float] = {}
+        self._indices = count()
+        self._is_over = False
+        self._tasks = [asyncio.create_task(self._send(rewards)) for _ in range(num_at_a_time)]
+
+    async def stop(self) -> int:
+        """How many were sent; all of them are back."""
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+        return next(self._indices)
+
+    async def _send(self, rewards: RewardPool) -> None:
+        while not self._is_over:
+            index = next(self._indices)
+            (reward,) = await rewards.score(ray.put(group(index)))
+            assert index not in self.scored
+            self.scored[index] = reward.value
+
+
+async def until(condition: Callable[[], Any], deadline_s: float = 90) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def states(workers: tuple[WorkerStatus, ...] | list[WorkerStatus]) -> dict[str, WorkerState]:
+    return {worker.name: worker.state for worker in workers}
+
+
+async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_once(
+    local_ray: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with parts(config, local_ray, monkeypatch) as run, run.control().running():
+        load = Load(run.rewards, num_at_a_time=24)
+        await until(lambda: load.scored)
+        assert await run.scale(reward=3) == (RoleOutcome("reward", 3, ""),)
+        await until(lambda: list(states(run.rewards.status()).values()) == [WorkerState.SERVING] * 3)
+        await until(lambda: all(worker.num_in_flight for worker in run.rewards.status()))
+        assert states((await run.status()).workers) == {f"reward/{i}": WorkerState.SERVING for i in range(3)}
+        ray.kill(run.rewards.workers[2])
+        await until(lambda: run.rewards.failures["worker_died"])
+        assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)
+        await until(lambda: list(states(run.rewards.status())) == ["reward/0"])
+        num_sent = await load.stop()
+
+        assert load.scored == {index: float(index) for index in range(num_sent)}
+        assert +run.rewards.failures == {"worker_died": 1}
+        await until(lambda: _num_groups_of("scaled/reward") == 1)
+    assert run.losses == []
+    await until(lambda: _num_groups_of("scaled/reward") == 0)
+
+
+async def test_what_does_not_fit_is_refused_with_what_is_free(
+    local_ray: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with parts(config, local_ray, monkeypatch) as run, run.control().running():
+        (refused, unknown) = await run.scale(reward=400, learner=3)
+    assert "399 more reward workers with 0.1 CPUs and 0 GPUs each do not fit" in refused.refusal
+    assert "CPUs and 0 GPUs free" in refused.refusal
+    assert "no autoscaler" in refused.refusal
+    assert "no role learner" in unknown.refusal
+
+
+async def test_the_status_is_found_by_the_run_folder_and_survives_the_death_of_the_panel(
+    local_ray: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.run_folder.mkdir()
+    async with parts(config, local_ray, monkeypatch) as run:
+        with recorded(run_record(config, run.session)):
+            async with run.control().running():
+                first = await asyncio.to_thread(read_status, find_run(None, config.run_folder, None), ASK_S)
+                assert (first.run, first.progress.phase, first.total_steps) == ("scaled", "update", config.num_steps)
+                assert first.replay == await FakeReplay().stats()
+                ray.kill(ray.get_actor(CONTROL))
+                await until(lambda: run.losses)
+                second = await run.status()
+            assert second.num_panels_lost >= 1 and second.posted_at > first.posted_at
+            started = time.monotonic()
+            with pytest.raises(RunOverError, match="run scaled is over: the cluster at .* has no run of this name"):
+                await run.status()
+            assert time.monotonic() - started < ASK_S
+        assert not (config.run_folder / RECORD_FILE).exists()
+
+
+def test_a_named_actor_is_one_of_its_name(local_ray: str) -> None:
+    class Empty:
+        pass
+
+    first = spawn_named(Empty, name="only", env={})
+    with pytest.raises(ValueError, match="already taken"):
+        spawn_named(Empty, name="only", env={})
+    ray.kill(first)
+
+
+def _num_groups_of(prefix: str) -> int:
+    table = ray.util.placement_group_table()
+    return sum(row["name"].startswith(prefix) and row["state"] == "CREATED" for row in table.values())

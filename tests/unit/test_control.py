@@ -1,0 +1,223 @@
+"""The driver tells the panel how the run stands, applies what was asked for, and outlives the panel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from handles import LocalHandle, never
+
+from cluster.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
+from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from cluster.roles import ReplayStats
+from cluster.status import Progress, RoleOutcome, ScaleRequest, WorkerState, WorkerStatus
+
+REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
+
+
+class FakeRole:
+    """Accepts any number, or raises."""
+
+    def __init__(self, name: str, num_workers: int, error: Exception | None = None) -> None:
+        self.name = name
+        self.num_workers = num_workers
+        self.error = error
+
+    def status(self) -> list[WorkerStatus]:
+        return [WorkerStatus(f"{self.name}/{i}", WorkerState.SERVING, 7, 1, 0) for i in range(self.num_workers)]
+
+    async def scale(self, num_workers: int) -> None:
+        if self.error is not None:
+            raise self.error
+        self.num_workers = num_workers
+
+
+class Desk:
+    """Makes panels, and remembers what became of them."""
+
+    def __init__(self, make: Callable[[], Any] = ControlPanel) -> None:
+        self.panels: list[Any] = []
+        self.ended: list[Any] = []
+        self.losses: list[str] = []
+        self._make = make
+
+    def spawn(self) -> LocalHandle:
+        self.panels.append(self._make())
+        return LocalHandle(self.panels[-1])
+
+    async def end(self, panel: LocalHandle) -> None:
+        self.ended.append(panel)
+
+
+async def stats() -> ReplayStats:
+    return REPLAY
+
+
+def control(desk: Desk, *roles: FakeRole, **changes: Any) -> ControlLoop:
+    settings = {
+        "spawn_panel": desk.spawn,
+        "end_panel": desk.end,
+        "progress": lambda: Progress(step=4, phase="update", seconds=1.5),
+        "replay": stats,
+        "roles": {role.name: role for role in roles},
+        "on_panel_lost": desk.losses.append,
+        "interval_s": 0.001,
+        "deadline_s": 0.2,
+        "scale_s": 0.2,
+    }
+    return ControlLoop("digits", 100, **{**settings, **changes})
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """The first true value of `condition`."""
+    async with asyncio.timeout(5):
+        while not (found := condition()):
+            await asyncio.sleep(0.001)
+    return found
+
+
+async def outcome(desk: Desk, loop: ControlLoop, **wanted: int) -> tuple[RoleOutcome, ...]:
+    """What becomes of one request."""
+    async with loop.running():
+        panel = await until(lambda: desk.panels and desk.panels[-1])
+        panel.ask(ScaleRequest("a", wanted))
+        return await until(lambda: panel.outcome("a"))
+
+
+async def test_the_newest_status_names_phase_queue_and_workers() -> None:
+    desk = Desk()
+    async with control(desk, FakeRole("reward", 2), FakeRole("reference", 1)).running():
+        status = await until(lambda: desk.panels and desk.panels[0].status())
+    assert (status.run, status.total_steps, status.progress) == ("digits", 100, Progress(4, "update", 1.5))
+    assert status.replay == REPLAY
+    assert [worker.name for worker in status.workers] == ["reward/0", "reward/1", "reference/0"]
+    assert status.num_panels_lost == 0 and status.driver_pid > 0
+
+
+async def test_a_request_is_applied_role_by_role_and_seen_in_the_status() -> None:
+    desk, reward, reference = Desk(), FakeRole("reward", 1), FakeRole("reference", 1)
+    loop = control(desk, reward, reference)
+    assert await outcome(desk, loop, reward=8, reference=2) == (
+        RoleOutcome("reward", 8, ""),
+        RoleOutcome("reference", 2, ""),
+    )
+    assert (reward.num_workers, reference.num_workers) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("reward=0: at least one"), "reward=0: at least one"),
+        (PlacementError("2 more reward workers do not fit"), "2 more reward workers do not fit"),
+        (KeyError("bug"), "KeyError: 'bug'; run.log has the traceback"),
+    ],
+)
+async def test_what_a_role_refuses_is_told_and_the_run_goes_on(error: Exception, said: str) -> None:
+    desk = Desk()
+    (refused,) = await outcome(desk, control(desk, FakeRole("reward", 1, error)), reward=3)
+    assert not refused.is_accepted and refused.refusal == said
+
+
+async def test_a_role_that_the_run_does_not_have_is_refused_with_those_that_it_has() -> None:
+    desk = Desk()
+    (refused,) = await outcome(desk, control(desk, FakeRole("reward", 1)), learner=3)
+    assert "no role learner" in refused.refusal and "it has reward" in refused.refusal
+
+
+async def test_a_role_that_does_not_answer_is_refused_in_time() -> None:
+    class Stuck(FakeRole):
+        async def scale(self, num_workers: int) -> None:
+            await never()
+
+    desk = Desk()
+    (refused,) = await outcome(desk, control(desk, Stuck("reward", 1), scale_s=0.02), reward=3)
+    assert "did not say within 0.02 s" in refused.refusal
+
+
+async def test_a_panel_that_dies_is_counted_and_followed_by_another() -> None:
+    class Dying(ControlPanel):
+        def exchange(self, *args: Any) -> list[ScaleRequest]:
+            raise WorkerDiedError("its process ended")
+
+    panels = iter([Dying, Dying, ControlPanel])
+    desk = Desk(lambda: next(panels)())
+    async with control(desk, FakeRole("reward", 1)).running():
+        status = await until(lambda: len(desk.panels) == 3 and desk.panels[2].status())
+    assert status.num_panels_lost == 2
+    assert desk.losses == ["WorkerDiedError", "WorkerDiedError"]
+    assert len(desk.ended) == 3, "dead ones and the last one are ended"
+
+
+async def test_a_panel_that_hangs_is_replaced_and_nothing_that_was_done_is_forgotten() -> None:
+    class Full(ControlPanel):
+        """Has a request, and hangs from the second visit on."""
+
+        num_visits = 0
+
+        def exchange(self, status: Any, outcomes: Any) -> Any:
+            self.num_visits += 1
+            return [ScaleRequest("a", {"reward": 2})] if self.num_visits == 1 else never()
+
+    panels = iter([Full, ControlPanel])
+    desk, reward = Desk(lambda: next(panels)()), FakeRole("reward", 1)
+    async with control(desk, reward, deadline_s=0.02).running():
+        assert await until(lambda: len(desk.panels) == 2 and desk.panels[1].outcome("a"))
+    assert desk.losses == ["DeadlineError"] and reward.num_workers == 2
+
+
+async def test_a_panel_that_cannot_be_made_does_not_end_the_run() -> None:
+    attempts = iter([ValueError("The name control is already taken"), None])
+
+    def make() -> ControlPanel:
+        error = next(attempts)
+        if error is not None:
+            raise error
+        return ControlPanel()
+
+    desk = Desk(make)
+    async with control(desk).running():
+        await until(lambda: desk.panels and desk.panels[0].status())
+    assert desk.losses == ["ValueError"]
+
+
+@pytest.mark.parametrize("fail", [DeadlineError("late"), WorkerDiedError("dead"), None])
+async def test_a_buffer_that_does_not_answer_is_unknown(fail: Exception | None) -> None:
+    async def no_stats() -> ReplayStats:
+        if fail is not None:
+            raise fail
+        await never()
+        raise AssertionError
+
+    desk = Desk()
+    async with control(desk, replay=no_stats, deadline_s=0.02).running():
+        status = await until(lambda: desk.panels and desk.panels[0].status())
+    assert status.replay is None
+
+
+async def test_the_panel_is_ended_with_the_run_even_if_that_fails() -> None:
+    desk = Desk()
+
+    async def fail(panel: Any) -> None:
+        raise RuntimeError("cannot be killed")
+
+    with pytest.raises(KeyError):
+        async with control(desk, end_panel=fail).running():
+            await until(lambda: desk.panels and desk.panels[0].status())
+            raise KeyError("the run's own error")
+
+
+def test_the_panel_keeps_the_newest_outcomes() -> None:
+    panel = ControlPanel()
+    for index in range(OUTCOMES_KEPT + 5):
+        panel.exchange(None, {str(index): (RoleOutcome("reward", index, ""),)})
+    assert panel.outcome("4") is None and panel.outcome("5") == (RoleOutcome("reward", 5, ""),)
+
+
+def test_a_request_is_taken_once() -> None:
+    panel = ControlPanel()
+    panel.ask(ScaleRequest("a", {"reward": 2}))
+    assert [request.request_id for request in panel.exchange(None, {})] == ["a"]
+    assert panel.exchange(None, {}) == []
+    assert panel.outcome("a") is None

@@ -6,6 +6,7 @@
     │   └── DatasetError        nothing to train on, or a row that may not be skipped
     ├── MediaError              one picture is missing, corrupt, too large or no picture; its sample is skipped
     ├── PromptError             one prompt is too long or its placeholders do not match its media; it is skipped
+    ├── ChangedDataError        the data no longer give the prompt that a recorded group was sampled from
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     ├── RolloutError            a rollout actor could not finish a prompt
@@ -13,7 +14,8 @@
     ├── WeightSyncError         weights could not be moved or verified
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
     │   └── CanaryError         after a push the engine does not equal the learner
-    └── CheckpointError         a checkpoint cannot be written or is not complete
+    ├── CheckpointError         a checkpoint cannot be written or is not complete
+    └── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
 """
@@ -55,6 +57,12 @@ class PromptError(SkippedSample):
     reason = "bad_prompt"
 
 
+class ChangedDataError(SkippedSample):
+    """The data no longer give the prompt that a recorded group was sampled from."""
+
+    reason = "changed_data"
+
+
 class DeadlineError(MobulaError, TimeoutError):
     """Something did not answer in time; the message names what was waited for and for how long."""
 
@@ -85,3 +93,7 @@ class CanaryError(WeightSyncError):
 
 class CheckpointError(MobulaError):
     """A checkpoint cannot be written, or is not complete."""
+
+
+class JournalError(MobulaError):
+    """The journal cannot be written, or a step that it holds cannot be trained again."""

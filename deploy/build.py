@@ -46,7 +46,7 @@ WATCH_INTERVAL_S = 5.0
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the same layout
 REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
-REPLAY_CALLS = 64  # one of them may be a take() that waits
+REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
 CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
@@ -99,14 +99,25 @@ def spawn_training(prepared: Prepared, spawner: Spawner) -> Training:
     learners = {w.name: spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks}
     scorers = {w.name: spawner.start(ReferenceScorer, config, banned, worker=w) for w in spawner.workers("reference")}
     [place] = spawner.workers("replay")
-    replay = spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
+    replay = spawner.start(
+        ReplayBuffer,
+        worker=place,
+        max_concurrency=config.algorithm.max_concurrent_groups + REPLAY_CALLS,
+        max_bytes=config.replay.max_bytes,
+        min_ready=config.algorithm.prompts_per_step,
+    )
     reference = ReferencePool(
         list(scorers.values()), reference_folder(config), timeout_s=config.timeouts.reference_s
     )
     return Training(
         learner=LearnerGroup(list(learners.values()), config.timeouts),
         reference=reference if scorers else NullReference(),
-        replay=ReplayClient(replay, call_s=config.timeouts.object_s, take_s=_take_deadline(config)),
+        replay=ReplayClient(
+            replay,
+            call_s=config.timeouts.object_s,
+            take_s=_take_deadline(config),
+            reserve_s=config.timeouts.backpressure_s,
+        ),
         watched=_watched_all({**learners, **scorers, place.name: replay}, config),
     )
 

@@ -34,6 +34,7 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
+from deploy.records import build_journal_writer, build_records
 from deploy.spawner import Spawner, engine_environment
 from deploy.warm_start import warm_start
 from learner.learner import Learner
@@ -103,6 +104,7 @@ def spawn_training(prepared: Prepared, spawner: Spawner) -> Training:
         ReplayBuffer,
         worker=place,
         max_concurrency=config.algorithm.max_concurrent_groups + REPLAY_CALLS,
+        journal=build_journal_writer(config),
         max_bytes=config.replay.max_bytes,
         min_ready=config.algorithm.prompts_per_step,
     )
@@ -136,15 +138,17 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference.rewards, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
+    records = build_records(config, training.learner, source, stream, training.replay, metrics)
     checkpoints = Checkpoints(
         config.run_folder / "checkpoints",
-        learner=training.learner,
+        learner=records.durable,
         parts={"stream": stream, "evaluator": evaluator},
         prepare=partial(_make_version_zero, prepared, training.learner),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+        recovery=records.recovery,
     )
     return Controller(
         total_steps=config.num_steps,
@@ -155,7 +159,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         rollouts=stream,
         replay=training.replay,
         reference=training.reference,
-        learner=training.learner,
+        learner=records.learner,
         evaluator=evaluator,
         metrics=metrics,
     )
@@ -341,6 +345,8 @@ def probe_prompt(prepared: Prepared) -> Prompt:
 
 
 def _record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
+    if any(known.version == result.version for known in metrics.totals.evaluations):
+        return  # an earlier part of this run has recorded it, later than the checkpoint that this one went on from
     metrics.record_evaluation(result.version, result.accuracy, (result.low, result.high), result.num_scored)
 
 

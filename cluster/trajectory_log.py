@@ -21,7 +21,7 @@ class TrajectoryLog:
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
         """`timeout_s` bounds the fetch of one step's groups."""
-        self._folder = folder
+        self.folder = folder
         self._timeout_s = timeout_s
 
     def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
@@ -35,7 +35,7 @@ class TrajectoryLog:
             for row in to_rows(group, scored.rewards, reference, step)
         ]
         path = self._path(step)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
         with draft.open("wb") as file:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
@@ -46,7 +46,7 @@ class TrajectoryLog:
 
     def steps(self) -> list[int]:
         """The recorded steps, oldest first."""
-        return sorted(int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.parquet"))
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
 
     def read(self, step: int) -> list[RecordedGroup]:
         """The groups of one step, in the order in which they were appended."""
@@ -54,7 +54,7 @@ class TrajectoryLog:
         return [from_batch(batch) for batch in _by_group(table)]
 
     def _path(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}.parquet"
+        return self.folder / f"step-{step:06d}.parquet"
 
 
 def _by_group(table: pa.Table) -> Iterator[pa.RecordBatch]:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakeLearner, FakeMetrics, make_group, make_prompt, make_scored
+from known_groups import KnownPrompts, OneRank, numbered
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.errors import JournalError, MediaError, SkippedSample
+from cluster.errors import JournalError, SkippedSample
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.live_groups import LiveGroups
@@ -22,27 +23,8 @@ from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Learner as LearnerRole
 from cluster.roles import UpdateReport
-from cluster.trajectory import Prompt, ScoredGroup
-from configs.schema import RunConfig
-from learner.learner import Learner
+from cluster.trajectory import ScoredGroup
 from learner.policies.tiny import write_tiny_qwen2_5_vl
-
-
-class Prompts:
-    """The prompts of some groups, each at the place that its id names; `broken` rows are unusable."""
-
-    def __init__(self, groups: Iterable[ScoredGroup] = (), broken: Sequence[str] = ()) -> None:
-        self._prompts = {group.summary.group_id: group.group.prompt for group in groups}
-        self._broken = broken
-
-    def index_of(self, prompt_id: str) -> int:
-        return int(prompt_id.split("/")[1])
-
-    def prompt_at(self, index: int) -> Prompt:
-        prompt_id = next(i for i in self._prompts if self.index_of(i) == index)
-        if prompt_id in self._broken:
-            raise MediaError(f"{prompt_id} is corrupt")
-        return self._prompts[prompt_id]
 
 
 class RecordingStream:
@@ -62,7 +44,7 @@ class RecordingStream:
 class Bench:
     """A journal in `folder`, written by one run and recovered by the next."""
 
-    def __init__(self, folder: Path, learner: LearnerRole, prompts: Prompts, *, closed: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, learner: LearnerRole, prompts: KnownPrompts, *, closed: Sequence[str] = ()) -> None:
         self.journal = Journal(folder / "journal", {})
         self.replay = ReplayBuffer(journal=JournalWriter(Journal(folder / "journal", {}), timeout_s=5))
         self.stream = RecordingStream(closed)
@@ -86,22 +68,9 @@ class Bench:
         for group in groups:
             await self.replay.put(group)
         taken = await self.replay.take(len(groups))
-        await self.learner.update([dataclasses.replace(t, reference_logprobs=g.reference_logprobs) for t, g in zip(taken, groups, strict=True)])
+        scored = zip(taken, groups, strict=True)
+        await self.learner.update([dataclasses.replace(t, reference_logprobs=g.reference_logprobs) for t, g in scored])
         await self.replay.release(taken)
-
-
-class OneRank:
-    """A real learner in this process, as the loop calls it."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.rank = Learner(config, 0, 1, (250, 251))
-        self.rank.connect("")
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        return self.rank.update(groups, self.rank.version + 1)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.rank._named_weights()}
 
 
 @pytest.fixture(scope="module")
@@ -109,21 +78,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
-def numbered(groups: Sequence[ScoredGroup], first: int) -> list[ScoredGroup]:
-    """The groups as those of places `first`, ... of the sequence, with reference log-probs."""
-    return [_numbered(group, f"0/{first + n}/row") for n, group in enumerate(groups)]
-
-
-def _numbered(scored: ScoredGroup, prompt_id: str) -> ScoredGroup:
-    group = dataclasses.replace(scored.group, prompt=dataclasses.replace(scored.group.prompt, prompt_id=prompt_id))
-    logprobs = [np.random.default_rng(n).normal(-5, 0.1, t.num_steps).astype(np.float32) for n, t in enumerate(group.trajectories)]
-    return dataclasses.replace(scored, group=group, summary=group.summary(), reference_logprobs=logprobs)
-
-
 async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(4)]
-    prompts = Prompts(group for step in steps for group in step)
+    prompts = KnownPrompts(group for step in steps for group in step)
     config = tiny_config(model, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1", "learner.schedule=linear")
     first = OneRank(config)
     run = Bench(tmp_path, first, prompts)
@@ -149,7 +107,7 @@ async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for
 
 async def finished(folder: Path, groups: Sequence[ScoredGroup]) -> None:
     """A run that was killed at version 0 with these groups finished."""
-    run = Bench(folder, FakeLearner(), Prompts())
+    run = Bench(folder, FakeLearner(), KnownPrompts())
     await run.recovery.begin()
     for group in groups:
         await run.replay.reserve(group)
@@ -159,7 +117,7 @@ async def finished(folder: Path, groups: Sequence[ScoredGroup]) -> None:
 async def test_finished_groups_go_back_into_the_stream_with_live_prompts(tmp_path: Path) -> None:
     groups = [make_scored("0/1/s1"), make_scored("0/0/s0")]
     await finished(tmp_path, groups)
-    again = Bench(tmp_path, FakeLearner(), Prompts(groups))
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups))
     assert await again.recovery.recover(0) == 0
     assert again.stream.told == (0, [], ["0/1/s1", "0/0/s0"])
     assert again.counts == {"steps": 0, "groups": 2}
@@ -172,7 +130,7 @@ async def test_a_finished_group_whose_data_changed_is_counted_named_and_sampled_
     await finished(tmp_path, groups)
     prompt = dataclasses.replace(make_prompt("0/1/s1"), expanded_ids=np.array([1, 2, 4], dtype=np.int32))
     changed = dataclasses.replace(groups[1], group=make_group(prompt))
-    again = Bench(tmp_path, FakeLearner(), Prompts([groups[0], changed, groups[2]], broken=["0/2/s2"]))
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts([groups[0], changed, groups[2]], broken=["0/2/s2"]))
     await again.recovery.recover(0)
     assert again.stream.told == (0, [], ["0/0/s0"])
     assert again.counts == {"steps": 0, "groups": 1, "changed_data": 1, "bad_media": 1}
@@ -185,7 +143,7 @@ async def test_groups_of_lost_weights_or_beyond_the_bound_are_counted_and_sample
         group = make_group(make_prompt("0/0/s0"), versions=(3, 4, 4))
         scored = dataclasses.replace(make_scored("0/0/s0"), group=group, summary=group.summary())
         await finished(tmp_path / name, [scored])
-        again = Bench(tmp_path / name, FakeLearner(), Prompts([scored]))
+        again = Bench(tmp_path / name, FakeLearner(), KnownPrompts([scored]))
         await again.recovery.recover(version)
         return again.counts
 
@@ -196,7 +154,7 @@ async def test_groups_of_lost_weights_or_beyond_the_bound_are_counted_and_sample
 
 async def killed_after_a_step(folder: Path) -> list[ScoredGroup]:
     groups = [make_scored("0/0/s0"), make_scored("0/1/s1")]
-    run = Bench(folder, FakeLearner(), Prompts())
+    run = Bench(folder, FakeLearner(), KnownPrompts())
     await run.recovery.begin()
     await run.train(groups)
     await run.replay.close()
@@ -205,7 +163,7 @@ async def killed_after_a_step(folder: Path) -> list[ScoredGroup]:
 
 async def test_a_step_whose_data_changed_is_refused_with_the_next_action(tmp_path: Path) -> None:
     groups = await killed_after_a_step(tmp_path)
-    again = Bench(tmp_path, FakeLearner(), Prompts(groups, broken=["0/1/s1"]))
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups, broken=["0/1/s1"]))
     message = r"step 1 of the journal cannot be taken again: 0/1/s1 is corrupt; mend that, or remove .*journal"
     with pytest.raises(JournalError, match=message) as caught:
         await again.recovery.recover(0)
@@ -214,14 +172,14 @@ async def test_a_step_whose_data_changed_is_refused_with_the_next_action(tmp_pat
 
 async def test_a_step_that_the_checkpoint_has_settled_is_refused(tmp_path: Path) -> None:
     groups = await killed_after_a_step(tmp_path)
-    again = Bench(tmp_path, FakeLearner(), Prompts(groups), closed=["0/1/s1"])
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups), closed=["0/1/s1"])
     with pytest.raises(JournalError, match=r"0/1/s1 was trained on or rejected before"):
         await again.recovery.recover(0)
 
 
 async def test_a_step_that_is_taken_again_is_measured_and_the_next_one_follows_it(tmp_path: Path) -> None:
     groups = await killed_after_a_step(tmp_path)
-    again = Bench(tmp_path, FakeLearner(), Prompts(groups))
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups))
     assert await again.recovery.recover(0) == 1
     assert again.metrics.steps[1].phases == ["update"]
     await again.train([make_scored("0/2/s2")])
@@ -230,7 +188,7 @@ async def test_a_step_that_is_taken_again_is_measured_and_the_next_one_follows_i
 
 async def test_the_next_run_in_the_same_place_knows_nothing_of_it(tmp_path: Path) -> None:
     await killed_after_a_step(tmp_path)
-    new = Bench(tmp_path, FakeLearner(), Prompts())
+    new = Bench(tmp_path, FakeLearner(), KnownPrompts())
     await new.recovery.begin()
     assert new.journal.recover(0).reached == 0
     await new.replay.close()

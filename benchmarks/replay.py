@@ -127,7 +127,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         [place] = stage.spawner.workers("replay")
         handle = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
-        buffer = ReplayClient(handle, call_s=TIMEOUT_S, take_s=TIMEOUT_S)
+        buffer = ReplayClient(handle, call_s=TIMEOUT_S, take_s=TIMEOUT_S, reserve_s=TIMEOUT_S)
         consumer = _actor(Consumer)
         for load in (LARGE, SMALL):
             wire = _Wire(load, _actor(Producer, load), consumer, buffer)

@@ -51,6 +51,33 @@ class Resumable(Protocol):
     def restore(self, version: int, state: dict[str, Any]) -> None: ...
 
 
+class Recovery(Protocol):
+    """What goes on from a checkpoint to where the run was (`cluster.recovery`)."""
+
+    async def begin(self) -> None:
+        """A new run begins."""
+        ...
+
+    async def recover(self, version: int) -> int:
+        """Learner and parts are as the checkpoint of `version` has them; returns the version reached from there."""
+        ...
+
+    async def saved(self, version: int) -> None:
+        """A checkpoint of `version` is complete."""
+        ...
+
+
+class CheckpointAlone:
+    """A run goes on from its checkpoint, and what came after it is done again."""
+
+    async def begin(self) -> None: ...
+
+    async def recover(self, version: int) -> int:
+        return version
+
+    async def saved(self, version: int) -> None: ...
+
+
 @dataclass(frozen=True)
 class CheckpointSchedule:
     """After every `interval_steps` (0: none between) and after the last step; `keep` of them stay.
@@ -81,9 +108,11 @@ class Checkpoints:
         identity: Mapping[str, Any],
         resume: Resume,
         schedule: CheckpointSchedule,
+        recovery: Recovery | None = None,
     ) -> None:
         """`prepare` makes version 0 of a new run (the warm start), `finish` follows the last version's checkpoint (the
-        export of the trained policy); `identity` is `run_identity(config)`.
+        export of the trained policy); `identity` is `run_identity(config)`. Without a `recovery` a run goes on from its
+        checkpoint alone.
         """
         self._folder = folder
         self._learner = learner
@@ -93,17 +122,21 @@ class Checkpoints:
         self._identity = dict(identity)
         self._resume = resume
         self._schedule = schedule
+        self._recovery = recovery or CheckpointAlone()
 
     async def resume(self) -> int:
-        """The version to go on from: the newest complete checkpoint's, else 0 after `prepare`, which is saved at once.
+        """The version to go on from: what the newest complete checkpoint and the journal after it lead to, else 0 after
+        `prepare`, which is saved at once.
 
         Raises:
             PreflightError: resume=never and there is a checkpoint.
             CheckpointError: the checkpoint is of another run: a key that may not change has changed.
+            JournalError: the journal holds a step that cannot be taken again.
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
         await asyncio.to_thread(_remove_leftovers, self._folder)
         if latest is None:
+            await self._recovery.begin()
             await self._prepare()
             await self.save(0)
             return 0
@@ -113,7 +146,10 @@ class Checkpoints:
         for name, part in self._parts.items():
             part.restore(version, state["parts"][name])
         _logger.info("resumed from %s", latest)
-        return version
+        reached = await self._recovery.recover(version)
+        if reached > version:
+            await self.maybe_save(reached)  # the part that was killed may not have come to it
+        return reached
 
     async def maybe_save(self, version: int) -> None:
         """Save `version` if it is due, and finish the run with the last one."""
@@ -137,12 +173,14 @@ class Checkpoints:
         try:
             (draft / _LEARNER).mkdir(parents=True)
             await self._learner.save(draft / _LEARNER)
-            return await asyncio.to_thread(self._complete, draft, version, state)
+            path = await asyncio.to_thread(self._complete, draft, version, state)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {version} could not be written below {self._folder}: {error}; "
                 "free the disk or set folder=... to another one, then go on with resume=auto"
             ) from error
+        await self._recovery.saved(version)
+        return path
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
         (draft / _STATE).write_text(json.dumps(state, indent=1))

@@ -6,6 +6,7 @@
     │   └── DatasetError        nothing to train on, or a row that may not be skipped
     ├── MediaError              one picture is missing, corrupt, too large or no picture; its sample is skipped
     ├── PromptError             one prompt is too long or its placeholders do not match its media; it is skipped
+    ├── ChangedDataError        the data no longer give the prompt that a recorded group was sampled from
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     ├── DependencyError         a role lives, and waited in vain for somebody else
@@ -16,6 +17,7 @@
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
     │   └── CanaryError         after a push the engine does not equal the learner
     ├── CheckpointError         a checkpoint cannot be written or is not complete
+    ├── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
     └── RunOverError            whoever asked after a run found that it is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
@@ -56,6 +58,12 @@ class PromptError(SkippedSample):
     """One prompt is too long, or its placeholders do not match its media."""
 
     reason = "bad_prompt"
+
+
+class ChangedDataError(SkippedSample):
+    """The data no longer give the prompt that a recorded group was sampled from."""
+
+    reason = "changed_data"
 
 
 class DeadlineError(MobulaError, TimeoutError):
@@ -100,3 +108,7 @@ class CheckpointError(MobulaError):
 
 class RunOverError(MobulaError):
     """Whoever asked after a run found that it is over, or that its driver is dead."""
+
+
+class JournalError(MobulaError):
+    """The journal cannot be written, or a step that it holds cannot be trained again."""

@@ -1,19 +1,24 @@
 """ReplayBuffer: finished groups wait here, first in, first out, until a step takes them under a lease.
 
 It holds references and summaries; the bytes stay in the object store. It is a plain asyncio class, run as an async Ray
-actor whose `max_concurrency` leaves room for one waiting `take` beside all `put`s.
+actor whose `max_concurrency` leaves room for one waiting `take` beside all groups that may wait for room.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.journal_writer import GroupJournal, NoJournal
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
+
+_logger = logging.getLogger(__name__)
 
 DUPLICATE = "duplicate"
 
@@ -27,69 +32,126 @@ class _Entry:
 class ReplayBuffer:
     """Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
 
-    `take` leases: a group comes back with `abort` or is forgotten with `release`. `clock` gives seconds that never run
-    backwards. Backpressure is the gate's affair: it admits no more groups than the steps within the bound can hold.
+    A finished group is reserved, which writes it to the journal and takes room of the byte budget, and is put once its
+    step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit` writes down
+    what is trained. `clock` gives seconds that never run backwards.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        journal: GroupJournal | None = None,
+        max_bytes: float = math.inf,
+        min_ready: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Groups wait for room while more than `max_bytes` are held and `min_ready` groups, one step, are ready."""
+        self._journal = journal or NoJournal()
+        self._max_bytes = max_bytes
+        self._min_ready = min_ready
         self._clock = clock
+        self._reserved: dict[str, _Entry] = {}
         self._ready: dict[str, _Entry] = {}  # in order
         self._leased: dict[str, _Entry] = {}
         self._seen: set[str] = set()
         self._num_rejected: Counter[str] = Counter()
-        self._arrived = asyncio.Condition()
+        self._num_bytes = 0  # of all groups that are reserved, ready or leased
+        self._num_waiting = 0
+        self._num_oversized = 0
+        self._changed = asyncio.Condition()
+
+    async def reserve(self, group: ScoredGroup) -> None:
+        """Hold a finished group whose step is not known yet; returns once there is room for it and it is journalled.
+
+        It does not wait for room while less than a step is ready: the learner could never make any. A group that is
+        larger than the whole budget is let in like any other, and counted. One that was seen before is a duplicate.
+        """
+        group_id = group.summary.group_id
+        if group_id in self._seen:
+            self._num_rejected[DUPLICATE] += 1
+            return
+        self._seen.add(group_id)
+        self._count_if_oversized(group)
+        self._num_waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._has_room_for(group))
+                self._reserved[group_id] = _Entry(group, self._clock())
+                self._num_bytes += group.summary.num_bytes
+        finally:
+            self._num_waiting -= 1
+        await self._journal.finished(group)
 
     async def put(self, group: ScoredGroup) -> None:
-        """Make `group` ready; a group id that was put before is counted as a duplicate and dropped."""
+        """Make `group` ready, behind those that are; it is reserved first if it was not yet."""
         group_id = group.summary.group_id
-        async with self._arrived:
-            if group_id in self._seen:
-                self._num_rejected[DUPLICATE] += 1
-                return
-            self._seen.add(group_id)
-            self._ready[group_id] = _Entry(group, self._clock())
-            self._arrived.notify_all()
+        if group_id not in self._reserved:
+            await self.reserve(group)
+        async with self._changed:
+            if group_id in self._reserved:
+                self._ready[group_id] = self._reserved.pop(group_id)
+                self._changed.notify_all()
 
     async def reject(self, group_id: str, reason: str) -> None:
         """Count a finished group that will not be trained on; should it be put after all, it is a duplicate."""
         self._seen.add(group_id)
         self._num_rejected[reason] += 1
+        await self._journal.rejected(group_id, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
         """Wait until `num_groups` groups are ready and lease the oldest ones.
 
         A take that waits for a producer that died is cancelled by whoever runs both; it then holds no lease.
         """
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: len(self._ready) >= num_groups)
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._ready) >= num_groups)
             taken = list(self._ready)[:num_groups]
             for group_id in taken:
                 self._leased[group_id] = self._ready.pop(group_id)
+            self._changed.notify_all()
             return [self._leased[group_id].group for group_id in taken]
+
+    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it."""
+        for group in groups:
+            self._refuse_without_lease(group)
+        await self._journal.trained(version, groups)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """The step that took these groups is done: forget them, and with them their bytes."""
-        for group in groups:
-            self._end_lease(group)
+        async with self._changed:
+            for group in groups:
+                self._num_bytes -= self._end_lease(group).group.summary.num_bytes
+            self._changed.notify_all()
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         """The step that took these groups failed: they are the first to be taken again, in the order given."""
-        async with self._arrived:
+        async with self._changed:
             entries = {group.summary.group_id: self._end_lease(group) for group in groups}
             self._ready = {**entries, **self._ready}
-            self._arrived.notify_all()
+            self._changed.notify_all()
+
+    async def resume(self, version: int, group_ids: Sequence[str]) -> None:
+        """Write down that the run goes on from `version` with these finished groups, before any other call."""
+        await self._journal.resumed(version, group_ids)
+
+    async def forget(self, version: int) -> None:
+        """A checkpoint holds `version`: the journal need not."""
+        await self._journal.forget(version)
 
     async def stats(self) -> ReplayStats:
-        entries = [*self._ready.values(), *self._leased.values()]
+        entries = [*self._reserved.values(), *self._ready.values(), *self._leased.values()]
         now = self._clock()
         oldest = min(entries, key=lambda entry: entry.arrived_s, default=None)
         return ReplayStats(
             num_ready=len(self._ready),
             num_taken=len(self._leased),
-            num_bytes=sum(entry.group.summary.num_bytes for entry in entries),
+            num_bytes=self._num_bytes,
             oldest_age_s=now - oldest.arrived_s if oldest else 0.0,
             num_rejected=dict(self._num_rejected),
             oldest_id=oldest.group.summary.group_id if oldest else None,
+            num_waiting=self._num_waiting,
+            num_oversized=self._num_oversized,
         )
 
     async def ping(self) -> None:
@@ -97,11 +159,32 @@ class ReplayBuffer:
 
     async def close(self) -> None:
         """Drop every reference."""
+        self._reserved.clear()
         self._ready.clear()
         self._leased.clear()
+        await self._journal.close()
+
+    def _has_room_for(self, group: ScoredGroup) -> bool:
+        return len(self._ready) < self._min_ready or self._num_bytes + group.summary.num_bytes <= self._max_bytes
+
+    def _count_if_oversized(self, group: ScoredGroup) -> None:
+        if group.summary.num_bytes <= self._max_bytes:
+            return
+        if self._num_oversized == 0:
+            _logger.warning(
+                "group %s has %d bytes, more than all groups together should have: raise replay.max_bytes=%d "
+                "(others like it are only counted)",
+                group.summary.group_id,
+                group.summary.num_bytes,
+                self._max_bytes,
+            )
+        self._num_oversized += 1
 
     def _end_lease(self, group: ScoredGroup) -> _Entry:
+        self._refuse_without_lease(group)
+        return self._leased.pop(group.summary.group_id)
+
+    def _refuse_without_lease(self, group: ScoredGroup) -> None:
         group_id = group.summary.group_id
         if group_id not in self._leased:
             raise ValueError(f"group {group_id} has no lease: take() leases, and release() or abort() ends it once")
-        return self._leased.pop(group_id)

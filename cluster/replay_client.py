@@ -11,16 +11,22 @@ from cluster.trajectory import ScoredGroup
 
 
 class ReplayClient:
-    """Typed calls to the `ReplayBuffer` actor. `take` may wait for rollouts, so it has a deadline of its own."""
+    """Typed calls to the `ReplayBuffer` actor. `take` may wait for rollouts and `reserve` for the learner, so these
+    have deadlines of their own.
+    """
 
-    def __init__(self, handle: Any, *, call_s: float, take_s: float) -> None:
+    def __init__(self, handle: Any, *, call_s: float, take_s: float, reserve_s: float) -> None:
         """`handle` is the Ray handle of a `ReplayBuffer`."""
         self._handle = handle
         self._call_s = call_s
         self._take_s = take_s
+        self._reserve_s = reserve_s
+
+    async def reserve(self, group: ScoredGroup) -> None:
+        await self._room(self._handle.reserve.remote(group), f"make room for group {group.summary.group_id}")
 
     async def put(self, group: ScoredGroup) -> None:
-        await self._call(self._handle.put.remote(group), f"store group {group.summary.group_id}")
+        await self._room(self._handle.put.remote(group), f"store group {group.summary.group_id}")
 
     async def reject(self, group_id: str, reason: str) -> None:
         await self._call(self._handle.reject.remote(group_id, reason), f"count rejected group {group_id}")
@@ -29,11 +35,23 @@ class ReplayClient:
         what = f"replay/0 to hold {num_groups} finished groups"
         return await answer(self._handle.take.remote(num_groups), timeout_s=self._take_s, what=what)
 
+    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        await self._call(self._handle.commit.remote(version, list(groups)), f"write down what makes version {version}")
+
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         await self._call(self._handle.release.remote(list(groups)), f"release {len(groups)} groups")
+
+    async def resume(self, version: int, group_ids: Sequence[str]) -> None:
+        await self._call(self._handle.resume.remote(version, list(group_ids)), f"go on from version {version}")
+
+    async def forget(self, version: int) -> None:
+        await self._call(self._handle.forget.remote(version), f"forget what led to version {version}")
 
     async def stats(self) -> ReplayStats:
         return await self._call(self._handle.stats.remote(), "give its statistics")
 
     async def _call(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._call_s, what=f"replay/0 to {what}")
+
+    async def _room(self, reference: Any, what: str) -> None:
+        await answer(reference, timeout_s=self._reserve_s, what=f"replay/0 to {what} (timeouts.backpressure_s)")

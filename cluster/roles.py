@@ -41,6 +41,8 @@ class ReplayStats:
     oldest_age_s: float
     num_rejected: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
     oldest_id: str | None = None  # of the group that is `oldest_age_s` old; None when the buffer is empty
+    num_waiting: int = 0  # finished groups that wait for room
+    num_oversized: int = 0  # groups larger than the whole byte budget, since the buffer was started
 
 
 class Rollouts(Protocol):
@@ -62,7 +64,13 @@ class Rewards(Protocol):
 class Replay(Protocol):
     """The replay buffer: finished groups wait here, first in, first out, until a step takes them."""
 
-    async def put(self, group: ScoredGroup) -> None: ...
+    async def reserve(self, group: ScoredGroup) -> None:
+        """Hold a finished group whose step is not known yet, once there is room for it."""
+        ...
+
+    async def put(self, group: ScoredGroup) -> None:
+        """Make a group ready; it is reserved first if it was not yet."""
+        ...
 
     async def reject(self, group_id: str, reason: str) -> None:
         """Count a finished group that will not be trained on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -38,6 +38,14 @@ class PromptSource(Protocol):
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
         """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
+        ...
+
+    def index_of(self, prompt_id: str) -> int:
+        """The place of an id in the sequence."""
+        ...
+
+    def id_at(self, index: int) -> str:
+        """The id at a place of the sequence."""
         ...
 
 
@@ -120,6 +128,7 @@ class RolloutStream:
         self._filter = admission_filter
         self._cursor = prompts.cursor
         self._pending: dict[str, None] = {}  # prompt ids, in order of hand-out
+        self._again: dict[str, int] = {}  # those of `_pending` that come first after a resume -> their number
         self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
         self._putting = asyncio.Lock()
         self._num_rejected_in_a_row = 0
@@ -133,6 +142,7 @@ class RolloutStream:
                 cancelled.
         """
         async with background_tasks() as tasks:
+            tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
             tasks.create_task(self._produce(tasks), name="hand out prompts")
             yield
 
@@ -153,11 +163,38 @@ class RolloutStream:
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
         """Go on from a checkpoint of `version`: its pending prompts come first, and anew."""
-        self._prompts.restore(state["cursor"], state["pending"])
         self._cursor = state["cursor"]
         self._pending = dict.fromkeys(state["pending"])
-        self._gate.resume(version)
+        self._begin(version, [])
+
+    def is_open(self, prompt_id: str) -> bool:
+        """Whether a prompt may still be trained on, as far as the checkpoint knows that was restored."""
+        return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
+
+    def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
+        """Go on from `version`, later than the checkpoint that was restored, by what is known besides.
+
+        `settled` prompts were trained on or rejected since. `finished` groups count as accepted and are not sampled
+        again. Every other place of the sequence up to the last one known is pending.
+        """
+        settled = set(settled)
+        known = [*settled, *(group.summary.group_id for group in finished)]
+        cursor = max([self._cursor, *(self._prompts.index_of(prompt_id) + 1 for prompt_id in known)])
+        places = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
+        self._cursor = cursor
+        self._pending = dict.fromkeys(prompt_id for prompt_id in places if prompt_id not in settled)
+        self._begin(version, finished)
+
+    def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
+        """Begin at `version`: `finished` ones of the pending prompts are accepted, the others are handed out first."""
+        numbers = {prompt_id: number for number, prompt_id in enumerate(self._pending)}
+        self._gate.resume(version, num_finished=len(finished), num_started=len(numbers))
         self._order.resume(version)
+        for group in finished:
+            number = numbers.pop(group.summary.group_id)
+            self._order.add(Admission(group.summary.oldest_version, number), group)
+        self._again = numbers
+        self._prompts.restore(self._cursor, list(numbers))
 
     async def _produce(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -166,7 +203,18 @@ class RolloutStream:
             prompt = await asyncio.to_thread(self._prompts.next)
             self._cursor = self._prompts.cursor
             self._pending[prompt.prompt_id] = None
-            tasks.create_task(self._roll_out(prompt, self._gate.start()), name=f"roll out {prompt.prompt_id}")
+            admission = self._gate.start(self._number_of(prompt.prompt_id))
+            tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
+
+    def _number_of(self, prompt_id: str) -> int | None:
+        """The number that a prompt had before a resume; None for a new one."""
+        while self._again:
+            first = next(iter(self._again))
+            number = self._again.pop(first)
+            if first == prompt_id:
+                return number
+            del self._pending[first]  # the source skips rows that are unusable
+        return None
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
         settings = replace(self._settings, seed=prompt_seed(self._settings.seed, prompt.prompt_id))
@@ -180,7 +228,7 @@ class RolloutStream:
         group = ScoredGroup(summary, reference, rewards)
         reason = self._reason_to_reject(group, admission)
         if reason is None:
-            self._accept(group, admission)
+            await self._accept(group, admission)
         else:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
@@ -190,8 +238,9 @@ class RolloutStream:
             return STALE  # an actor served older weights than were published: the bound would not hold
         return self._filter.reason_to_reject(group.scored_rewards)
 
-    def _accept(self, group: ScoredGroup, admission: Admission) -> None:
+    async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._num_rejected_in_a_row = 0
+        await self._replay.reserve(group)  # until there is room for it, it keeps its slot
         self._gate.accept(admission)
         self._order.add(admission, group)
 

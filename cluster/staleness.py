@@ -19,10 +19,12 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True, order=True)
 class Admission:
-    """One slot of the gate. Groups are numbered as they start; none of its tokens is older than `version`."""
+    """One slot of the gate; no token of its group is older than `version`. They sort by when they are due, then by
+    number, which is the order in which prompts were handed out.
+    """
 
-    number: int
     version: int  # newest published version when it started
+    number: int
 
 
 class StalenessGate:
@@ -35,7 +37,7 @@ class StalenessGate:
     `accepted` counts every group that was ever finished and kept, so the second term bounds how far rollouts may run
     ahead of training; `max_staleness = 0` admits exactly the groups of the step to come. Its first factor ends at
     `total_steps`: nothing is sampled for a step that will not be. A rejected group gives its slot back. After a resume
-    `accepted = version * B`: what was under way is started again.
+    `accepted = version * B` and what was finished by then; what was under way is started again.
     """
 
     def __init__(self, *, prompts_per_step: int, max_staleness: int, max_concurrent: int, total_steps: int) -> None:
@@ -74,12 +76,13 @@ class StalenessGate:
             self._changed.clear()
             await self._changed.wait()
 
-    def start(self) -> Admission:
-        """Take a slot."""
+    def start(self, number: int | None = None) -> Admission:
+        """Take a slot; `number` is that of a prompt which had one before a resume."""
         assert self.capacity > 0, f"a group started with capacity {self.capacity}"
-        admission = Admission(self._num_started, self.version)
-        self._num_started += 1
-        self._running[admission.number] = admission
+        if number is None:
+            number = self._num_started
+            self._num_started += 1
+        admission = self._running[number] = Admission(self.version, number)
         self._running_by_version[admission.version] += 1
         return admission
 
@@ -98,11 +101,15 @@ class StalenessGate:
         self.version = version
         self._changed.set()
 
-    def resume(self, version: int) -> None:
-        """Begin at `version`, with all groups of earlier steps trained and none under way."""
+    def resume(self, version: int, *, num_finished: int = 0, num_started: int = 0) -> None:
+        """Begin at `version`, with all groups of earlier steps trained and none under way.
+
+        `num_finished` further ones are finished; the numbers below `num_started` are taken.
+        """
         assert not self._running, f"resumed with {len(self._running)} groups under way"
         self.advance(version)
-        self.num_accepted = version * self.prompts_per_step
+        self.num_accepted = version * self.prompts_per_step + num_finished
+        self._num_started = num_started
 
     def _end(self, admission: Admission) -> None:
         del self._running[admission.number]
@@ -118,7 +125,8 @@ class StepOrder(Generic[Group]):
     Step s trains from version s, so a group admitted at version v is due in step v + max_staleness. A step takes the
     oldest finished groups, and waits for slower ones only as long as leaving those out would make one of them late:
     what is left, in order of admission, must still fit B a step into the steps after this one. The gate's formula makes
-    plain order of admission such a plan at any time, so the wait always ends.
+    plain order of admission such a plan at any time, so the wait always ends. It still is one after a resume, where
+    groups keep the version that they were admitted at and those that were under way are admitted anew.
 
     Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0 and are due in step 1. If 1 finishes first
     it becomes step 0, and step 1 waits for 0 though group 2 may be finished.

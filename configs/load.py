@@ -60,11 +60,12 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def load_resolved(path: Path) -> RunConfig:
-    """Read a file that `dump_config` wrote.
+def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a file that `dump_config` wrote, with single keys set on top of it.
 
     Raises:
-        ConfigError: the file is missing, no YAML mapping, or does not fit the schema of this version.
+        ConfigError: the file is missing, no YAML mapping, or does not fit the schema of this version; or an override is
+            unfit, or chooses a group.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -75,7 +76,7 @@ def load_resolved(path: Path) -> RunConfig:
         raise ConfigError(f"{path} is no YAML ({reason}): restore it or start a new run") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {_shown(values)}, expected a mapping: restore it or start a new run")
-    return _validated(values)
+    return _validated(_changed(values, overrides))
 
 
 def groups() -> dict[str, tuple[str, ...]]:
@@ -86,6 +87,24 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 def _options(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("_")))
+
+
+def _changed(values: Mapping[Any, Any], overrides: Sequence[str]) -> Any:
+    """`values` with single keys set to what `overrides` say."""
+    if not overrides:
+        return values
+    changed = OmegaConf.create(dict(values))
+    for text in overrides:
+        _checked(text)
+        override = _parsed(text)
+        name = override.key_or_group
+        if name in groups():
+            raise ConfigError(f"{text!r} chooses a group, and this run has chosen: set single keys, as {name}.KEY=VALUE")
+        try:
+            OmegaConf.update(changed, name, override.value(), force_add=True)
+        except (OmegaConfBaseException, IndexError, ValueError) as error:
+            raise ConfigError(f"{text}: a value cannot be set there ({error})") from error
+    return OmegaConf.to_container(changed)
 
 
 def _checked(text: str) -> str:

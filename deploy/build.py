@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from actors.datasets.jsonl import count_by_reason
@@ -36,6 +35,7 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
+from deploy.records import build_journal_writer, build_records
 from deploy.scaling import RoleHosts
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
 from deploy.spawner import Spawner, engine_environment
@@ -48,7 +48,7 @@ ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests car
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
-REPLAY_CALLS = 64  # one of them may be a take() that waits
+REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
 CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
@@ -96,14 +96,26 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
         on_lost=on_lost,
     )
     [place] = spawner.workers("replay")
-    replay = spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
+    replay = spawner.start(
+        ReplayBuffer,
+        worker=place,
+        max_concurrency=config.algorithm.max_concurrent_groups + REPLAY_CALLS,
+        journal=build_journal_writer(config),
+        max_bytes=config.replay.max_bytes,
+        min_ready=config.algorithm.prompts_per_step,
+    )
     reference = reference_pool(config, spawner, banned)
     scorers = [Watched("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,
         learner=learner,
         reference=reference,
-        replay=ReplayClient(replay, call_s=config.timeouts.object_s, take_s=_take_deadline(config)),
+        replay=ReplayClient(
+            replay,
+            call_s=config.timeouts.object_s,
+            take_s=_take_deadline(config),
+            reserve_s=config.timeouts.backpressure_s,
+        ),
         watched=(
             *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
             *_watched_all({place.name: replay}, config),
@@ -132,15 +144,17 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
+    records = build_records(config, training.learner, source, stream, training.replay, metrics)
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
-        learner=training.learner,
+        learner=records.durable,
         parts={"stream": stream, "evaluator": evaluator},
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+        recovery=records.recovery,
     )
     return Controller(
         total_steps=config.num_steps,
@@ -156,7 +170,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         rollouts=stream,
         replay=training.replay,
         reference=training.reference,
-        learner=training.learner,
+        learner=records.learner,
         evaluator=evaluator,
         metrics=metrics,
     )
@@ -362,6 +376,8 @@ def probe_prompt(prepared: Prepared) -> Prompt:
 
 
 def _record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
+    if any(known.version == result.version for known in metrics.totals.evaluations):
+        return  # an earlier part of this run has recorded it, later than the checkpoint that this one went on from
     metrics.record_evaluation(result.version, result.accuracy, (result.low, result.high), result.num_scored)
 
 

@@ -1,4 +1,4 @@
-"""The `mobula` command: train, evaluate, status, scale, plan, show-config, init-model, doctor.
+"""The `mobula` command: train, evaluate, replay, status, scale, plan, show-config, init-model, doctor.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
 Exit codes: 0 done, 1 the run failed, 2 the user has something to mend (one message on stderr, no traceback), 130 it
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.errors import MobulaError, PreflightError
-from configs.load import ConfigError, dump_config, load_config
+from configs.load import ConfigError, dump_config, load_config, load_resolved
 
 if TYPE_CHECKING:
     from cluster.placement import NodeResources, PlanRow
@@ -134,6 +134,24 @@ def scale(
         console.print(said, markup=False, highlight=False)
     if not all(outcome.is_accepted for outcome in outcomes):
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def replay(
+    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that had replay.trajectory_log=true.")],
+    overrides: Overrides = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Score the recorded responses again instead, and show what differs.")
+    ] = False,
+) -> None:
+    """Train a learner on a run's recorded steps, without rollouts; single keys may be set otherwise."""
+    from cluster.metrics.run_folder import CONFIG_FILE
+
+    with _explained():
+        config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
+        from deploy import replay as replaying
+
+        raise typer.Exit((replaying.score if score else replaying.replay)(run_folder, config))
 
 
 @app.command()

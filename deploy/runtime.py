@@ -33,6 +33,7 @@ from deploy.build import build_controller, build_evaluator, scalable_roles, spaw
 from deploy.logs import set_up_logging
 from deploy.observers import build_metrics
 from deploy.preparation import Prepared, make_run_folder, prepare, write_skipped
+from deploy.records import reached_version
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
 from deploy.spawner import Spawner
@@ -97,13 +98,13 @@ def run_training(config: RunConfig, console: Console) -> Summary:
 
 
 def start_version(config: RunConfig) -> int:
-    """The version of the checkpoint that this run goes on from; 0 for a new run.
+    """The version that this run goes on from, by its newest checkpoint and its journal; 0 for a new run.
 
     Raises:
         PreflightError, CheckpointError: the run folder holds a run that this one may not go on with.
     """
     latest = find_resumable(config.run_folder / "checkpoints", config.resume, run_identity(config))
-    return 0 if latest is None else int(latest.name.removeprefix("step-"))
+    return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))
 
 
 @dataclass(frozen=True)

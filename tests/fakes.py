@@ -73,6 +73,13 @@ class FakePrompts:
         epoch, position = divmod(index, self._epoch_size)
         return f"{epoch}/{position}/s{position}"
 
+    def index_of(self, prompt_id: str) -> int:
+        epoch, position, _ = prompt_id.split("/")
+        return int(epoch) * self._epoch_size + int(position)
+
+    def prompt_at(self, index: int) -> Prompt:
+        return make_prompt(self.id_at(index))
+
     def next(self) -> Prompt:
         if self._pending:
             prompt_id = self._pending.pop(0)
@@ -149,25 +156,33 @@ class FakeReference:
 
 
 class FakeLearner:
-    """Counts steps; `trained` holds (version it trained from, groups) of each step, across `save` and `load`."""
+    """Counts steps; `trained` holds (version it trained from, groups) of each step that this object took.
+
+    `weights` is what it has learned from: the ids of every step since version 0, also across `save` and `load`.
+    """
 
     def __init__(self, num_turns: int = 3) -> None:
         self.version = 0
         self.trained: list[tuple[int, list[ScoredGroup]]] = []
+        self.weights: list[list[str]] = []
         self._num_turns = num_turns
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         await turns(self._num_turns)
         self.trained.append((self.version, list(groups)))
+        self.weights.append([group.summary.group_id for group in groups])
         self.version += 1
         return UpdateReport(self.version, {"loss": 0.0})
 
     async def save(self, folder: Path) -> None:
         for rank in range(2):
-            (folder / f"rank{rank}.json").write_text(json.dumps({"version": self.version, "rank": rank}))
+            state = {"version": self.version, "rank": rank, "weights": self.weights}
+            (folder / f"rank{rank}.json").write_text(json.dumps(state))
 
     async def load(self, folder: Path) -> int:
-        (self.version,) = {json.loads((folder / f"rank{rank}.json").read_text())["version"] for rank in range(2)}
+        first, second = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+        assert {**first, "rank": 1} == second
+        self.version, self.weights = first["version"], first["weights"]
         return self.version
 
     @property

@@ -58,12 +58,16 @@ class Job:
 
     def start(self) -> subprocess.Popen[str]:
         """In a process group of its own, so that no signal of ours reaches anything else."""
-        self.marks.append(uuid.uuid4().hex)
         (self.folder / "job_reward.py").write_text(REWARD)
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
+        return self.start_command("train", *SMALL, *words)
+
+    def start_command(self, *words: str) -> subprocess.Popen[str]:
+        """Any `mobula` command, in the same surroundings."""
+        self.marks.append(uuid.uuid4().hex)
         with (self.folder / "output.txt").open("a") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", "train", *SMALL, *words],
+                [sys.executable, "-m", "deploy.cli", *words],
                 cwd=REPOSITORY,
                 env={**os.environ, MARK: self.marks[-1], "PYTHONPATH": str(self.folder)},
                 stdout=output,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 from fakes import (
     SETTINGS,
@@ -20,11 +23,30 @@ from fakes import (
 
 from cluster.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.controller import Controller
+from cluster.journal import Journal
+from cluster.journal_writer import JournalWriter
+from cluster.live_groups import LiveGroups
+from cluster.recovery import JournalledLearner, JournalRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Rewards, Rollouts
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
 from configs.schema.run import Resume
+
+
+SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
+
+
+class AtOnce(Executor):
+    """Runs each job when it is submitted: what a test sees does not depend on a thread's timing."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 class Run:
@@ -52,16 +74,24 @@ class Run:
         on_version: Callable[[int], None] = lambda version: None,
         checkpoint_interval: int = 1,
         resume: Resume = Resume.AUTO,
+        has_journal: bool = False,
+        max_bytes: float = math.inf,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
         self.rollouts = rollouts or FakeRollouts(pauses, fault)
         self.weights = FakeWeights(self.rollouts)
-        self.replay = ReplayBuffer()
+        self.journal = Journal(folder / "journal", {"seed": 0}, segment_bytes=SEGMENT_BYTES)
+        self.replay = ReplayBuffer(
+            journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if has_journal else None,
+            max_bytes=max_bytes,
+            min_ready=prompts_per_step,
+        )
         self.learner = learner or FakeLearner()
         self.evaluator = FakeEvaluator(on_version)
         self.metrics = FakeMetrics()
         self.num_prepared = 0
         self.num_finished = 0
+        self.recovered: dict[str, int] = {}
         self.gate = StalenessGate(
             prompts_per_step=prompts_per_step,
             max_staleness=max_staleness,
@@ -78,6 +108,18 @@ class Run:
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),
         )
         self.weights.on_published(self.stream.advance)
+        journalled = JournalledLearner(self.learner, self.replay)
+        recovery = JournalRecovery(
+            self.journal,
+            learner=self.learner,
+            journalled=journalled,
+            groups=LiveGroups(self.prompts, put=lambda value: value),
+            stream=self.stream,
+            replay=self.replay,
+            metrics=self.metrics,
+            max_staleness=max_staleness,
+            on_recovered=self.recovered.update,
+        )
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             learner=self.learner,
@@ -87,6 +129,7 @@ class Run:
             identity={"seed": 0},
             resume=resume,
             schedule=CheckpointSchedule(interval_steps=checkpoint_interval, total_steps=total_steps, keep=2),
+            recovery=recovery if has_journal else None,
         )
         self.controller = Controller(
             total_steps=total_steps,
@@ -97,7 +140,7 @@ class Run:
             rollouts=self.stream,
             replay=self.replay,
             reference=FakeReference(),
-            learner=self.learner,
+            learner=journalled if has_journal else self.learner,
             evaluator=self.evaluator,
             metrics=self.metrics,
         )

@@ -59,7 +59,7 @@ class PromptSource:
     @property
     def pending(self) -> tuple[str, ...]:
         """Ids that `restore` was given and `next` has not handed out again yet."""
-        return tuple(self._prompt_id(index) for index in self._pending)
+        return tuple(self.id_at(index) for index in self._pending)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
@@ -72,7 +72,7 @@ class PromptSource:
         Raises:
             SkippedSample: the row there is unusable.
         """
-        return self._processor.prepare(self._row_at(index), self._prompt_id(index))
+        return self._processor.prepare(self._row_at(index), self.id_at(index))
 
     def next(self) -> Prompt:
         """The next usable prompt; unusable rows are skipped, counted by reason and named once.
@@ -97,9 +97,29 @@ class PromptSource:
         Raises:
             DatasetError: an id is not at its place, so the rows or the seed are not those of the checkpoint.
         """
-        indices = [self._index_of(prompt_id) for prompt_id in pending]
+        indices = [self.index_of(prompt_id) for prompt_id in pending]
         self._cursor = cursor
         self._pending = deque(indices)
+
+    def id_at(self, index: int) -> str:
+        """The id of the prompt at one index of the endless order."""
+        epoch, position = divmod(index, len(self._rows))
+        return f"{epoch}/{position}/{self._row_at(index).sample_id}"
+
+    def index_of(self, prompt_id: str) -> int:
+        """The index of an id in the endless order.
+
+        Raises:
+            DatasetError: it is not at its place, so the rows or the seed are not those that it was made from.
+        """
+        epoch, position, _ = prompt_id.split("/", maxsplit=2)
+        index = int(epoch) * len(self._rows) + int(position)
+        if self.id_at(index) != prompt_id:
+            raise DatasetError(
+                f"the checkpoint has prompt {prompt_id} where the split {self._split_name} has "
+                f"{self.id_at(index)}: resume with the data.path and seed that the run began with"
+            )
+        return index
 
     def _take_index(self) -> int:
         if self._pending:
@@ -110,20 +130,6 @@ class PromptSource:
     def _row_at(self, index: int) -> Row:
         epoch, position = divmod(index, len(self._rows))
         return self._rows[self._order(epoch)[position]]
-
-    def _prompt_id(self, index: int) -> str:
-        epoch, position = divmod(index, len(self._rows))
-        return f"{epoch}/{position}/{self._row_at(index).sample_id}"
-
-    def _index_of(self, prompt_id: str) -> int:
-        epoch, position, _ = prompt_id.split("/", maxsplit=2)
-        index = int(epoch) * len(self._rows) + int(position)
-        if self._prompt_id(index) != prompt_id:
-            raise DatasetError(
-                f"the checkpoint has prompt {prompt_id} where the split {self._split_name} has "
-                f"{self._prompt_id(index)}: resume with the data.path and seed that the run began with"
-            )
-        return index
 
     def _skip(self, sample_id: str, error: SkippedSample) -> None:
         if sample_id not in self._skipped:

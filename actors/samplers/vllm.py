@@ -6,7 +6,6 @@ processed twice and the two sides cannot disagree about a picture.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -44,6 +44,8 @@ class MetricName(StrEnum):
     QUEUE_TAKEN = "queue_taken"
     QUEUE_BYTES = "queue_bytes"
     QUEUE_OLDEST_AGE_S = "queue_oldest_age_s"
+    QUEUE_WAITING = "queue_waiting"
+    QUEUE_OVERSIZED = "queue_oversized"
     CANARY = "canary"
 
 
@@ -58,6 +60,8 @@ class CounterName(StrEnum):
     REWARD_FAILURES = "reward_failures"
     DROPPED_SINKS = "dropped_sinks"
     DROPPED_SAMPLES = "dropped_samples"
+    RECOVERED = "recovered"
+    UNLOGGED_STEPS = "unlogged_steps"
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_TAKEN: Metric("", "Groups in the replay buffer that a step has leased"),
     MetricName.QUEUE_BYTES: Metric("B", "Bytes of the groups in the replay buffer"),
     MetricName.QUEUE_OLDEST_AGE_S: Metric("s", "Age of the oldest group in the replay buffer"),
+    MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
+    MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
     MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
 }
 
@@ -111,6 +117,8 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
+    CounterName.RECOVERED: Metric("", "Steps and groups that came back from the journal, and what did not, by reason"),
+    CounterName.UNLOGGED_STEPS: Metric("", "Steps that could not be written to the trajectory log"),
 }
 
 

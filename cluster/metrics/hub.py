@@ -133,12 +133,16 @@ class Metrics:
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepScope]:
-        """Measure the step that makes version `step`; nothing is emitted if its body raises."""
+        """Measure the step that makes version `step`; nothing is emitted if its body raises, or if an earlier part of
+        this run has recorded it: a resume takes such steps again.
+        """
         scope = self._scope = StepScope(step, self._clock, self._accuracy_component)
         try:
             yield scope
         finally:
             self._scope, self._outside, self._outside_start = None, ENDING, self._clock()
+        if step <= self.totals.version:
+            return
         self._offer_samples(step, scope.groups)
         if scope.replay is not None:
             self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)

@@ -39,6 +39,8 @@ def step_values(
         MetricName.QUEUE_TAKEN: float(replay.num_taken),
         MetricName.QUEUE_BYTES: float(replay.num_bytes),
         MetricName.QUEUE_OLDEST_AGE_S: replay.oldest_age_s,
+        MetricName.QUEUE_WAITING: float(replay.num_waiting),
+        MetricName.QUEUE_OVERSIZED: float(replay.num_oversized),
     }
 
 

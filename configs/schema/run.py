@@ -46,6 +46,17 @@ class CheckpointConfig(Section):
     """How many complete checkpoints to keep."""
 
 
+class ReplayConfig(Section):
+    """The replay buffer: finished groups on their way to the learner, in memory and on disk."""
+
+    max_bytes: PositiveInt
+    """Byte budget of finished groups, pictures not counted; beyond it rollouts wait while a whole step is ready."""
+    journal: bool
+    """Write finished groups and trained steps to disk, so that a killed run goes on exactly where it was."""
+    trajectory_log: bool
+    """Keep every trained step as a Parquet file below the run folder, for `mobula replay` and for other tools."""
+
+
 class MetricsConfig(Section):
     """Where numbers go."""
 
@@ -120,6 +131,8 @@ class TimeoutsConfig(Section):
     """Writing or reading one checkpoint."""
     object_s: PositiveFloat
     """Fetching one object from the object store."""
+    backpressure_s: PositiveFloat
+    """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
     stop_s: PositiveFloat
     """Stopping one role in good order before it is killed."""
 
@@ -159,6 +172,8 @@ class RunConfig(Section):
     """How the learner's weights reach the rollout actors."""
     supervision: SupervisionConfig
     """How workers are watched and replaced."""
+    replay: ReplayConfig
+    """The replay buffer, its journal and the trajectory log."""
     evaluation: EvaluationConfig
     """Held-out evaluation."""
     checkpoints: CheckpointConfig

@@ -7,7 +7,6 @@ of all groups in the order in which they were trained; at staleness 0 it must be
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Sequence

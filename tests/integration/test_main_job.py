@@ -137,7 +137,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         folder,
         ("resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3", "data.prompt_suffix=''", "sampler=huggingface")
         + ("sampler.max_tokens=8", "learner.learning_rate=5e-4", "num_steps=8", "algorithm.max_staleness=1")
-        + ("resume=auto", "checkpoints.interval_steps=2"),
+        + ("resume=auto", "checkpoints.interval_steps=2", "replay.trajectory_log=true"),
     )
     try:
         killed = job.start()
@@ -167,15 +167,42 @@ def few_rows(folder: Path) -> Path:
 
 def test_no_process_of_a_killed_run_survives(resumed: Job) -> None:
     """Ray's own agents give up about a minute after their cluster was killed; everything else ends at once."""
-    killed, finished = resumed.marks
-    none_left(killed)
-    none_left(finished)
+    for mark in resumed.marks:
+        none_left(mark)
 
 
 def test_the_same_command_goes_on_where_the_killed_run_was(resumed: Job) -> None:
     assert "resumed from" in (resumed.run_folder / "run.log").read_text()
     found = read_run_folder(resumed.run_folder).summary
     assert (found.status, found.version, found.num_steps) == ("done", 8, 8)
+
+
+def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resumed: Job) -> None:
+    found = read_run_folder(resumed.run_folder)
+    recovered = found.steps[-1].counters["recovered"]
+    assert recovered["steps"] >= 1
+    assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
+    assert "the journal led from version 2 to" in (resumed.run_folder / "run.log").read_text()
+
+
+def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:
+    """Its journal told the truth, and its trajectory log has every step."""
+    resumed.finish(resumed.start_command("replay", str(resumed.run_folder)))
+    assert "8 steps trained again" in resumed.output
+    assert resumed.output.strip().endswith("largest difference of a weight from the run's own policy: 0")
+    updates = (resumed.run_folder / "replay" / "updates.jsonl").read_text().splitlines()
+    losses = [step.values["loss"] for step in read_run_folder(resumed.run_folder).steps]
+    assert [json.loads(line)["loss"] for line in updates] == losses
+
+
+def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
+    before = len(resumed.output)
+    resumed.finish(resumed.start_command("replay", str(resumed.run_folder), "--score"))
+    told = resumed.output[before:]
+    assert f"{8 * PROMPTS_PER_STEP * NUM_SAMPLES} responses of 8 steps" in told
+    rows = [line.split("│")[1:-1] for line in told.splitlines() if line.startswith("│")]
+    assert {row[0].strip() for row in rows} == {"accuracy", "format", "reward"}
+    assert {row[4].strip() for row in rows} == {"0"}
 
 
 def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,10 @@ class Counting:
 class Setup:
     """One process's view of a run folder."""
 
-    def __init__(self, folder: Path, *, resume: Resume = Resume.AUTO, keep: int = 2, **identity: Any) -> None:
+    def __init__(
+        self, folder: Path, *, resume: Resume = Resume.AUTO, keep: int = 2, reached: int = 0, **identity: Any
+    ) -> None:
+        """`reached` is the version to which a journal leads."""
         self.folder = folder / "checkpoints"
         self.learner = FakeLearner()
         self.part = Counting()
@@ -47,7 +51,10 @@ class Setup:
             identity={"policy.model": "tiny", "seed": 0, **identity},
             resume=resume,
             schedule=CheckpointSchedule(interval_steps=2, total_steps=9, keep=keep),
+            recovery=self,
         )
+        self.calls: list[str] = []
+        self._reached = reached
 
     async def save(self, version: int) -> None:
         self.learner.version = self.part.value = version
@@ -56,7 +63,20 @@ class Setup:
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
 
+    async def begin(self) -> None:
+        self.calls.append("begin")
+
+    async def recover(self, version: int) -> int:
+        self.calls.append(f"recover {version}")
+        self.learner.version = max(version, self._reached)
+        return self.learner.version
+
+    async def saved(self, version: int) -> None:
+        assert latest_complete(self.folder) == self.folder / f"step-{version:06d}"
+        self.calls.append(f"saved {version}")
+
     async def _prepare(self) -> None:
+        self.calls.append("prepare")
         self.num_prepared += 1
 
     async def _finish(self) -> None:
@@ -123,6 +143,21 @@ async def test_the_run_is_finished_once_after_its_last_checkpoint(tmp_path: Path
         assert setup.num_finished == 0
         await setup.checkpoints.maybe_save(version)
     assert setup.num_finished == 1
+
+
+async def test_a_run_goes_on_from_where_its_journal_leads_and_saves_what_the_killed_part_did_not_come_to(
+    tmp_path: Path,
+) -> None:
+    first = Setup(tmp_path)
+    assert await first.checkpoints.resume() == 0
+    assert first.calls == ["begin", "prepare", "saved 0"]
+    await first.save(4)
+    for reached, calls in ((4, []), (5, []), (6, ["saved 6"]), (9, ["saved 9"])):
+        again = Setup(tmp_path / str(reached), reached=reached)
+        shutil.copytree(first.folder, again.folder)
+        assert await again.checkpoints.resume() == reached
+        assert again.calls == ["recover 4", *calls]
+        assert again.num_finished == (reached == 9)
 
 
 async def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
 from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
-from configs.load import load_config, load_resolved
+from configs.load import dump_config, load_config, load_resolved
 from configs.schema import RunConfig
 from deploy import doctor, leftovers, run_client
 from deploy.cli import app
@@ -116,6 +117,32 @@ def test_run_that_ends_on_purpose_says_why(
     assert result.exit_code == exit_code
     assert said in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(["learner.learning_rate=3e-4"])), encoding="utf-8")
+    asked = []
+    replaying = SimpleNamespace(
+        replay=lambda folder, config: asked.append(("replay", folder, config)) or 5,
+        score=lambda folder, config: asked.append(("score", folder, config)) or 6,
+    )
+    monkeypatch.setitem(sys.modules, "deploy.replay", replaying)
+    monkeypatch.setattr("deploy.replay", replaying, raising=False)
+    words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
+    assert CliRunner().invoke(app, words).exit_code == 5
+    assert CliRunner().invoke(app, [*words, "--score"]).exit_code == 6
+    for (kind, folder, config), expected in zip(asked, ("replay", "score"), strict=True):
+        assert (kind, folder) == (expected, tmp_path)
+        changed = (config.learner.learning_rate, config.algorithm.kl.coef, config.rewards.components[0].weight)
+        assert changed == (3e-4, 0.5, 2)
+
+
+def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "config.yaml cannot be read" in result.stderr
 
 
 def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

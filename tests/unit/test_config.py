@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -215,3 +216,20 @@ def test_every_key_is_documented() -> None:
 
 def test_committed_documentation_is_the_generated_one() -> None:
     assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m configs.document`"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("learner=single", "set single keys, as learner.KEY=VALUE"),
+        ("algorithm.kl.coeff=1", "did you mean algorithm.kl.coef?"),
+        ("algorithm.kl.coef=a", 'algorithm.kl.coef got "a"'),
+        ("rewards.components.7.weight=1", "rewards.components.7.weight=1: a value cannot be set there"),
+    ],
+)
+def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Path, override: str, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(load_config([])), encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_resolved(path, [override])
+    assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(["algorithm.kl.coef=0.5", "seed=9"])

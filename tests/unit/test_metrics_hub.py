@@ -124,6 +124,15 @@ def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
     assert sink.records == [] and metrics.totals.num_steps == 0
 
 
+def test_a_step_that_an_earlier_part_of_the_run_recorded_is_not_recorded_again() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    metrics = make_metrics([sink], clock)
+    for step in (1, 2, 1, 2, 3):
+        run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])])
+    assert [record.step for record in sink.records] == [1, 2, 3]
+    assert metrics.totals.num_steps == 3
+
+
 def test_a_step_that_recorded_nothing_is_a_bug_and_says_so() -> None:
     with pytest.raises(AssertionError, match="step 3 ended without"), make_metrics([], FakeClock()).step(3):
         pass

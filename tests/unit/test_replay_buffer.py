@@ -1,10 +1,13 @@
 """The buffer's order, leases and counts."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from fakes import make_scored
 
+from cluster.journal import Journal
+from cluster.journal_writer import JournalWriter
 from cluster.replay_buffer import DUPLICATE, ReplayBuffer
 from cluster.trajectory import ScoredGroup
 
@@ -92,3 +95,96 @@ async def test_stats_count_what_is_held_and_why_groups_were_rejected() -> None:
     assert stats.oldest_id == "a"
     assert stats.num_bytes == 2 * group.summary.num_bytes
     assert stats.num_rejected == {"uniform": 2}
+
+
+def group_bytes() -> int:
+    return make_scored("a").summary.num_bytes
+
+
+async def blocked(call: asyncio.Task[None]) -> bool:
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return not call.done()
+
+
+async def test_a_reserved_group_is_held_but_not_ready_until_it_is_put() -> None:
+    replay = ReplayBuffer()
+    first, second = make_scored("a"), make_scored("b")
+    await replay.reserve(first)
+    await replay.reserve(second)
+    assert (await replay.stats()).num_ready == 0
+    assert (await replay.stats()).num_bytes == 2 * group_bytes()
+    await replay.put(second)
+    await replay.put(first)
+    assert ids(await replay.take(2)) == ["b", "a"]
+    assert (await replay.stats()).num_rejected == {}
+
+
+async def test_beyond_the_budget_groups_wait_until_a_step_was_released() -> None:
+    replay = ReplayBuffer(max_bytes=2 * group_bytes(), min_ready=2)
+    await replay.put(make_scored("a"))
+    await replay.put(make_scored("b"))
+    third = asyncio.create_task(replay.reserve(make_scored("c")))
+    assert await blocked(third)
+    assert (await replay.stats()).num_waiting == 1
+    taken = await replay.take(2)
+    await asyncio.wait_for(third, 5)
+    await replay.put(make_scored("d"))
+    await replay.put(make_scored("c"))
+    fifth = asyncio.create_task(replay.put(make_scored("e")))
+    assert await blocked(fifth), "c and d are ready, a and b are leased"
+    await replay.release(taken)
+    assert await blocked(fifth), "c and d alone fill the budget"
+    await replay.release(await replay.take(2))
+    await asyncio.wait_for(fifth, 5)
+
+
+async def test_the_budget_never_keeps_a_step_from_becoming_ready() -> None:
+    replay = ReplayBuffer(max_bytes=1, min_ready=4)
+    for name in "wxyz":
+        await replay.reserve(make_scored(f"{name}/reserved"))
+    for name in "abcd":
+        await asyncio.wait_for(replay.put(make_scored(name)), 5)
+    assert ids(await asyncio.wait_for(replay.take(4), 5)) == list("abcd")
+
+
+async def test_a_group_larger_than_the_budget_is_let_in_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    replay = ReplayBuffer(max_bytes=group_bytes() - 1)
+    await replay.put(make_scored("a"))
+    assert (await replay.stats()).num_oversized == 1
+    assert ids(await replay.take(1)) == ["a"]
+    assert f"group a has {group_bytes()} bytes" in caplog.text
+    assert "replay.max_bytes" in caplog.text
+
+
+async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
+    replay = ReplayBuffer(max_bytes=group_bytes(), min_ready=1)
+    await replay.put(make_scored("a"))
+    waiting = asyncio.create_task(replay.reserve(make_scored("b")))
+    assert await blocked(waiting)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    stats = await replay.stats()
+    assert (stats.num_waiting, stats.num_bytes) == (0, group_bytes())
+
+
+async def test_a_group_is_on_disk_before_it_counts_and_a_step_once_it_is_committed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {})
+    replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
+    await replay.resume(3, [])
+    await replay.reserve(make_scored("a"))
+    assert [group.group_id for group in journal.recover(3).finished] == ["a"]
+    await replay.put(make_scored("a"))
+    await replay.put(make_scored("b"))
+    await replay.reject("c", "uniform")
+    taken = await replay.take(2)
+    await replay.commit(4, taken[::-1])
+    found = journal.recover(3)
+    assert [step.group_ids for step in found.steps] == [("b", "a")]
+    assert (found.finished, found.rejected) == ((), ("c",))
+    await replay.release(taken)
+    await replay.forget(4)
+    assert journal.recover(4).reached == 4
+    with pytest.raises(ValueError, match="group a has no lease"):
+        await replay.commit(5, taken)
+    await replay.close()

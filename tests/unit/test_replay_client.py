@@ -15,7 +15,7 @@ from cluster.replay_client import ReplayClient
 
 
 def client(role: object, call_s: float = 5, take_s: float = 5) -> ReplayClient:
-    return ReplayClient(LocalHandle(role), call_s=call_s, take_s=take_s)
+    return ReplayClient(LocalHandle(role), call_s=call_s, take_s=take_s, reserve_s=call_s)
 
 
 async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_released() -> None:
@@ -52,9 +52,14 @@ async def test_a_take_waits_longer_than_other_calls_but_not_for_ever() -> None:
         (lambda c: c.reject("0/0/s0", "stale"), "replay/0 to count rejected group 0/0/s0"),
         (lambda c: c.release([make_scored("0/0/s0")]), "replay/0 to release 1 groups"),
         (lambda c: c.stats(), "replay/0 to give its statistics"),
+        (lambda c: c.reserve(make_scored("0/0/s0")), r"make room for group 0/0/s0 \(timeouts.backpressure_s\)"),
+        (lambda c: c.commit(4, []), "replay/0 to write down what makes version 4"),
+        (lambda c: c.resume(4, ["0/0/s0"]), "replay/0 to go on from version 4"),
+        (lambda c: c.forget(4), "replay/0 to forget what led to version 4"),
     ],
 )
 async def test_a_buffer_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
-    silent = SimpleNamespace(**dict.fromkeys(("put", "reject", "release", "stats"), never))
+    calls = ("put", "reject", "release", "stats", "reserve", "commit", "resume", "forget")
+    silent = SimpleNamespace(**dict.fromkeys(calls, never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, call_s=0.05))

@@ -4,14 +4,14 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts
+from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
 
 from cluster.errors import DatasetError, DeadlineError, RewardError, RolloutError, WorkerDiedError
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream, prompt_seed
 from cluster.staleness import StalenessGate
-from cluster.trajectory import GroupSummary, Prompt, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
 
 KEEP_ALL = AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100)
 DROP_UNIFORM = AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=100)
@@ -195,6 +195,51 @@ async def test_pending_prompts_leave_when_trained_and_come_first_after_a_restore
     assert await other.step() == ["0/3/s3", "0/1/s1"]
     other.stream.advance(1)
     assert other.stream.state() == {"cursor": 7, "pending": ["0/5/s5"]}
+
+
+async def test_after_a_kill_finished_groups_are_not_sampled_again_and_every_other_place_is_pending() -> None:
+    bench = Bench(FakeRollouts(), FakeRewards())
+    bench.stream.restore(0, {"cursor": 3, "pending": ["0/1/s1", "0/2/s2"]})
+    assert [bench.stream.is_open(f"0/{n}/s{n}") for n in range(4)] == [False, True, True, True]
+    bench.stream.catch_up(0, ["0/1/s1", "0/5/s5"], [make_scored("0/3/s3")])
+    assert bench.stream.state() == {"cursor": 6, "pending": ["0/2/s2", "0/3/s3", "0/4/s4"]}
+    assert await bench.step() == ["0/2/s2", "0/3/s3"], "in the order of the sequence"
+    assert bench.prompts.served == ["0/2/s2"]
+    assert bench.stream.pending() == ("0/2/s2", "0/3/s3", "0/4/s4")
+
+
+async def test_steps_that_were_complete_when_the_run_was_killed_are_put_at_once() -> None:
+    bench = Bench(FakeRollouts(), FakeRewards())
+    bench.stream.restore(4, {"cursor": 8, "pending": ["0/6/s6", "0/7/s7"]})
+    versions = (4,) * 3
+    groups = [make_group(make_prompt(i), versions) for i in ("0/7/s7", "0/6/s6")]
+    bench.stream.catch_up(4, [], [ScoredGroup(g.summary(), g, (Reward(1.0),) * 2) for g in groups])
+    assert await bench.step() == ["0/6/s6", "0/7/s7"]
+    assert bench.prompts.served == []
+
+
+async def test_a_row_that_became_unusable_is_not_pending_for_ever() -> None:
+    class Skipping(FakePrompts):
+        def next(self) -> Prompt:
+            prompt = super().next()
+            return super().next() if prompt.prompt_id == "0/0/s0" else prompt
+
+    bench = Bench(FakeRollouts(), FakeRewards(), prompts=Skipping())
+    bench.stream.restore(0, {"cursor": 4, "pending": ["0/0/s0", "0/2/s2"]})
+    assert await bench.step() == ["0/2/s2", "0/4/s4"]
+    assert bench.stream.pending() == ("0/2/s2", "0/4/s4")
+
+
+async def test_a_group_that_waits_for_room_keeps_its_slot() -> None:
+    bench = Bench(FakeRollouts(), FakeRewards(), prompts_per_step=1, max_staleness=3)
+    bench.replay = bench.stream._replay = ReplayBuffer(max_bytes=1, min_ready=1)
+    async with bench.stream.streaming():
+        while (await bench.replay.stats()).num_waiting < 2:
+            await asyncio.sleep(0.001)
+        assert (bench.gate.num_accepted, len(bench.gate.running), len(bench.prompts.served)) == (1, 2, 3)
+        assert len(await asyncio.wait_for(bench.replay.take(1), 5)) == 1
+        while bench.gate.num_accepted < 2:
+            await asyncio.sleep(0.001)
 
 
 async def test_nothing_runs_on_after_the_stream_has_ended() -> None:

@@ -223,3 +223,78 @@ def test_a_step_is_popped_exactly_when_the_rule_lets_it(
         if order.next_step > gate.version and choose.random() < 0.8:
             gate.advance(gate.version + 1)
     assert dict(gate.running_by_version) == Counter(admission.version for admission in gate.running)
+
+
+def test_a_group_from_before_a_resume_is_due_before_one_that_is_started_after_it() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[str] = StepOrder(gate)
+    gate.resume(5, num_finished=1, num_started=2)
+    order.resume(5)
+    order.add(Admission(4, number=1), "before")
+    again = gate.start(0)
+    assert again == Admission(5, number=0)
+    gate.accept(again)
+    order.add(again, "again")
+    assert order.pop_step() == ["before"], "step 5 is the last one in which it is young enough"
+    gate.advance(6)
+    assert gate.start() == Admission(6, number=2), "the numbers of prompts that were handed out are taken"
+    assert order.pop_step() == ["again"]
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 12),
+    num_moves=st.integers(1, 120),
+    timing=st.integers(0, 2**32),
+)
+def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_each_others_way(
+    prompts_per_step: int, max_staleness: int, max_concurrent: int, num_moves: int, timing: int
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves)
+    resumed_at = gate.version + (trained > gate.version)  # a step may be written down whose weights were not pushed yet
+    again = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    again.resume(resumed_at, num_finished=len(finished), num_started=len(finished) + under_way)
+    order: StepOrder[Admission] = StepOrder(again)
+    order.resume(resumed_at)
+    numbers = choose.sample(range(len(finished) + under_way), len(finished) + under_way)
+    for admission in finished:
+        kept = Admission(admission.version, numbers.pop())
+        order.add(kept, kept)
+    while numbers and again.capacity > 0:
+        again.start(numbers.pop())
+    live(again, order, choose, 60)
+
+
+def live(
+    gate: StalenessGate, order: StepOrder[Admission], choose: random.Random, num_moves: int
+) -> tuple[list[Admission], int, int]:
+    """Play so many moves of a run; returns the finished groups that no step trained, how many run, and the version."""
+    ready: list[list[Admission]] = []
+    waiting: list[Admission] = []
+    trained = gate.version
+    for _ in range(num_moves):
+        start_all(gate)
+        while step := order.pop_step():
+            assert all(trained + len(ready) - admission.version <= gate.max_staleness for admission in step)
+            assert len(step) == gate.prompts_per_step
+            ready.append(step)
+        if ready and (trained == gate.version or not gate.running) and choose.random() < 0.7:
+            waiting = [admission for admission in waiting if admission not in ready[0]]
+            ready.pop(0)
+            trained += 1
+        elif trained > gate.version:
+            gate.advance(trained)
+        elif gate.running:
+            admission = choose.choice(gate.running)
+            if choose.random() < 0.2:
+                gate.reject(admission)
+            else:
+                gate.accept(admission)
+                order.add(admission, admission)
+                waiting.append(admission)
+        else:
+            assert ready, "nothing runs and no step can be made: the run would wait for ever"
+    return waiting, len(gate.running), trained

@@ -1,0 +1,207 @@
+"""Recovery: from the newest checkpoint to where the run was, by its journal.
+
+An update is a function of the learner's state and of the groups, so the steps that the journal holds are taken again
+and the weights come out as they were: bit for bit on the same ranks and threads of a CPU, within what its kernels
+promise on a GPU. Finished groups that were not trained yet go back into the stream instead of being sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from cluster.concurrency import run_all
+from cluster.controller import RunMetrics
+from cluster.errors import JournalError, SkippedSample
+from cluster.journal import FinishedGroup, Journal, Recovered, TrainedStep
+from cluster.live_groups import LiveGroups
+from cluster.roles import Learner, ReplayStats, UpdateReport
+from cluster.trajectory import ScoredGroup
+from cluster.trajectory_records import RecordedGroup
+
+_logger = logging.getLogger(__name__)
+
+NEWER = "newer"
+STALE = "stale"
+TORN = "torn"
+NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
+
+
+class JournalledReplay(Protocol):
+    """The replay buffer as the keeper of the journal."""
+
+    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+
+    async def resume(self, version: int, group_ids: Sequence[str]) -> None: ...
+
+    async def forget(self, version: int) -> None: ...
+
+
+class Stream(Protocol):
+    """The rollout stream, restored from a checkpoint."""
+
+    def is_open(self, prompt_id: str) -> bool: ...
+
+    def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None: ...
+
+
+class JournalledLearner:
+    """The learner as the loop sees it: what a step trains is written down beside its update, at no cost of time.
+
+    It is written before anybody sees the new version, so no token is ever newer than what a kill leaves.
+    """
+
+    def __init__(self, learner: Learner, replay: JournalledReplay) -> None:
+        self._learner = learner
+        self._replay = replay
+        self._version = 0
+
+    def resume(self, version: int) -> None:
+        """State which version the learner holds."""
+        self._version = version
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        version = self._version + 1
+        report, _ = await run_all(self._learner.update(groups), self._replay.commit(version, groups))
+        assert report.version == version, f"the learner made version {report.version} instead of {version}"
+        self._version = version
+        return report
+
+
+class JournalRecovery:
+    """Brings learner, stream and buffer of a run from a checkpoint to where its journal ends."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        learner: Learner,
+        journalled: JournalledLearner,
+        groups: LiveGroups,
+        stream: Stream,
+        replay: JournalledReplay,
+        metrics: RunMetrics,
+        max_staleness: int,
+        on_recovered: Callable[[Mapping[str, int]], None],
+    ) -> None:
+        """`learner` takes the steps again, `journalled` goes on in the loop. `metrics` has no record of some of them yet.
+        `on_recovered` is told how many steps and groups came back, and by reason what did not.
+        """
+        self._journal = journal
+        self._learner = learner
+        self._journalled = journalled
+        self._groups = groups
+        self._stream = stream
+        self._replay = replay
+        self._metrics = metrics
+        self._max_staleness = max_staleness
+        self._on_recovered = on_recovered
+
+    async def begin(self) -> None:
+        """A new run begins: whatever a journal holds in its place is void."""
+        await self._replay.resume(0, ())
+
+    async def recover(self, version: int) -> int:
+        """Go on from the checkpoint of `version`, which learner and stream were restored from; returns the version reached.
+
+        Raises:
+            JournalError: a step cannot be taken again: its data have changed, or the checkpoint says that it was.
+        """
+        found = await asyncio.to_thread(self._journal.recover, version)
+        for step in found.steps:
+            await self._take_again(step)
+        lost: Counter[str] = Counter({TORN: found.num_torn} if found.num_torn else {})
+        finished = await asyncio.to_thread(self._revived, found, lost)
+        trained = (group_id for step in found.steps for group_id in step.group_ids)
+        self._stream.catch_up(found.reached, [*trained, *filter(self._stream.is_open, found.rejected)], finished)
+        self._journalled.resume(found.reached)
+        await self._replay.resume(found.reached, [group.summary.group_id for group in finished])
+        self._tell(found, finished, lost)
+        return found.reached
+
+    async def saved(self, version: int) -> None:
+        """A checkpoint of `version` is complete."""
+        await self._replay.forget(version)
+
+    async def _take_again(self, step: TrainedStep) -> None:
+        closed = [group_id for group_id in step.group_ids if not self._stream.is_open(group_id)]
+        if closed:
+            raise self._unfit(step, f"the checkpoint says that {', '.join(closed)} was trained on or rejected before it")
+        try:
+            groups = await asyncio.to_thread(lambda: [self._groups.revive(recorded) for recorded in step.read()])
+        except SkippedSample as error:
+            raise self._unfit(step, str(error)) from error
+        with self._metrics.step(step.version) as measured:
+            with measured.timed("update"):
+                update = await self._learner.update(groups)
+            assert update.version == step.version, f"step {step.version} of the journal made version {update.version}"
+            measured.record(groups, update, NO_STATS)
+
+    def _unfit(self, step: TrainedStep, reason: str) -> JournalError:
+        return JournalError(
+            f"step {step.version} of the journal cannot be taken again: {reason}; mend that, or remove "
+            f"{self._journal.folder} to go on from the checkpoint and do later steps anew"
+        )
+
+    def _revived(self, found: Recovered, lost: Counter[str]) -> list[ScoredGroup]:
+        """The finished groups that can still be trained on; the others are counted and sampled again."""
+        return [
+            group
+            for candidate in found.finished
+            if self._stream.is_open(candidate.group_id) and (group := self._fit(candidate, found.reached, lost))
+        ]
+
+    def _fit(self, candidate: FinishedGroup, version: int, lost: Counter[str]) -> ScoredGroup | None:
+        recorded = candidate.read()
+        reason = self._reason_to_drop(recorded, version)
+        if reason is None:
+            try:
+                return self._groups.revive(recorded)
+            except SkippedSample as error:
+                _logger.warning("finished group %s is sampled again: %s", candidate.group_id, error)
+                reason = error.reason
+        lost[reason] += 1
+        return None
+
+    def _reason_to_drop(self, recorded: RecordedGroup, version: int) -> str | None:
+        versions = recorded.group.summary().tokens_by_version
+        if max(versions) > version:
+            return NEWER  # it was sampled by weights that are lost
+        return STALE if min(versions) + self._max_staleness < version else None
+
+    def _tell(self, found: Recovered, finished: Sequence[ScoredGroup], lost: Mapping[str, int]) -> None:
+        _logger.info(
+            "the journal led from version %d to %d; %d finished groups came back, %s",
+            found.version,
+            found.reached,
+            len(finished),
+            f"lost: {dict(lost)}" if lost else "none was lost",
+        )
+        self._on_recovered({"steps": len(found.steps), "groups": len(finished), **lost})
+
+
+class NoRecovery:
+    """A run without a journal goes on from its checkpoint; one that lies in its place would be of another past."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is where a journal would be."""
+        self._folder = folder
+
+    async def begin(self) -> None:
+        await asyncio.to_thread(self._remove)
+
+    async def recover(self, version: int) -> int:
+        await asyncio.to_thread(self._remove)
+        return version
+
+    async def saved(self, version: int) -> None: ...
+
+    def _remove(self) -> None:
+        if self._folder.is_dir():
+            _logger.warning("%s is removed: replay.journal=false, so this run will not be what it says", self._folder)
+            shutil.rmtree(self._folder)

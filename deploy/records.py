@@ -1,0 +1,97 @@
+"""What a run writes down of its groups, and how it goes on from that: journal, recovery and trajectory log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from actors.datasets.prompts import PromptSource
+from cluster.checkpoints import Durable, Recovery
+from cluster.journal import Journal, journal_identity
+from cluster.journal_writer import GroupJournal, JournalWriter, NoJournal
+from cluster.live_groups import LiveGroups
+from cluster.logged_learner import DurableLearner, LoggedLearner
+from cluster.metrics.definitions import CounterName
+from cluster.metrics.hub import Metrics
+from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
+from cluster.replay_client import ReplayClient
+from cluster.roles import Learner
+from cluster.rollout_stream import RolloutStream
+from cluster.trajectory_log import TrajectoryLog
+from configs.schema import RunConfig
+
+JOURNAL_FOLDER = "journal"  # of the run folder
+TRAJECTORIES_FOLDER = "trajectories"  # of the run folder
+MAX_WAITING_STEPS = 2  # whose groups are held in memory until the trajectory log has them
+
+
+@dataclass(frozen=True)
+class Records:
+    """The learner with all that is written down around it."""
+
+    learner: Learner  # as the loop calls it
+    durable: Durable  # as checkpoints save and load it
+    recovery: Recovery
+
+
+def build_journal_writer(config: RunConfig) -> GroupJournal:
+    """What the replay buffer writes to."""
+    if not config.replay.journal:
+        return NoJournal()
+    return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s)
+
+
+def reached_version(config: RunConfig, version: int) -> int:
+    """The version to which the journal leads from a checkpoint of `version`."""
+    return _journal(config).recover(version).reached if config.replay.journal else version
+
+
+def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
+    """The log of the run in `run_folder`."""
+    return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s)
+
+
+def build_records(
+    config: RunConfig,
+    learner: DurableLearner,
+    source: PromptSource,
+    stream: RolloutStream,
+    replay: ReplayClient,
+    metrics: Metrics,
+) -> Records:
+    """Log and journal around `learner`, as configured."""
+    if config.replay.trajectory_log:
+        learner = LoggedLearner(
+            learner,
+            trajectory_log(config.run_folder, config),
+            max_waiting=MAX_WAITING_STEPS,
+            on_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
+        )
+    if not config.replay.journal:
+        return Records(learner, learner, NoRecovery(config.run_folder / JOURNAL_FOLDER))
+    journalled = JournalledLearner(learner, replay)
+    recovery = JournalRecovery(
+        _journal(config),
+        learner=learner,
+        journalled=journalled,
+        groups=LiveGroups(source, ray.put),
+        stream=stream,
+        replay=replay,
+        metrics=metrics,
+        max_staleness=config.algorithm.max_staleness,
+        on_recovered=partial(_count_recovered, metrics),
+    )
+    return Records(journalled, learner, recovery)
+
+
+def _count_recovered(metrics: Metrics, counts: Mapping[str, int]) -> None:
+    for what, num in counts.items():
+        metrics.count(CounterName.RECOVERED, what, num)
+
+
+def _journal(config: RunConfig) -> Journal:
+    return Journal(config.run_folder / JOURNAL_FOLDER, journal_identity(config))

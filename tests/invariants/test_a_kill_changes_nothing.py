@@ -1,0 +1,181 @@
+"""With a journal a run may be killed at any moment, as often as one likes, and trains what it would have trained."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakePrompts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import Run
+
+from cluster.checkpoints import latest_complete
+from cluster.journal_segments import read_segment, segment_numbers, segment_path
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Everything runs on the event loop, so a number of its turns is a moment; and a kill needs no sync to disk."""
+
+    async def at_once(function: Callable[..., Any], /, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        result = function(*args)
+        await asyncio.sleep(0)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", at_once)
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+class Setting:
+    """A run whose timing and rewards are functions of a seed, on whatever folder."""
+
+    def __init__(self, seed: int, size: int, max_staleness: int, interval: int, max_bytes: float) -> None:
+        self.seed, self.size, self.max_staleness = seed, size, max_staleness
+        self.interval, self.max_bytes = interval, max_bytes
+
+    def run(self, folder: Path) -> Run:
+        return Run(
+            folder,
+            total_steps=STEPS,
+            prompts_per_step=self.size,
+            max_staleness=self.max_staleness,
+            max_concurrent=8,
+            drop_uniform=True,
+            pauses=lambda prompt_id: self._choose(prompt_id).choice([0, 0, 1, 2, 8, 30]),
+            values=lambda prompt_id: (1.0, 1.0) if self.is_uniform(prompt_id) else (0.0, 1.0),
+            checkpoint_interval=self.interval,
+            has_journal=True,
+            max_bytes=self.max_bytes,
+        )
+
+    def is_uniform(self, prompt_id: str) -> bool:
+        return self._choose(prompt_id).random() < 0.3
+
+    def expected(self) -> list[str]:
+        """The first prompts of the sequence that are worth a step, as many as all steps take."""
+        prompts = FakePrompts(epoch_size=50)
+        ids = (prompts.id_at(index) for index in range(10_000))
+        return sorted(id for _, id in zip(range(STEPS * self.size), (i for i in ids if not self.is_uniform(i)), strict=False))
+
+    def _choose(self, prompt_id: str) -> random.Random:
+        return random.Random(f"{self.seed}/{prompt_id}")
+
+
+SETTINGS = st.builds(
+    Setting,
+    seed=st.integers(0, 2**32),
+    size=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    interval=st.integers(0, 3),
+    max_bytes=st.sampled_from([float("inf"), 200, 1]),
+)
+
+
+async def killed(run: Run, num_turns: int, folder: Path, left: Path) -> None:
+    """Let the run go on for so many turns of the event loop; `left` is what a kill leaves of `folder` at that moment."""
+    going = asyncio.ensure_future(run.go())
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+        if going.done():
+            going.result()
+            break
+    folder.mkdir(exist_ok=True)
+    shutil.copytree(folder, left)
+    going.cancel()
+    await asyncio.wait([going])
+
+
+def goes_on_from(before: Run, after: Run) -> None:
+    """Nothing that anybody could have seen of `before` is otherwise in `after`, and nothing finished is sampled again."""
+    published = before.weights.published[-1] if before.weights.published else 0
+    if after.weights.published:
+        assert after.weights.published[0] >= published
+        assert after.learner.weights[:published] == before.learner.weights[:published]
+    assert after.recovered.keys() <= {"steps", "groups"}, "nothing is lost"
+
+
+def within_bound(run: Run, max_staleness: int) -> bool:
+    return all(
+        version - max_staleness <= group.summary.oldest_version <= version
+        for version, groups in run.learner.trained
+        for group in groups
+    )
+
+
+@settings(max_examples=60)
+@given(setting=SETTINGS, kills=st.lists(st.integers(1, 400), min_size=1, max_size=4))
+def test_killed_at_any_moment_it_loses_no_prompt_and_trains_none_twice(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting, kills: list[int]
+) -> None:
+    base = tmp_path_factory.mktemp("killed")
+    parts: list[Run] = []
+    for number, num_turns in enumerate(kills):
+        parts.append(setting.run(base / str(number)))
+        asyncio.run(killed(parts[-1], num_turns, base / str(number), base / str(number + 1)))
+    last = setting.run(base / str(len(kills)))
+    parts.append(last)
+    assert asyncio.run(last.go()) == STEPS
+    trained = [prompt_id for step in last.learner.weights for prompt_id in step]
+    assert sorted(trained) == setting.expected()
+    for before, after in zip(parts, parts[1:], strict=False):
+        goes_on_from(before, after)
+    assert all(within_bound(part, setting.max_staleness) for part in parts)
+    if setting.max_staleness == 0:
+        whole = setting.run(base / "whole")
+        asyncio.run(whole.go())
+        assert last.learner.weights == whole.learner.weights, "the same steps in the same order"
+
+
+@settings(max_examples=30)
+@given(setting=SETTINGS, num_turns=st.integers(1, 400))
+def test_what_was_finished_is_not_sampled_again(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting, num_turns: int
+) -> None:
+    base = tmp_path_factory.mktemp("finished")
+    first = setting.run(base / "0")
+    asyncio.run(killed(first, num_turns, base / "0", base / "1"))
+    checkpoint = latest_complete(base / "1" / "checkpoints")
+    second = setting.run(base / "1")
+    if checkpoint is None:
+        return
+    found = second.journal.recover(int(checkpoint.name.removeprefix("step-")))
+    kept = {g.group_id for g in found.finished} | {i for step in found.steps for i in step.group_ids}
+    asyncio.run(second.go())
+    assert not kept & second.rollouts.attempts.keys()
+    assert second.recovered == {"steps": len(found.steps), "groups": len(found.finished)}
+
+
+@settings(max_examples=40)
+@given(setting=SETTINGS, num_turns=st.integers(30, 400), cut=st.floats(0, 1))
+def test_a_journal_that_lost_its_end_is_gone_on_with_from_what_is_left(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting, num_turns: int, cut: float
+) -> None:
+    """As after a lost disk cache: later segments are gone, and the last one ends anywhere."""
+    base = tmp_path_factory.mktemp("cut")
+    asyncio.run(killed(setting.run(base / "0"), num_turns, base / "0", base / "1"))
+    journal = base / "1" / "journal"
+    numbers = segment_numbers(journal)
+    if numbers:
+        place = cut * len(numbers)
+        kept = min(int(place), len(numbers) - 1)
+        for number in numbers[kept + 1 :]:
+            segment_path(journal, number).unlink()
+        last = segment_path(journal, numbers[kept])
+        os.truncate(last, int((place - kept) * last.stat().st_size))
+        read_segment(journal, numbers[kept])
+    run = setting.run(base / "1")
+    assert asyncio.run(run.go()) == STEPS
+    assert sorted(prompt_id for step in run.learner.weights for prompt_id in step) == setting.expected()
+    assert within_bound(run, setting.max_staleness)

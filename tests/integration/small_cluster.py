@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def start(role: type, name: str, *args: Any, max_concurrency: int = 1) -> Any:
     return actor.options(runtime_env={"env_vars": env}, **options).remote((), *args)
 
 
+class RewardHosts:
+    """Starts and ends reward workers; they book nothing."""
+
+    def __init__(self, spawn: Callable[[int], Any]) -> None:
+        self._spawn = spawn
+
+    async def start(self, index: int) -> Any:
+        return self._spawn(index)
+
+    async def stop(self, index: int, handle: Any) -> None:
+        await stop(handle, timeout_s=1, what=f"reward/{index}")
+
+    async def release(self, index: int) -> None: ...
+
+
 class SmallRun:
     """The real loop over small roles. Make another on the same folder to resume."""
 
@@ -86,6 +102,7 @@ class SmallRun:
         fleet = self.fleet = RolloutFleet(
             self._spawn_engine,
             self._num_engines,
+            release=_forget,
             policy=policy,
             health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=90),
             on_lost=self._lost,
@@ -97,20 +114,29 @@ class SmallRun:
             budget=RestartBudget(policy),
             on_lost=self._lost,
         )
-        rewards = [self._spawn_reward(index) for index in range(2)]
         pool = RewardPool(
-            rewards, respawn=self._respawn_reward, timeout_s=8, max_in_flight=4, max_attempts=5, on_failure="stop"
+            [self._spawn_reward(index) for index in range(2)],
+            hosts=RewardHosts(self._spawn_reward),
+            restarts=policy,
+            start_s=90,
+            alive_s=1,
+            timeout_s=8,
+            max_in_flight=4,
+            max_attempts=5,
+            on_failure="stop",
         )
         replay = start(ReplayBuffer, "replay/0", max_concurrency=16)
-        client = ReplayClient(replay, call_s=10, take_s=120)
+        client = ReplayClient(replay, call_s=10, take_s=120, reserve_s=30)
         try:
             await asyncio.gather(ranks.start(), fleet.start())
             controller = self._controller(fleet, ranks, learner, pool, client)
             return await controller.run()
         finally:
-            for handle in (*ranks.workers, *pool.workers, replay):
+            self.losses.update({f"reward_{kind}": num for kind, num in pool.failures.items() if num})
+            for handle in (*ranks.workers, replay):
                 await stop(handle, timeout_s=2, what="a role")
             await fleet.close()
+            await pool.close()
 
     def _controller(
         self, fleet: RolloutFleet, ranks: LearnerGroup, learner: RestoringLearner, pool: RewardPool, replay: ReplayClient
@@ -157,6 +183,7 @@ class SmallRun:
             schedule=CheckpointSchedule(CHECKPOINT_INTERVAL, self._total_steps, 2),
         )
         watched = [self._watched_rank(ranks, index, learner) for index in range(2)]
+        watched.append(Watched("reward", pool.check, _nothing))
         return Controller(
             total_steps=self._total_steps,
             groups_per_step=PROMPTS_PER_STEP,
@@ -194,13 +221,11 @@ class SmallRun:
     def _spawn_reward(self, index: int) -> Any:
         return start(SmallReward, f"reward/{index}", f"reward/{index}", self.folder)
 
-    async def _respawn_reward(self, index: int, lost: Any) -> Any:
-        await stop(lost, timeout_s=1, what=f"reward/{index}")
-        self._lost("reward")
-        return self._spawn_reward(index)
-
     def _lost(self, kind: str) -> None:
         self.losses[kind] += 1
 
 
 async def _nothing() -> None: ...
+
+
+async def _forget(index: int) -> None: ...

@@ -174,6 +174,9 @@ class SmallReward:
         self._saboteur = Saboteur(folder)
         self._saboteur.enlist(name)
 
+    def ping(self) -> bool:
+        return True
+
     def score(self, groups: Sequence[Any]) -> list[GroupScore]:
         self._saboteur.moment("scoring")
         found = ray.get(list(groups), timeout=10)

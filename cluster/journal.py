@@ -159,8 +159,8 @@ class Journal:
         Raises:
             JournalError: the disk is full or gone; what was written before is untouched.
         """
-        held = self._opened()
         try:
+            held = self._opened()
             for record in records:
                 if not held.knows(record):
                     self._write(record)
@@ -181,7 +181,7 @@ class Journal:
         for number in held.done_with(version):
             if self._writer is not None and number == self._writer.number:
                 return
-            segment_path(self.folder, number).unlink()
+            segment_path(self.folder, number).unlink(missing_ok=True)
             held.drop(number)
 
     def close(self) -> None:

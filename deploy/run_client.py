@@ -160,6 +160,8 @@ class _Panel:
             try:
                 handle = self._ray.get_actor(CONTROL, namespace=self._run.namespace)
                 return self._ray.get(call(handle), timeout=max(0.0, self._deadline - time.monotonic()))
+            except TimeoutError as error:
+                raise DeadlineError(f"the control panel of run {self._run.run} did not answer in time") from error
             except (ValueError, self._ray.exceptions.RayActorError) as error:
                 if time.monotonic() > gone_at:
                     raise RunOverError(

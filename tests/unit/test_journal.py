@@ -213,6 +213,12 @@ def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path: Path,
     assert waiting(recover(tmp_path))[-1] == "c/0/s", "nothing follows what may be half there"
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match=r"file/journal cannot be written.*replay\.journal=false"):
+        journal(tmp_path / "file" / "journal").append([done("a/0/s")])
+
+
 def test_any_arrow_reader_can_look_into_a_segment(tmp_path: Path) -> None:
     write(tmp_path, done("0/0/s0"))
     with pa.memory_map(str(segment_path(tmp_path, 0))) as file:

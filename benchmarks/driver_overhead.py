@@ -72,7 +72,7 @@ async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[flo
         buffer = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
         others = ray.remote(_Others).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
         rewards = _reward_pool(others)
-        replay = ReplayClient(buffer, call_s=TIMEOUT_S, take_s=TIMEOUT_S)
+        replay = ReplayClient(buffer, call_s=TIMEOUT_S, take_s=TIMEOUT_S, reserve_s=TIMEOUT_S)
         return await interleave(_sides("ray", lambda mean_s: _Roles(_Engines(others, mean_s), rewards, replay)), effort)
 
 

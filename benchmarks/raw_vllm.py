@@ -16,7 +16,7 @@ from cluster.network import LOOPBACK
 from cluster.placement import PlacedWorker
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
-from deploy.build import _engine_settings  # "the same engine settings" must not become a copy that drifts
+from deploy.rollouts import engine_settings  # "the same engine settings" must not become a copy that drifts
 from deploy.preparation import Prepared
 from deploy.spawner import engine_environment
 from learner.policies.logprobs import BAN_BIAS
@@ -81,7 +81,7 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
         "VLLM_HOST_IP": LOOPBACK,
         **engine_environment(prepared.config, worker),
     }
-    settings = _engine_settings(prepared, worker.index)
+    settings = engine_settings(prepared, worker.index)
     return apart(_build, settings, name=f"raw engine {worker.index}", cores=worker.cores, env=env)
 
 

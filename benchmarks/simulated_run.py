@@ -80,7 +80,7 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int)
     ]
     learner = _Learner(workload.update_s)
     observer = _Observer(engines)
-    replay = ReplayBuffer(asyncio.get_running_loop().time)
+    replay = ReplayBuffer(clock=asyncio.get_running_loop().time)
     gate = StalenessGate(
         prompts_per_step=workload.prompts_per_step,
         max_staleness=max_staleness,

@@ -10,16 +10,12 @@ from typing import Any
 from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.reference_pool import NullReference, ReferencePool
-from actors.rollout_actor import RolloutActor
-from actors.rollout_client import RolloutClient
-from actors.samplers.base import EngineSettings
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state, run_identity
 from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
-from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.fleet import RolloutFleet
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
-from cluster.placement import PlacedWorker
 from cluster.ray_group import answer, stop
 from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
@@ -31,25 +27,21 @@ from cluster.staleness import StalenessGate
 from cluster.status import Scalable
 from cluster.supervision import Supervisor, Watched
 from cluster.trajectory import Prompt
-from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import build_journal_writer, build_records
-from deploy.scaling import RoleHosts
+from deploy.rollouts import rollout_fleet
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
-from deploy.spawner import Spawner, engine_environment
+from deploy.spawner import Spawner
 from deploy.warm_start import warm_start
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from rewards.pool import RewardPool
 
-ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
-SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
-CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
 
@@ -79,7 +71,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     config = prepared.config
     pool = reward_pool(config, spawner)
     return Inference(
-        rollouts=_fleet(prepared, spawner, on_lost),
+        rollouts=rollout_fleet(prepared, spawner, on_lost),
         rewards=pool,
         watched=(Watched("reward", pool.check, pool.close),),
     )
@@ -192,80 +184,10 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
     )
 
 
-def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -> Any:
-    config = prepared.config
-    return spawner.start(
-        RolloutActor,
-        config.sampler.kind.value,
-        _engine_settings(prepared, worker.index),
-        object_timeout_s=config.timeouts.object_s,
-        worker=worker,
-        env=engine_environment(config, worker),
-        max_concurrency=config.algorithm.max_concurrent_groups + CONTROL_CALLS,
-    )
-
-
-def _fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> RolloutFleet:
-    config, supervision = prepared.config, prepared.config.supervision
-    hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
-
-    async def spawn(index: int) -> RolloutClient:
-        return _rollout_client(config, f"rollout/{index}", await hosts.start(index))
-
-    return RolloutFleet(
-        spawn,
-        len(spawner.workers("rollout")),
-        release=hosts.release,
-        policy=restart_policy(config),
-        health=HealthChecks(
-            interval_s=supervision.interval_s,
-            probe_interval_s=supervision.probe_interval_s,
-            max_failures_in_a_row=supervision.max_failures_in_a_row,
-            no_worker_s=supervision.no_worker_s,
-        ),
-        on_lost=on_lost,
-    )
-
-
-def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
-    timeouts, supervision = config.timeouts, config.supervision
-    return RolloutClient(
-        handle,
-        name,
-        start_s=timeouts.start_s,
-        rollout_s=timeouts.rollout_s,
-        sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
-        sign_s=supervision.sign_timeout_s,
-        probe_s=supervision.probe_timeout_s,
-        stop_s=timeouts.stop_s,
-    )
-
-
 def _start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = spawner.workers("learner")
     return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
-
-
-def _engine_settings(prepared: Prepared, index: int) -> EngineSettings:
-    config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
-    return EngineSettings(
-        model=config.policy.model,
-        dtype=config.resources.dtype,
-        device=config.resources.device,
-        seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
-        max_model_len=sampler.max_model_len,
-        max_num_seqs=sampler.max_num_seqs,
-        max_num_batched_tokens=sampler.max_num_batched_tokens,
-        max_images_per_prompt=sampler.max_images_per_prompt,
-        kv_cache_bytes=sampler.kv_cache_bytes,
-        block_size=sampler.block_size,
-        enforce_eager=sampler.enforce_eager,
-        banned_ids=processor.media_token_ids,
-        stop_ids=processor.eos_token_ids,
-        pad_id=processor.pad_token_id,
-        expected=checkpoint_manifest(prepared.model_folder, config.resources.dtype),
-    )
 
 
 def _take_deadline(config: RunConfig) -> float:

@@ -1,0 +1,94 @@
+"""The rollout fleet of a run: how one engine is started, where, and with which settings and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from actors.rollout_actor import RolloutActor
+from actors.rollout_client import RolloutClient
+from actors.samplers.base import EngineSettings
+from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.placement import PlacedWorker
+from cluster.weight_sync.manifest import checkpoint_manifest
+from configs.schema import RunConfig
+from deploy.preparation import Prepared
+from deploy.scaling import RoleHosts
+from deploy.scorers import restart_policy
+from deploy.spawner import Spawner, engine_environment
+
+ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
+SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
+CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
+
+
+def rollout_fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> RolloutFleet:
+    """The fleet; it starts its engines when it is started itself. `on_lost` is told the kind of each loss."""
+    config, supervision = prepared.config, prepared.config.supervision
+    hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
+
+    async def spawn(index: int) -> RolloutClient:
+        return _rollout_client(config, f"rollout/{index}", await hosts.start(index))
+
+    return RolloutFleet(
+        spawn,
+        len(spawner.workers("rollout")),
+        release=hosts.release,
+        policy=restart_policy(config),
+        health=HealthChecks(
+            interval_s=supervision.interval_s,
+            probe_interval_s=supervision.probe_interval_s,
+            max_failures_in_a_row=supervision.max_failures_in_a_row,
+            no_worker_s=supervision.no_worker_s,
+        ),
+        on_lost=on_lost,
+    )
+
+
+def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -> Any:
+    config = prepared.config
+    return spawner.start(
+        RolloutActor,
+        config.sampler.kind.value,
+        engine_settings(prepared, worker.index),
+        object_timeout_s=config.timeouts.object_s,
+        worker=worker,
+        env=engine_environment(config, worker),
+        max_concurrency=config.algorithm.max_concurrent_groups + CONTROL_CALLS,
+    )
+
+
+def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
+    timeouts, supervision = config.timeouts, config.supervision
+    return RolloutClient(
+        handle,
+        name,
+        start_s=timeouts.start_s,
+        rollout_s=timeouts.rollout_s,
+        sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
+        sign_s=supervision.sign_timeout_s,
+        probe_s=supervision.probe_timeout_s,
+        stop_s=timeouts.stop_s,
+    )
+
+
+def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
+    config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
+    return EngineSettings(
+        model=config.policy.model,
+        dtype=config.resources.dtype,
+        device=config.resources.device,
+        seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        max_model_len=sampler.max_model_len,
+        max_num_seqs=sampler.max_num_seqs,
+        max_num_batched_tokens=sampler.max_num_batched_tokens,
+        max_images_per_prompt=sampler.max_images_per_prompt,
+        kv_cache_bytes=sampler.kv_cache_bytes,
+        block_size=sampler.block_size,
+        enforce_eager=sampler.enforce_eager,
+        banned_ids=processor.media_token_ids,
+        stop_ids=processor.eos_token_ids,
+        pad_id=processor.pad_token_id,
+        expected=checkpoint_manifest(prepared.model_folder, config.resources.dtype),
+    )

@@ -17,6 +17,14 @@ from pathlib import Path
 SLOW_S = 1.5
 
 
+def is_running(process_id: int) -> bool:
+    """Whether the process computes or could; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @dataclass(frozen=True)
 class Saboteur:
     """`folder` is the same for all processes of one run."""
@@ -35,15 +43,21 @@ class Saboteur:
     def is_planned(self, moment: str) -> bool:
         return (self.folder / moment).exists()
 
+    def is_there(self, name: str) -> bool:
+        """Whether the process that plays `name` runs."""
+        return is_running(int(self._pid_file(name).read_text()))
+
     def moment(self, name: str) -> None:
-        """Say that `name` has come."""
+        """Say that `name` has come. A victim that is just being replaced is left for the next such moment."""
         taken = self.folder / f".{name}-{os.getpid()}"
         try:
+            plan = json.loads((self.folder / name).read_text())
+            process_id = int(self._pid_file(plan["victim"]).read_text())
+            if not is_running(process_id):
+                return
             os.rename(self.folder / name, taken)
         except FileNotFoundError:
             return
-        plan = json.loads(taken.read_text())
-        process_id = int(self._pid_file(plan["victim"]).read_text())
         (self.folder / "struck").open("a").write(f"{name} {plan['victim']} {plan['signal']}\n")
         if plan["signal"] == signal.SIGCONT:
             self._slow_down(process_id)

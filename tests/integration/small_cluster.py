@@ -6,16 +6,17 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from fakes import FakeEvaluator, FakeMetrics, FakePrompts, FakeReference
+from fakes import FakeMetrics, FakePrompts
 from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallReward, SmallRollout
 
+from actors.reference_pool import NullReference
 from actors.rollout_client import RolloutClient
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.controller import Controller
@@ -28,6 +29,7 @@ from cluster.restoring import RestoringLearner
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import StalenessGate
+from cluster.status import WorkerState
 from cluster.supervision import Supervisor, Watched
 from cluster.weight_sync.publish import WeightSync
 from configs.load import load_config
@@ -65,6 +67,16 @@ class RewardHosts:
     async def release(self, index: int) -> None: ...
 
 
+class Visitor:
+    """Looks at each version where an evaluation would; the loop waits for it."""
+
+    def __init__(self, visit: Callable[[int], Awaitable[None]]) -> None:
+        self._visit = visit
+
+    async def maybe_run(self, version: int) -> None:
+        await self._visit(version)
+
+
 class SmallRun:
     """The real loop over small roles. Make another on the same folder to resume."""
 
@@ -77,7 +89,7 @@ class SmallRun:
         max_staleness: int = 0,
         wave_size: int = 0,
         token_s: float = 0.01,
-        on_version: Any = lambda version: None,
+        on_version: Callable[[int], Awaitable[None]],
     ) -> None:
         self.folder = folder
         self.losses: Counter[str] = Counter()
@@ -88,6 +100,12 @@ class SmallRun:
         self._wave_size = wave_size
         self._token_s = token_s
         self._on_version = on_version
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every engine and every reward worker serves."""
+        workers = [*self.fleet.status(), *self.pool.status()]
+        return all(worker.state is WorkerState.SERVING for worker in workers)
 
     @property
     def trained(self) -> list[list[str]]:
@@ -114,7 +132,7 @@ class SmallRun:
             budget=RestartBudget(policy),
             on_lost=self._lost,
         )
-        pool = RewardPool(
+        pool = self.pool = RewardPool(
             [self._spawn_reward(index) for index in range(2)],
             hosts=RewardHosts(self._spawn_reward),
             restarts=policy,
@@ -192,9 +210,9 @@ class SmallRun:
             supervisor=Supervisor(watched, [fleet], interval_s=0.5, deadline_s=2),
             rollouts=stream,
             replay=replay,
-            reference=FakeReference(),
+            reference=NullReference(),
             learner=learner,
-            evaluator=FakeEvaluator(self._on_version),
+            evaluator=Visitor(self._on_version),
             metrics=FakeMetrics(),
         )
 

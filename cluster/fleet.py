@@ -377,7 +377,7 @@ class RolloutFleet:
             if self._clock() - seat.last_sign_s > self._health.probe_interval_s and seat.version is not None:
                 await engine.probe()
                 seat.last_sign_s = self._clock()
-        except MobulaError as error:
+        except Exception as error:  # whatever an engine answers to this, it is not well
             self._lose(seat, engine, error)
 
 

@@ -23,6 +23,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.samplers.base import EngineSettings, SampledSequence
 from actors.samplers.vllm_inproc import in_process_engine
@@ -87,8 +88,9 @@ class VLLMSampler:
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         request = self._engine.generate(tokens_input([self._settings.pad_id]), params, f"probe-{uuid.uuid4().hex}")
-        async for _ in request:
-            pass
+        with _failing("the probe"):
+            async for _ in request:
+                pass
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected)
@@ -131,8 +133,9 @@ class VLLMSampler:
         self, prompt: Prompt, media: Sequence[ProcessedMedia], params: SamplingParams, request_id: str
     ) -> Any:
         final = None
-        async for output in self._engine.generate(self._engine_input(prompt, media), params, request_id):
-            final = output
+        with _failing(f"prompt {prompt.prompt_id}"):
+            async for output in self._engine.generate(self._engine_input(prompt, media), params, request_id):
+                final = output
         if final is None:
             raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
         return final
@@ -159,6 +162,15 @@ def _named(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise WeightSyncError(f"the engine could not {what}: {error}") from error
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """An engine that died or broke off a request fails the rollout: whoever asked tries elsewhere and replaces it."""
+    try:
+        yield
+    except (EngineDeadError, EngineGenerateError) as error:
+        raise RolloutError(f"the engine failed {what}: {error!r}") from error
 
 
 def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:

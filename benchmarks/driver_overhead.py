@@ -21,9 +21,11 @@ from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave
 from benchmarks.replay import Load, make_group
 from benchmarks.simulated_engines import summary
 from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
+from cluster.errors import WorkerDiedError
 from cluster.ray_group import answer
 from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
+from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import StalenessGate
@@ -167,17 +169,28 @@ class _Engines:
 
 
 def _reward_pool(handle: ray.actor.ActorHandle) -> RewardPool:
-    async def respawn(index: int, lost: Any) -> Any:
-        raise AssertionError(f"reward worker {index} was lost: a benchmark replaces none")
-
     return RewardPool(
         [handle] * 8,
-        respawn=respawn,
+        hosts=_NoHosts(),
+        restarts=RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0),
+        start_s=TIMEOUT_S,
+        alive_s=TIMEOUT_S,
         timeout_s=TIMEOUT_S,
         max_in_flight=max(IN_FLIGHT) // 8,
         max_attempts=1,
         on_failure="stop",
     )
+
+
+class _NoHosts:
+    """A worker that is lost ends the benchmark: nothing is started again."""
+
+    async def start(self, index: int) -> Any:
+        raise WorkerDiedError(f"reward/{index} was lost: see the log above")
+
+    async def stop(self, index: int, handle: Any) -> None: ...
+
+    async def release(self, index: int) -> None: ...
 
 
 def _sleep_s(prompt: Prompt, mean_s: float) -> float:

@@ -16,8 +16,8 @@ from cluster.network import LOOPBACK
 from cluster.placement import PlacedWorker
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
-from deploy.rollouts import engine_settings  # "the same engine settings" must not become a copy that drifts
 from deploy.preparation import Prepared
+from deploy.rollouts import engine_settings  # "the same engine settings" must not become a copy that drifts
 from deploy.spawner import engine_environment
 from learner.policies.logprobs import BAN_BIAS
 

@@ -10,7 +10,7 @@ from statistics import mean
 
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
-from benchmarks.raw_vllm import GenerateJob, Generated, RawPrompt, raw_engine, raw_sampling
+from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, raw_sampling
 from benchmarks.stage import private_ray, scratch_config, staged
 from cluster.fleet import RolloutFleet
 from cluster.trajectory import Prompt

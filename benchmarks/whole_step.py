@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, serial_rate
 from benchmarks.raw_trainer import Rows, StepJob, raw_trainer, rows_of
-from benchmarks.raw_vllm import GenerateJob, Generated, RawPrompt, raw_engine, raw_sampling
+from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, raw_sampling
 from benchmarks.stage import Stage, private_ray, scratch_config, staged
 from cluster.media import MediaReader
 from cluster.metrics.definitions import MetricName

@@ -80,7 +80,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
 def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Training:
     """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background."""
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = LearnerGroup(partial(_start_learner, prepared, spawner), config.timeouts)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
     learner = RestoringLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -184,7 +184,8 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
     )
 
 
-def _start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
+def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
+    """The handles of all learner ranks, which build themselves in the background."""
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = spawner.workers("learner")
     return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]

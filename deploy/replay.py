@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from deploy.session import ray_session  # isort: skip  (sets what ray reads when imported)
@@ -24,11 +25,10 @@ from cluster.roles import UpdateReport
 from cluster.trajectory_log import TrajectoryLog
 from cluster.trajectory_replay import recorded_steps, train_again
 from configs.schema import RunConfig
-from deploy.build import POLICY_FOLDER
+from deploy.build import POLICY_FOLDER, start_learner
 from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.records import trajectory_log
 from deploy.spawner import Spawner
-from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from rewards.replay_evaluator import Rescoring, rescore
 from rewards.worker import RewardWorker
@@ -115,10 +115,8 @@ def _learner_place(config: RunConfig) -> Iterator[Spawner]:
 
 
 async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: TrajectoryLog) -> int:
-    config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = spawner.workers("learner")
-    handles = [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
-    learner = LearnerGroup(handles, config.timeouts)
+    config = prepared.config
+    learner = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
     source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
     output = run_folder / OUTPUT_FOLDER
     try:

@@ -22,7 +22,6 @@ from cluster.ray_group import spawn, spawn_named
 from configs.schema import RunConfig
 from deploy.session import Session
 
-
 BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
 
 

@@ -152,14 +152,18 @@ class _Wire:
     async def through_buffer(self, round_number: int) -> float:
         """Producer returns groups; driver puts references, takes and hands them on; consumer fetches; driver releases."""
 
-        async def produce(trip: int, index: int) -> None:
+        async def produce(trip: int, index: int) -> ScoredGroup:
             group_id = f"{self.load.name}/{round_number}/{trip}/{index}"
             group, summary = self.producer.generate.options(num_returns=2).remote(group_id)
             arrived = await answer(summary, timeout_s=TIMEOUT_S, what=f"group {group_id}")
-            await self.buffer.put(ScoredGroup(arrived, group, (Reward(0.0),) * NUM_SIBLINGS))
+            scored = ScoredGroup(arrived, group, (Reward(0.0),) * NUM_SIBLINGS)
+            await self.buffer.reserve(scored)
+            return scored
 
         async def round_trip(trip: int) -> None:
-            await asyncio.gather(*(produce(trip, index) for index in range(self.load.num_groups)))
+            await self.buffer.put(
+                await asyncio.gather(*(produce(trip, index) for index in range(self.load.num_groups)))
+            )
             groups = await self.buffer.take(self.load.num_groups)
             await answer(self.consumer.groups.remote(groups), timeout_s=TIMEOUT_S, what="the consumer")
             await self.buffer.release(groups)

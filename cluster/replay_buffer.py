@@ -32,9 +32,10 @@ class _Entry:
 class ReplayBuffer:
     """Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
 
-    A finished group is reserved, which writes it to the journal and takes room of the byte budget, and is put once its
-    step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit` writes down
-    what is trained. `clock` gives seconds that never run backwards.
+    A finished group is reserved, which takes room of the byte budget and has it journalled in the background, and is put
+    once its step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit`
+    returns once what is trained, and the groups it was trained on, are on disk. `clock` gives seconds that never run
+    backwards.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ReplayBuffer:
         self._ready: dict[str, _Entry] = {}  # in order
         self._leased: dict[str, _Entry] = {}
         self._seen: set[str] = set()
+        self._journalled: dict[str, asyncio.Task[None]] = {}  # by group; done once it is on disk
         self._num_rejected: Counter[str] = Counter()
         self._num_bytes = 0  # of all groups that are reserved, ready or leased
         self._num_waiting = 0
@@ -61,7 +63,7 @@ class ReplayBuffer:
         self._changed = asyncio.Condition()
 
     async def reserve(self, group: ScoredGroup) -> None:
-        """Hold a finished group whose step is not known yet; returns once there is room for it and it is journalled.
+        """Hold a finished group whose step is not known yet; returns once there is room for it.
 
         It does not wait for room while less than a step is ready: the learner could never make any. A group that is
         larger than the whole budget is let in like any other, and counted. One that was seen before is a duplicate.
@@ -80,17 +82,18 @@ class ReplayBuffer:
                 self._num_bytes += group.summary.num_bytes
         finally:
             self._num_waiting -= 1
-        await self._journal.finished(group)
+        self._journalled[group_id] = asyncio.ensure_future(self._journal.finished(group))
 
-    async def put(self, group: ScoredGroup) -> None:
-        """Make `group` ready, behind those that are; it is reserved first if it was not yet."""
-        group_id = group.summary.group_id
-        if group_id not in self._reserved:
-            await self.reserve(group)
-        async with self._changed:
-            if group_id in self._reserved:
-                self._ready[group_id] = self._reserved.pop(group_id)
-                self._changed.notify_all()
+    async def put(self, groups: Sequence[ScoredGroup]) -> None:
+        """Make `groups` ready in this order, behind those that are; one that was not reserved yet is reserved first."""
+        for group in groups:
+            group_id = group.summary.group_id
+            if group_id not in self._reserved:
+                await self.reserve(group)
+            async with self._changed:
+                if group_id in self._reserved:
+                    self._ready[group_id] = self._reserved.pop(group_id)
+                    self._changed.notify_all()
 
     async def reject(self, group_id: str, reason: str) -> None:
         """Count a finished group that will not be trained on; should it be put after all, it is a duplicate."""
@@ -112,9 +115,14 @@ class ReplayBuffer:
             return [self._leased[group_id].group for group_id in taken]
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it."""
+        """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it.
+
+        Raises:
+            JournalError: this, or one of the groups before it, could not be written.
+        """
         for group in groups:
             self._refuse_without_lease(group)
+        await asyncio.gather(*(self._journalled[group.summary.group_id] for group in groups))
         await self._journal.trained(version, groups)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
@@ -122,6 +130,7 @@ class ReplayBuffer:
         async with self._changed:
             for group in groups:
                 self._num_bytes -= self._end_lease(group).group.summary.num_bytes
+                self._journalled.pop(group.summary.group_id)
             self._changed.notify_all()
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
@@ -162,6 +171,7 @@ class ReplayBuffer:
         self._reserved.clear()
         self._ready.clear()
         self._leased.clear()
+        await asyncio.gather(*self._journalled.values(), return_exceptions=True)  # who commits a group hears of it
         await self._journal.close()
 
     def _has_room_for(self, group: ScoredGroup) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cluster.ray_group import answer
@@ -25,8 +26,9 @@ class ReplayClient:
     async def reserve(self, group: ScoredGroup) -> None:
         await self._room(self._handle.reserve.remote(group), f"make room for group {group.summary.group_id}")
 
-    async def put(self, group: ScoredGroup) -> None:
-        await self._room(self._handle.put.remote(group), f"store group {group.summary.group_id}")
+    async def put(self, groups: Sequence[ScoredGroup]) -> None:
+        first = groups[0].summary.group_id if groups else "of no prompt"
+        await self._room(self._handle.put.remote(list(groups)), f"store {len(groups)} groups, the first {first}")
 
     async def reject(self, group_id: str, reason: str) -> None:
         await self._call(self._handle.reject.remote(group_id, reason), f"count rejected group {group_id}")
@@ -36,10 +38,12 @@ class ReplayClient:
         return await answer(self._handle.take.remote(num_groups), timeout_s=self._take_s, what=what)
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        await self._call(self._handle.commit.remote(version, list(groups)), f"write down what makes version {version}")
+        bare = [replace(group, group=None) for group in groups]  # the journal has it
+        await self._call(self._handle.commit.remote(version, bare), f"write down what makes version {version}")
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._call(self._handle.release.remote(list(groups)), f"release {len(groups)} groups")
+        bare = [replace(group, group=None, reference_logprobs=None) for group in groups]  # it needs no reference to end a lease
+        await self._call(self._handle.release.remote(bare), f"release {len(groups)} groups")
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
         await self._call(self._handle.resume.remote(version, list(group_ids)), f"go on from version {version}")

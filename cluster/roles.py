@@ -68,8 +68,8 @@ class Replay(Protocol):
         """Hold a finished group whose step is not known yet, once there is room for it."""
         ...
 
-    async def put(self, group: ScoredGroup) -> None:
-        """Make a group ready; it is reserved first if it was not yet."""
+    async def put(self, groups: Sequence[ScoredGroup]) -> None:
+        """Make groups ready, in this order; one that was not reserved yet is reserved first."""
         ...
 
     async def reject(self, group_id: str, reason: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
+from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
@@ -24,17 +25,11 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 STALE = "stale"
+MAX_AHEAD = 32  # prompts that are prepared before there is a slot for them
 
 
-class PromptSource(Protocol):
+class PromptSource(Prompts, Protocol):
     """The endless sequence of prompts, a pure function of the run's seed."""
-
-    @property
-    def cursor(self) -> int:
-        """How many places of the sequence have been passed."""
-        ...
-
-    def next(self) -> Prompt: ...
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
         """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
@@ -143,7 +138,9 @@ class RolloutStream:
         """
         async with background_tasks() as tasks:
             tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
-            tasks.create_task(self._produce(tasks), name="hand out prompts")
+            ahead = PromptsAhead(self._prompts, min(self._gate.prompts_per_step, MAX_AHEAD))
+            tasks.create_task(ahead.prepare(), name="prepare prompts")
+            tasks.create_task(self._produce(ahead, tasks), name="hand out prompts")
             yield
 
     def advance(self, version: int) -> None:
@@ -196,12 +193,10 @@ class RolloutStream:
         self._again = numbers
         self._prompts.restore(self._cursor, list(numbers))
 
-    async def _produce(self, tasks: asyncio.TaskGroup) -> None:
+    async def _produce(self, ahead: PromptsAhead, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self._gate.wait_for_slot()
-            # Reading and processing a picture would hold up every other task of the driver.
-            prompt = await asyncio.to_thread(self._prompts.next)
-            self._cursor = self._prompts.cursor
+            prompt, self._cursor = await ahead.next()
             self._pending[prompt.prompt_id] = None
             admission = self._gate.start(self._number_of(prompt.prompt_id))
             tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
@@ -261,8 +256,7 @@ class RolloutStream:
             step = self._order.next_step
             while groups := self._order.pop_step():
                 self._steps[step] = [group.summary.group_id for group in groups]
-                for group in groups:
-                    await self._replay.put(group)
+                await self._replay.put(groups)
                 step += 1
 
 

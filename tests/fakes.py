@@ -61,11 +61,10 @@ def make_scored(prompt_id: str, rewards: Sequence[float] = (0.0, 1.0)) -> Scored
 
 
 class FakePrompts:
-    """An endless sequence "0/0/s0", "0/1/s1", ...; `served` lists every hand-out."""
+    """An endless sequence "0/0/s0", "0/1/s1", ...; each comes when it is asked for."""
 
     def __init__(self, epoch_size: int = 1000) -> None:
         self.cursor = 0
-        self.served: list[str] = []
         self._epoch_size = epoch_size
         self._pending: list[str] = []
 
@@ -86,7 +85,6 @@ class FakePrompts:
         else:
             prompt_id = self.id_at(self.cursor)
             self.cursor += 1
-        self.served.append(prompt_id)
         return make_prompt(prompt_id)
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ class Bench:
     async def train(self, groups: Sequence[ScoredGroup]) -> None:
         """One step of the loop."""
         for group in groups:
-            await self.replay.put(group)
+            await self.replay.put([group])
         taken = await self.replay.take(len(groups))
         scored = zip(taken, groups, strict=True)
         await self.learner.update([dataclasses.replace(t, reference_logprobs=g.reference_logprobs) for t, g in scored])

@@ -1,13 +1,15 @@
 """The buffer's order, leases and counts."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from fakes import make_scored
 
+from cluster.errors import JournalError
 from cluster.journal import Journal
-from cluster.journal_writer import JournalWriter
+from cluster.journal_writer import JournalWriter, NoJournal
 from cluster.replay_buffer import DUPLICATE, ReplayBuffer
 from cluster.trajectory import ScoredGroup
 
@@ -19,7 +21,7 @@ def ids(groups: list[ScoredGroup]) -> list[str]:
 async def filled(*group_ids: str) -> ReplayBuffer:
     replay = ReplayBuffer()
     for group_id in group_ids:
-        await replay.put(make_scored(group_id))
+        await replay.put([make_scored(group_id)])
     return replay
 
 
@@ -34,7 +36,7 @@ async def test_take_waits_until_enough_groups_are_ready() -> None:
     taking = asyncio.create_task(replay.take(2))
     await asyncio.sleep(0.01)
     assert not taking.done()
-    await replay.put(make_scored("b"))
+    await replay.put([make_scored("b")])
     assert ids(await asyncio.wait_for(taking, 1)) == ["a", "b"]
 
 
@@ -54,11 +56,11 @@ async def test_a_group_that_is_delivered_twice_is_trained_on_once(when: str) -> 
     if when == "rejected":
         await replay.reject("a", "uniform")
     else:
-        await replay.put(make_scored("a"))
+        await replay.put([make_scored("a")])
     groups = await replay.take(1) if when in ("taken", "released") else []
     if when == "released":
         await replay.release(groups)
-    await replay.put(make_scored("a"))
+    await replay.put([make_scored("a")])
     stats = await replay.stats()
     assert stats.num_ready == (1 if when == "ready" else 0)
     assert stats.num_rejected[DUPLICATE] == 1
@@ -84,9 +86,9 @@ async def test_stats_count_what_is_held_and_why_groups_were_rejected() -> None:
     now = 100.0
     replay = ReplayBuffer(clock=lambda: now)
     group = make_scored("a")
-    await replay.put(group)
+    await replay.put([group])
     now = 103.0
-    await replay.put(make_scored("b"))
+    await replay.put([make_scored("b")])
     await replay.take(1)
     await replay.reject("x", "uniform")
     await replay.reject("y", "uniform")
@@ -114,24 +116,24 @@ async def test_a_reserved_group_is_held_but_not_ready_until_it_is_put() -> None:
     await replay.reserve(second)
     assert (await replay.stats()).num_ready == 0
     assert (await replay.stats()).num_bytes == 2 * group_bytes()
-    await replay.put(second)
-    await replay.put(first)
+    await replay.put([second])
+    await replay.put([first])
     assert ids(await replay.take(2)) == ["b", "a"]
     assert (await replay.stats()).num_rejected == {}
 
 
 async def test_beyond_the_budget_groups_wait_until_a_step_was_released() -> None:
     replay = ReplayBuffer(max_bytes=2 * group_bytes(), min_ready=2)
-    await replay.put(make_scored("a"))
-    await replay.put(make_scored("b"))
+    await replay.put([make_scored("a")])
+    await replay.put([make_scored("b")])
     third = asyncio.create_task(replay.reserve(make_scored("c")))
     assert await blocked(third)
     assert (await replay.stats()).num_waiting == 1
     taken = await replay.take(2)
     await asyncio.wait_for(third, 5)
-    await replay.put(make_scored("d"))
-    await replay.put(make_scored("c"))
-    fifth = asyncio.create_task(replay.put(make_scored("e")))
+    await replay.put([make_scored("d")])
+    await replay.put([make_scored("c")])
+    fifth = asyncio.create_task(replay.put([make_scored("e")]))
     assert await blocked(fifth), "c and d are ready, a and b are leased"
     await replay.release(taken)
     assert await blocked(fifth), "c and d alone fill the budget"
@@ -144,13 +146,13 @@ async def test_the_budget_never_keeps_a_step_from_becoming_ready() -> None:
     for name in "wxyz":
         await replay.reserve(make_scored(f"{name}/reserved"))
     for name in "abcd":
-        await asyncio.wait_for(replay.put(make_scored(name)), 5)
+        await asyncio.wait_for(replay.put([make_scored(name)]), 5)
     assert ids(await asyncio.wait_for(replay.take(4), 5)) == list("abcd")
 
 
 async def test_a_group_larger_than_the_budget_is_let_in_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     replay = ReplayBuffer(max_bytes=group_bytes() - 1)
-    await replay.put(make_scored("a"))
+    await replay.put([make_scored("a")])
     assert (await replay.stats()).num_oversized == 1
     assert ids(await replay.take(1)) == ["a"]
     assert f"group a has {group_bytes()} bytes" in caplog.text
@@ -159,7 +161,7 @@ async def test_a_group_larger_than_the_budget_is_let_in_counted_and_named(caplog
 
 async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
     replay = ReplayBuffer(max_bytes=group_bytes(), min_ready=1)
-    await replay.put(make_scored("a"))
+    await replay.put([make_scored("a")])
     waiting = asyncio.create_task(replay.reserve(make_scored("b")))
     assert await blocked(waiting)
     waiting.cancel()
@@ -168,14 +170,12 @@ async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
     assert (stats.num_waiting, stats.num_bytes) == (0, group_bytes())
 
 
-async def test_a_group_is_on_disk_before_it_counts_and_a_step_once_it_is_committed(tmp_path: Path) -> None:
+async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, {})
     replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
     await replay.resume(3, [])
     await replay.reserve(make_scored("a"))
-    assert [group.group_id for group in journal.recover(3).finished] == ["a"]
-    await replay.put(make_scored("a"))
-    await replay.put(make_scored("b"))
+    await replay.put([make_scored("a"), make_scored("b")])
     await replay.reject("c", "uniform")
     taken = await replay.take(2)
     await replay.commit(4, taken[::-1])
@@ -187,4 +187,47 @@ async def test_a_group_is_on_disk_before_it_counts_and_a_step_once_it_is_committ
     assert journal.recover(4).reached == 4
     with pytest.raises(ValueError, match="group a has no lease"):
         await replay.commit(5, taken)
+    await replay.close()
+
+
+class SlowDisk(NoJournal):
+    """Has a finished group on disk only when told, or never."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self.error: Exception | None = None
+        self.trained_versions: list[int] = []
+
+    async def finished(self, group: ScoredGroup) -> None:
+        await self.told.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        self.trained_versions.append(version)
+
+
+async def test_a_slow_disk_holds_up_the_commit_and_nothing_before_it() -> None:
+    disk = SlowDisk()
+    replay = ReplayBuffer(journal=disk)
+    await replay.reserve(make_scored("a"))
+    await replay.put([make_scored("a")])
+    taken = await replay.take(1)
+    commit = asyncio.create_task(replay.commit(1, taken))
+    assert await blocked(commit)
+    assert disk.trained_versions == []
+    disk.told.set()
+    await asyncio.wait_for(commit, 5)
+    assert disk.trained_versions == [1]
+
+
+async def test_a_group_that_could_not_be_journalled_is_never_committed() -> None:
+    disk = SlowDisk()
+    disk.error = JournalError("the disk is full")
+    disk.told.set()
+    replay = ReplayBuffer(journal=disk)
+    await replay.put([make_scored("a")])
+    with pytest.raises(JournalError, match="the disk is full"):
+        await replay.commit(1, await replay.take(1))
+    assert disk.trained_versions == []
     await replay.close()

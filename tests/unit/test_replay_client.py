@@ -21,7 +21,7 @@ def client(role: object, call_s: float = 5, take_s: float = 5) -> ReplayClient:
 async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_released() -> None:
     replay = client(ReplayBuffer())
     for n in range(3):
-        await replay.put(make_scored(f"0/{n}/s{n}"))
+        await replay.put([make_scored(f"0/{n}/s{n}")])
     await replay.reject("0/3/s3", "uniform")
     taken = await replay.take(2)
     assert [group.summary.group_id for group in taken] == ["0/0/s0", "0/1/s1"]
@@ -35,7 +35,7 @@ async def test_a_take_that_waits_holds_up_no_other_call() -> None:
     replay = client(ReplayBuffer())
     waiting = asyncio.ensure_future(replay.take(1))
     await asyncio.sleep(0)
-    await replay.put(make_scored("0/0/s0"))
+    await replay.put([make_scored("0/0/s0")])
     [group] = await waiting
     assert group.summary.group_id == "0/0/s0"
 
@@ -48,7 +48,7 @@ async def test_a_take_waits_longer_than_other_calls_but_not_for_ever() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda c: c.put(make_scored("0/0/s0")), "replay/0 to store group 0/0/s0"),
+        (lambda c: c.put([make_scored("0/0/s0")]), "replay/0 to store 1 groups, the first 0/0/s0"),
         (lambda c: c.reject("0/0/s0", "stale"), "replay/0 to count rejected group 0/0/s0"),
         (lambda c: c.release([make_scored("0/0/s0")]), "replay/0 to release 1 groups"),
         (lambda c: c.stats(), "replay/0 to give its statistics"),

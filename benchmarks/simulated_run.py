@@ -17,8 +17,8 @@ from cluster.controller import Controller
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from cluster.rollout_stream import AdmissionFilter, RolloutStream
-from cluster.staleness import StalenessGate
-from cluster.trajectory import Prompt, Reward, ScoredGroup
+from cluster.staleness import StalenessGate, StepOrder
+from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 
@@ -66,14 +66,18 @@ class Outcome:
     max_age: int
     mean_tokens: float  # of a trained response
     trained: tuple[tuple[str, ...], ...]  # prompt ids of every step
+    num_dropped: int  # groups, because they had got over-age
+    dropped_tokens: float | None  # mean, of a dropped response
 
 
-def simulate(workload: Workload, *, max_staleness: int, max_concurrent: int) -> Outcome:
+def simulate(
+    workload: Workload, *, max_staleness: int, max_concurrent: int, order: type[StepOrder] = StepOrder
+) -> Outcome:
     """Run the workload once, from version 0 to its end."""
-    return run_virtually(_simulate(workload, max_staleness, max_concurrent))
+    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order))
 
 
-async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int) -> Outcome:
+async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder]) -> Outcome:
     engines = [
         SimulatedEngine(workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s)
         for _ in range(workload.num_engines)
@@ -87,7 +91,8 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int)
         max_concurrent=max_concurrent,
         total_steps=workload.num_steps,
     )
-    stream = _stream(workload, gate, engines, replay)
+    dropped: list[GroupSummary] = []
+    stream = _stream(workload, gate, engines, replay, order(gate), dropped)
     controller = Controller(
         total_steps=workload.num_steps,
         groups_per_step=workload.prompts_per_step,
@@ -102,11 +107,16 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int)
         metrics=observer,
     )
     await controller.run()
-    return _outcome(workload, engines, learner.trained, observer)
+    return _outcome(workload, engines, learner.trained, observer, dropped)
 
 
 def _stream(
-    workload: Workload, gate: StalenessGate, engines: Sequence[SimulatedEngine], replay: ReplayBuffer
+    workload: Workload,
+    gate: StalenessGate,
+    engines: Sequence[SimulatedEngine],
+    replay: ReplayBuffer,
+    order: StepOrder[ScoredGroup],
+    dropped: list[GroupSummary],
 ) -> RolloutStream:
     lengths = workload.lengths
     return RolloutStream(
@@ -117,6 +127,8 @@ def _stream(
         replay=replay,
         settings=SamplingSettings(lengths.num_siblings, 1.0, lengths.max_tokens, lengths.seed),
         admission_filter=KEEP_ALL,
+        order=order,
+        on_rejected=lambda summary, reason: dropped.append(summary),
     )
 
 
@@ -125,6 +137,7 @@ def _outcome(
     engines: Sequence[SimulatedEngine],
     trained: Sequence[Sequence[ScoredGroup]],
     observer: _Observer,
+    dropped: Sequence[GroupSummary],
 ) -> Outcome:
     first, last = workload.num_warmup_steps, workload.num_steps - workload.num_warmup_steps
     begin, end = observer.moments[first - 1], observer.moments[last - 1]
@@ -142,7 +155,14 @@ def _outcome(
         max_age=max(ages),
         mean_tokens=ages.total() / num_responses,
         trained=tuple(tuple(group.summary.group_id for group in groups) for groups in trained),
+        num_dropped=len(dropped),
+        dropped_tokens=_mean_tokens(dropped),
     )
+
+
+def _mean_tokens(groups: Sequence[GroupSummary]) -> float | None:
+    num_responses = sum(group.num_trajectories for group in groups)
+    return sum(group.num_tokens for group in groups) / num_responses if num_responses else None
 
 
 def _ages(trained: Sequence[Sequence[ScoredGroup]], steps: range) -> Counter[int]:

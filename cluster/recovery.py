@@ -21,13 +21,14 @@ from cluster.errors import JournalError, SkippedSample
 from cluster.journal import FinishedGroup, Journal, Recovered, TrainedStep
 from cluster.live_groups import LiveGroups
 from cluster.roles import Learner, ReplayStats, UpdateReport
+from cluster.rollout_stream import OVER_AGE
+from cluster.staleness import AgeLimit
 from cluster.trajectory import ScoredGroup
 from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
 NEWER = "newer"
-STALE = "stale"
 TORN = "torn"
 NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
@@ -86,7 +87,7 @@ class JournalRecovery:
         stream: Stream,
         replay: JournalledReplay,
         metrics: RunMetrics,
-        max_staleness: int,
+        age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
     ) -> None:
         """`learner` takes the steps again, `journalled` goes on in the loop. `metrics` has no record of some of them yet.
@@ -99,7 +100,7 @@ class JournalRecovery:
         self._stream = stream
         self._replay = replay
         self._metrics = metrics
-        self._max_staleness = max_staleness
+        self._age_limit = age_limit
         self._on_recovered = on_recovered
 
     async def begin(self) -> None:
@@ -172,7 +173,7 @@ class JournalRecovery:
         versions = recorded.group.summary().tokens_by_version
         if max(versions) > version:
             return NEWER  # it was sampled by weights that are lost
-        return STALE if min(versions) + self._max_staleness < version else None
+        return OVER_AGE if self._age_limit.drops(versions, version) else None
 
     def _tell(self, found: Recovered, finished: Sequence[ScoredGroup], lost: Mapping[str, int]) -> None:
         _logger.info(

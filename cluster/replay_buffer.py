@@ -96,8 +96,13 @@ class ReplayBuffer:
                     self._changed.notify_all()
 
     async def reject(self, group_id: str, reason: str) -> None:
-        """Count a finished group that will not be trained on; should it be put after all, it is a duplicate."""
+        """Count a finished group that will not be trained on, and forget it if it is reserved; should it be put after
+        all, it is a duplicate."""
         self._seen.add(group_id)
+        async with self._changed:
+            if (entry := self._reserved.pop(group_id, None)) is not None:
+                self._num_bytes -= entry.group.summary.num_bytes
+                self._changed.notify_all()
         self._num_rejected[reason] += 1
         await self._journal.rejected(group_id, reason)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
-from cluster.staleness import Admission, StalenessGate, StepOrder
+from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 
@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
-STALE = "stale"
+OVER_AGE = "over_age"
 MAX_AHEAD = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -112,10 +112,19 @@ class RolloutStream:
         replay: Replay,
         settings: SamplingSettings,
         admission_filter: AdmissionFilter,
+        order: StepOrder[ScoredGroup] | None = None,
+        age_limit: AgeLimit | None = None,
+        on_rejected: Callable[[GroupSummary, str], None] | None = None,
     ) -> None:
+        """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
+        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained on,
+        and why.
+        """
         self._prompts = prompts
         self._gate = gate
-        self._order: StepOrder[ScoredGroup] = StepOrder(gate)
+        self._order = order or StepOrder[ScoredGroup](gate)
+        self._age_limit = age_limit or AgeLimit(gate.max_staleness)
+        self._on_rejected = on_rejected or (lambda summary, reason: None)
         self._rollouts = rollouts
         self._rewards = rewards
         self._replay = replay
@@ -221,23 +230,28 @@ class RolloutStream:
                 "a reward pool gives one a trajectory, None where it cannot"
             )
         group = ScoredGroup(summary, reference, rewards)
-        reason = self._reason_to_reject(group, admission)
+        reason = self._reason_to_reject(group)
         if reason is None:
             await self._accept(group, admission)
         else:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
 
-    def _reason_to_reject(self, group: ScoredGroup, admission: Admission) -> str | None:
-        if group.summary.oldest_version < admission.version:
-            return STALE  # an actor served older weights than were published: the bound would not hold
+    def _reason_to_reject(self, group: ScoredGroup) -> str | None:
+        if self._is_too_old(group):
+            return OVER_AGE
         return self._filter.reason_to_reject(group.scored_rewards)
+
+    def _is_too_old(self, group: ScoredGroup) -> bool:
+        """Whether the next step to be filled could train nothing of it."""
+        return self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._num_rejected_in_a_row = 0
         await self._replay.reserve(group)  # until there is room for it, it keeps its slot
         self._gate.accept(admission)
-        self._order.add(admission, group)
+        version = min(admission.version, group.summary.oldest_version)  # it may hold tokens from before a fault
+        self._order.add(replace(admission, version=version), group)
 
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
         self._num_rejected_in_a_row += 1
@@ -247,17 +261,29 @@ class RolloutStream:
                 f"as {reason!r}: there is nothing to learn from here; if it is 'uniform', the task is solved or out of "
                 "reach: end the run, change the data, or set algorithm.drop_uniform_groups=false"
             )
-        del self._pending[group.summary.group_id]
         self._gate.reject(admission)
+        await self._forget(group, reason)
+
+    async def _forget(self, group: ScoredGroup, reason: str) -> None:
+        """A finished group will not be trained on."""
+        del self._pending[group.summary.group_id]
+        self._on_rejected(group.summary, reason)
         await self._replay.reject(group.summary.group_id, reason)
 
     async def _put_complete_steps(self) -> None:
         async with self._putting:  # one at a time: the buffer keeps the order of arrival
             step = self._order.next_step
-            while groups := self._order.pop_step():
+            while groups := await self._next_step():
                 self._steps[step] = [group.summary.group_id for group in groups]
                 await self._replay.put(groups)
                 step += 1
+
+    async def _next_step(self) -> list[ScoredGroup]:
+        """The groups of the next step, or none while it is not complete; what got too old for it is dropped."""
+        for group in self._order.remove(self._is_too_old):
+            self._gate.drop()
+            await self._forget(group, OVER_AGE)
+        return self._order.pop_step()
 
 
 def prompt_seed(run_seed: int, prompt_id: str) -> int:

@@ -1,7 +1,10 @@
-"""StalenessGate and StepOrder: how many groups may start, and which finished ones make up the next step.
+"""StalenessGate, StepOrder and AgeLimit: how many groups may start, which finished ones make up the next step, and
+which are too old for it.
 
-Together they make the staleness bound hard without throwing finished work away: the gate never admits more groups than
-the steps within the bound can hold, and the order never leaves a group for a step in which it would be over-age.
+Gate and order make the staleness bound hard without throwing finished work away: the gate never admits more groups than
+the steps within the bound can hold, and the order never leaves a group for a step in which it would be over-age. Where
+stragglers may be overtaken, or a group holds tokens from before a fault, groups do get over-age: the learner masks or
+reweights their old tokens, and the limit says when nothing of a group is left to train.
 Pure accounting: nothing here knows a prompt, a group's bytes or a clock.
 """
 
@@ -10,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -95,6 +98,11 @@ class StalenessGate:
         """The group is finished and will not be trained on: its slot is free at once."""
         self._end(admission)
 
+    def drop(self) -> None:
+        """A group that was accepted will not be trained on after all: its slot is free at once."""
+        self.num_accepted -= 1
+        self._changed.set()
+
     def advance(self, version: int) -> None:
         """Every rollout actor now serves `version`."""
         assert version >= self.version, f"published version {version} after {self.version}"
@@ -119,6 +127,22 @@ class StalenessGate:
         self._changed.set()
 
 
+@dataclass(frozen=True)
+class AgeLimit:
+    """Which groups a step can no longer train on. Step s trains from version s, so a token of version v is s - v old.
+
+    Example: with `max_age` 2, step 5 masks tokens of version 2 and drops a group that has no newer ones.
+    """
+
+    max_age: int  # of a token that is trained, in versions
+    is_whole: bool = False  # one older token is enough to drop its group
+
+    def drops(self, tokens_by_version: Mapping[int, int], step: int) -> bool:
+        """Whether `step` would drop a group with these tokens (version -> number)."""
+        decisive = min(tokens_by_version) if self.is_whole else max(tokens_by_version)
+        return decisive < step - self.max_age
+
+
 class StepOrder(Generic[Group]):
     """Puts accepted groups into steps, so that no group is older than `max_staleness` when its step trains.
 
@@ -126,7 +150,8 @@ class StepOrder(Generic[Group]):
     oldest finished groups, and waits for slower ones only as long as leaving those out would make one of them late:
     what is left, in order of admission, must still fit B a step into the steps after this one. The gate's formula makes
     plain order of admission such a plan at any time, so the wait always ends. It still is one after a resume, where
-    groups keep the version that they were admitted at and those that were under way are admitted anew.
+    groups keep the version that they were admitted at and those that were under way are admitted anew. It never waits
+    where only finished groups are late: waiting would not make them younger.
 
     Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0 and are due in step 1. If 1 finishes first
     it becomes step 0, and step 1 waits for 0 though group 2 may be finished.
@@ -154,22 +179,36 @@ class StepOrder(Generic[Group]):
         self.next_step += 1
         return [self._pop_oldest() for _ in range(size)]
 
+    def remove(self, is_too_old: Callable[[Group], bool]) -> list[Group]:
+        """Take out the groups of which this is true; only those are asked that may have over-age tokens."""
+        removed: list[Group] = []
+        for version in [v for v in self._finished if v < self.next_step - self._gate.max_staleness]:
+            heap = self._finished.pop(version)
+            removed += [group for _, group in heap if is_too_old(group)]
+            kept = [entry for entry in heap if not is_too_old(entry[1])]
+            if kept:
+                heapq.heapify(kept)
+                self._finished[version] = kept
+        self._num_finished -= len(removed)
+        return removed
+
     def resume(self, version: int) -> None:
         """Begin with the step that trains from `version`."""
         self.next_step = version
 
     def _makes_late(self) -> bool:
         """Whether what the next step would leave no longer fits into the steps after it: for some version v, more than
-        B * (v + max_staleness - next_step) groups would be left of v and older."""
+        B * (v + max_staleness - next_step) groups would be left of v and older, and one of them is still under way."""
         size, bound = self._gate.prompts_per_step, self._gate.max_staleness
         running = self._gate.running_by_version
-        to_take, num_left = size, 0
+        to_take, num_left, num_running = size, 0, 0
         for version in sorted(self._finished.keys() | running.keys()):
             num_finished = len(self._finished.get(version, ()))
             num_taken = min(to_take, num_finished)
             to_take -= num_taken
+            num_running += running.get(version, 0)
             num_left += num_finished - num_taken + running.get(version, 0)
-            if num_left > size * (version + bound - self.next_step):
+            if num_running and num_left > size * (version + bound - self.next_step):
                 return True
         return False
 
@@ -180,3 +219,16 @@ class StepOrder(Generic[Group]):
             del self._finished[version]
         self._num_finished -= 1
         return group
+
+
+class OvertakingOrder(StepOrder[Group]):
+    """Never waits for a slow group while enough others are finished: it is trained when it comes, with what of it is
+    young enough by then.
+
+    Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0. If 1 finishes first it becomes step 0, and
+    if 2 does next it becomes step 1. Group 0 then becomes step 2 at the earliest, where its tokens of version 0 are
+    over-age.
+    """
+
+    def _makes_late(self) -> bool:
+        return False

@@ -16,21 +16,22 @@ from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
 from cluster.fleet import RolloutFleet
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
+from cluster.metrics.summary import rejected_length
 from cluster.ray_group import answer, stop
 from cluster.replay_buffer import ReplayBuffer
 from cluster.replay_client import ReplayClient
 from cluster.restarts import RestartBudget
 from cluster.restoring import RestoringLearner
 from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
-from cluster.staleness import StalenessGate
+from cluster.rollout_stream import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutStream
+from cluster.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.status import Scalable
 from cluster.supervision import Supervisor, Watched
-from cluster.trajectory import Prompt
+from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.preparation import TRAIN, Prepared
-from deploy.records import build_journal_writer, build_records
+from deploy.records import age_limit, build_journal_writer, build_records
 from deploy.rollouts import rollout_fleet
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
 from deploy.spawner import Spawner
@@ -44,6 +45,7 @@ POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Huggin
 REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
+ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
-    stream = _stream(config, source, rollouts, inference, training)
+    stream = _stream(config, source, rollouts, inference, training, partial(_count_rejected, metrics))
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
@@ -232,17 +234,23 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestoringLearner, co
 
 
 def _stream(
-    config: RunConfig, source: PromptSource, rollouts: Rollouts, inference: Inference, training: Training
+    config: RunConfig,
+    source: PromptSource,
+    rollouts: Rollouts,
+    inference: Inference,
+    training: Training,
+    on_rejected: Callable[[GroupSummary, str], None],
 ) -> RolloutStream:
     algorithm = config.algorithm
+    gate = StalenessGate(
+        prompts_per_step=algorithm.prompts_per_step,
+        max_staleness=algorithm.max_staleness,
+        max_concurrent=algorithm.max_concurrent_groups,
+        total_steps=config.num_steps,
+    )
     return RolloutStream(
         prompts=source,
-        gate=StalenessGate(
-            prompts_per_step=algorithm.prompts_per_step,
-            max_staleness=algorithm.max_staleness,
-            max_concurrent=algorithm.max_concurrent_groups,
-            total_steps=config.num_steps,
-        ),
+        gate=gate,
         rollouts=rollouts,
         rewards=inference.rewards,
         replay=training.replay,
@@ -252,6 +260,9 @@ def _stream(
             drop_uniform=algorithm.drop_uniform_groups,
             max_rejected_in_a_row=MAX_REJECTED_STEPS * algorithm.prompts_per_step,
         ),
+        order=ORDERS[algorithm.stragglers](gate),
+        age_limit=age_limit(config),
+        on_rejected=on_rejected,
     )
 
 
@@ -302,6 +313,14 @@ def _record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
     if any(known.version == result.version for known in metrics.totals.evaluations):
         return  # an earlier part of this run has recorded it, later than the checkpoint that this one went on from
     metrics.record_evaluation(result.version, result.accuracy, (result.low, result.high), result.num_scored)
+
+
+def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> None:
+    """Dropping what takes long favours short responses; these two show by how much."""
+    metrics.count(CounterName.REJECTED_RESPONSES, reason, summary.num_trajectories)
+    metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
+    if reason == OVER_AGE:
+        metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
 
 
 async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, observe: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
 from cluster.replay_client import ReplayClient
 from cluster.roles import Learner
 from cluster.rollout_stream import RolloutStream
+from cluster.staleness import AgeLimit
 from cluster.trajectory_log import TrajectoryLog
 from configs.schema import RunConfig
 
@@ -82,10 +83,16 @@ def build_records(
         stream=stream,
         replay=replay,
         metrics=metrics,
-        max_staleness=config.algorithm.max_staleness,
+        age_limit=age_limit(config),
         on_recovered=partial(_count_recovered, metrics),
     )
     return Records(journalled, learner, recovery)
+
+
+def age_limit(config: RunConfig) -> AgeLimit:
+    """Which groups are too old to be trained."""
+    algorithm = config.algorithm
+    return AgeLimit(algorithm.max_trained_age, is_whole=algorithm.over_age.action == "drop")
 
 
 def _count_recovered(metrics: Metrics, counts: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cluster.media import MediaReader
 from cluster.objects import fetch
-from cluster.trajectory import ScoredGroup, Trajectory, TrajectoryGroup
+from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from learner.algorithms.advantages import AdvantageFunction
 from learner.algorithms.aggregation import Totals
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
@@ -24,12 +24,17 @@ class LearnerItem:
     sequence: TokenSequence
     behavior_logprobs: np.ndarray  # float32 [T]
     loss_mask: np.ndarray  # bool [T]: True where a token is trained
+    ages: np.ndarray  # int32 [T], versions: the one trained from less the one that sampled a token
     advantage: float
     reference_logprobs: np.ndarray | None  # float32 [T]
 
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
+
+    def num_older(self, age: int) -> int:
+        """How many of the trained tokens are older."""
+        return int((self.loss_mask & (self.ages > age)).sum())
 
     def untrained(self) -> LearnerItem:
         """The same row with no token to learn from."""
@@ -43,14 +48,16 @@ class LearnerBatch:
     tokens: TokenBatch
     behavior_logprobs: Tensor  # float32 [B, T]
     loss_mask: Tensor  # bool [B, T]
+    ages: Tensor  # int32 [B, T]
     advantages: Tensor  # float32 [B, 1]
     reference_logprobs: Tensor | None  # float32 [B, T]
 
 
 def fetch_items(
-    groups: Sequence[ScoredGroup], advantage: AdvantageFunction, timeout_s: float
+    groups: Sequence[ScoredGroup], advantage: AdvantageFunction, version: int, timeout_s: float
 ) -> list[list[LearnerItem]]:
-    """The trajectories of each group with their advantages; media stay where they are.
+    """The trajectories of each group with their advantages, and with the ages that their tokens have for the step that
+    trains from `version`; media stay where they are.
 
     A trajectory without a reward (None) is left out of its group's statistics and is not trained.
     """
@@ -59,7 +66,14 @@ def fetch_items(
     advantages = iter(_advantages(groups, advantage))
     return [
         [
-            _item(group, trajectory, next(advantages), reward is not None, None if reference is None else reference[i])
+            LearnerItem(
+                sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids),
+                behavior_logprobs=trajectory.behavior_logprobs,
+                loss_mask=trajectory.action_mask & (reward is not None),
+                ages=version - trajectory.weight_versions,
+                advantage=next(advantages),
+                reference_logprobs=None if reference is None else reference[i],
+            )
             for i, (trajectory, reward) in enumerate(zip(group.trajectories, scored.rewards, strict=True))
         ]
         for group, scored, reference in zip(fetched, groups, references, strict=True)
@@ -86,6 +100,7 @@ def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: tor
         tokens=collate([item.sequence for item in items], reader, device),
         behavior_logprobs=_column([item.behavior_logprobs for item in items], np.float32, device),
         loss_mask=_column([item.loss_mask for item in items], np.bool_, device),
+        ages=_column([item.ages for item in items], np.int32, device),
         advantages=torch.tensor([[item.advantage] for item in items], dtype=torch.float32, device=device),
         reference_logprobs=_column(references, np.float32, device) if len(references) == len(items) else None,
     )
@@ -99,22 +114,6 @@ def _advantages(groups: Sequence[ScoredGroup], advantage: AdvantageFunction) -> 
         torch.tensor([reward is not None for _, reward in rewards]),
         torch.tensor([ids[groups[n].summary.group_id] for n, _ in rewards]),
     ).tolist()
-
-
-def _item(
-    group: TrajectoryGroup,
-    trajectory: Trajectory,
-    advantage: float,
-    is_scored: bool,
-    reference_logprobs: np.ndarray | None,
-) -> LearnerItem:
-    return LearnerItem(
-        sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids),
-        behavior_logprobs=trajectory.behavior_logprobs,
-        loss_mask=trajectory.action_mask & is_scored,
-        advantage=advantage,
-        reference_logprobs=reference_logprobs,
-    )
 
 
 def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:

@@ -99,7 +99,7 @@ class Learner:
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
         algorithm = self._config.algorithm
-        items = fetch_items(groups, ADVANTAGES[algorithm.advantage], self._config.timeouts.object_s)
+        items = fetch_items(groups, ADVANTAGES[algorithm.advantage], version - 1, self._config.timeouts.object_s)
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         parts = [part for part in minibatches(items, algorithm.num_minibatches) if totals(part).num_tokens > 0]
         meter = Meter()
@@ -222,4 +222,5 @@ class Learner:
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "response_length": sum(item.sequence.num_targets for item in rows) / len(rows),
             "num_tokens": float(sum(item.num_trained for item in rows)),
+            "over_age_tokens": float(sum(item.num_older(self._config.algorithm.max_staleness) for item in rows)),
         }

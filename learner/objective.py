@@ -7,6 +7,7 @@ import torch
 from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.over_age import by_age, truncated_importance
 from learner.algorithms.policy_losses import clipped_surrogate
 from learner.batch import LearnerBatch
 from learner.meter import Meter
@@ -16,7 +17,8 @@ from learner.policies.token import PolicyOutput
 class PolicyObjective:
     """loss = policy_loss + kl.coef * kl, each brought to one number by `algorithm.loss_aggregation`.
 
-    The old policy of the ratio is the engine's own: its log-probs of what it sampled.
+    The old policy of the ratio is the engine's own: its log-probs of what it sampled. Tokens older than
+    `algorithm.max_staleness` have a loss of their own, and none beyond `algorithm.max_trained_age`.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -34,7 +36,7 @@ class PolicyObjective:
             clip_low=self._config.clip_low,
             clip_high=self._config.clip_high,
         )
-        policy_loss = self._aggregate(policy.loss, mask, totals)
+        policy_loss = self._aggregate(self._by_age(policy.loss, output, batch), mask, totals)
         loss = policy_loss + self._kl_term(output, batch, totals, meter)
         meter.add(
             loss=loss,
@@ -46,6 +48,15 @@ class PolicyObjective:
         meter.keep_max(ratio_max=torch.where(mask, policy.ratio, 0.0).max())
         return loss
 
+    def _by_age(self, loss: torch.Tensor, output: PolicyOutput, batch: LearnerBatch) -> torch.Tensor:
+        config = self._config
+        cap = config.over_age.weight_cap
+        over_age = truncated_importance(
+            output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap
+        )
+        ages, limits = batch.ages, {"max_staleness": config.max_staleness, "max_age": config.max_trained_age}
+        return by_age(loss, over_age, ages, **limits)
+
     def _kl_term(
         self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter
     ) -> torch.Tensor | float:
@@ -56,7 +67,9 @@ class PolicyObjective:
                     "set resources.reference.num_workers=1, or algorithm.kl.coef=0"
                 )
             return 0.0
-        kl = self._aggregate(self._kl(output.logprobs, batch.reference_logprobs), batch.loss_mask, totals)
+        kl_by_token = self._kl(output.logprobs, batch.reference_logprobs)
+        is_masked = batch.ages > self._config.max_trained_age
+        kl = self._aggregate(torch.where(is_masked, 0.0, kl_by_token), batch.loss_mask, totals)
         meter.add(kl=kl)
         return self._config.kl.coef * kl if self._config.kl.coef > 0 else 0.0
 

@@ -30,7 +30,8 @@ from cluster.recovery import JournalledLearner, JournalRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Rewards, Rollouts
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
-from cluster.staleness import StalenessGate
+from cluster.staleness import AgeLimit, StalenessGate, StepOrder
+from cluster.trajectory import GroupSummary
 from configs.schema.run import Resume
 
 
@@ -76,6 +77,8 @@ class Run:
         resume: Resume = Resume.AUTO,
         has_journal: bool = False,
         max_bytes: float = math.inf,
+        order: type[StepOrder] = StepOrder,
+        drops_whole: bool = False,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
         self.rollouts = rollouts or FakeRollouts(pauses, fault)
@@ -92,6 +95,7 @@ class Run:
         self.num_prepared = 0
         self.num_finished = 0
         self.recovered: dict[str, int] = {}
+        self.rejected: list[tuple[GroupSummary, str]] = []
         self.gate = StalenessGate(
             prompts_per_step=prompts_per_step,
             max_staleness=max_staleness,
@@ -106,6 +110,9 @@ class Run:
             replay=self.replay,
             settings=SETTINGS,
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),
+            order=order(self.gate),
+            age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
+            on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
         )
         self.weights.on_published(self.stream.advance)
         journalled = JournalledLearner(self.learner, self.replay)
@@ -117,7 +124,7 @@ class Run:
             stream=self.stream,
             replay=self.replay,
             metrics=self.metrics,
-            max_staleness=max_staleness,
+            age_limit=AgeLimit(max_staleness),
             on_recovered=self.recovered.update,
         )
         self.checkpoints = Checkpoints(

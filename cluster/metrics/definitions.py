@@ -32,6 +32,8 @@ class MetricName(StrEnum):
     UNIFORM_FRACTION = "uniform_fraction"
     STALENESS = "staleness"
     STALENESS_MAX = "staleness_max"
+    OVER_AGE_TOKENS = "over_age_tokens"
+    DROPPED_LENGTH = "dropped_length"
     NUM_GROUPS = "num_groups"
     NUM_SAMPLES = "num_samples"
     NUM_TOKENS = "num_tokens"
@@ -53,6 +55,8 @@ class CounterName(StrEnum):
     """Counts since the run began, each split by a reason."""
 
     REJECTED = "rejected"
+    REJECTED_RESPONSES = "rejected_responses"
+    REJECTED_TOKENS = "rejected_tokens"
     SKIPPED = "skipped"
     RESTARTS = "restarts"
     WEIGHT_SYNCS = "weight_syncs"
@@ -91,6 +95,8 @@ METRICS: Mapping[str, Metric] = {
     MetricName.UNIFORM_FRACTION: Metric("", "Share of groups whose rewards are all equal (no gradient)"),
     MetricName.STALENESS: Metric("versions", "Mean age of a trained token: version trained from less its own"),
     MetricName.STALENESS_MAX: Metric("versions", "Age of the oldest trained token"),
+    MetricName.OVER_AGE_TOKENS: Metric("tokens", "Tokens beyond algorithm.max_staleness: masked or reweighted"),
+    MetricName.DROPPED_LENGTH: Metric("tokens", "Mean length of the responses dropped as over-age so far"),
     MetricName.NUM_GROUPS: Metric("", "Groups trained on in one step"),
     MetricName.NUM_SAMPLES: Metric("", "Responses trained on in one step"),
     MetricName.NUM_TOKENS: Metric("tokens", "Generated tokens trained on in one step"),
@@ -109,7 +115,9 @@ METRICS: Mapping[str, Metric] = {
 }
 
 COUNTERS: Mapping[str, Metric] = {
-    CounterName.REJECTED: Metric("", "Groups that the replay buffer refused"),
+    CounterName.REJECTED: Metric("", "Finished groups that were not trained on"),
+    CounterName.REJECTED_RESPONSES: Metric("", "Finished responses that were not trained on"),
+    CounterName.REJECTED_TOKENS: Metric("tokens", "Tokens of finished responses that were not trained on"),
     CounterName.SKIPPED: Metric("", "Dataset samples that could not be used"),
     CounterName.RESTARTS: Metric("", "Workers that were started again after a failure"),
     CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,8 +115,15 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("engines", f"{s.rollout_actors} × {s.sampler}", "rollout actors"),
         Fact("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
         Fact("canary", _optional(s.canary_max), "largest gap after a push"),
+        Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length)),
         Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
     ]
+
+
+def _lengths_not_trained(lengths: Mapping[str, float]) -> str:
+    """What was dropped beside what was trained: a longer mean there is a bias towards short responses."""
+    found = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
+    return f"tokens; not trained: {found}" if found else "tokens"
 
 
 def _phase_shares(run: RunFolder) -> list[PhaseShare]:

@@ -33,6 +33,8 @@ class Summary:
 
     `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` that of the newest later
     one. `seconds` sums each phase over all steps, with `other` and `total`; throughput is over that total.
+    `response_length` is the mean over trained responses, `rejected_length` that over the others by reason: where they
+    differ, what was dropped has biased the lengths.
     """
 
     accuracy_before: float | None
@@ -48,6 +50,9 @@ class Summary:
     weight_syncs: int
     restarts: int
     rejected: Mapping[str, int]
+    response_length: float | None
+    rejected_length: Mapping[str, float]
+    over_age_tokens: int
     sampler: str
     learner_backend: str
     learner_ranks: int
@@ -79,6 +84,9 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         weight_syncs=sum(metrics.counts(CounterName.WEIGHT_SYNCS).values()),
         restarts=sum(metrics.counts(CounterName.RESTARTS).values()),
         rejected=metrics.counts(CounterName.REJECTED),
+        response_length=totals.num_tokens / totals.num_samples if totals.num_samples else None,
+        rejected_length=rejected_length(metrics),
+        over_age_tokens=totals.over_age_tokens,
         sampler=facts.sampler,
         learner_backend=facts.learner_backend,
         learner_ranks=facts.learner_ranks,
@@ -91,6 +99,12 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         skipped=metrics.counts(CounterName.SKIPPED),
         canary_max=totals.maximum(MetricName.CANARY),
     )
+
+
+def rejected_length(metrics: Metrics) -> dict[str, float]:
+    """Reason -> mean tokens of the responses that were not trained on for it."""
+    tokens = metrics.counts(CounterName.REJECTED_TOKENS)
+    return {reason: tokens[reason] / num for reason, num in metrics.counts(CounterName.REJECTED_RESPONSES).items()}
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -1,6 +1,6 @@
 """The schema of a run's configuration."""
 
-from configs.schema.learner import AlgorithmConfig, KLConfig, LearnerConfig, WarmStartConfig
+from configs.schema.learner import AlgorithmConfig, KLConfig, LearnerConfig, OverAgeConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rollout import (
     DataConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "KLConfig",
     "LearnerConfig",
     "MetricsConfig",
+    "OverAgeConfig",
     "PolicyConfig",
     "ReplayConfig",
     "ResourcesConfig",

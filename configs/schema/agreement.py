@@ -38,6 +38,16 @@ def _minibatches_hold_groups(config: RunConfig) -> str | None:
     )
 
 
+def _stragglers_can_be_overtaken(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.stragglers == "wait" or algorithm.max_staleness > 0:
+        return None
+    return (
+        "algorithm.stragglers=overtake needs groups beyond those of the step, and algorithm.max_staleness=0 admits none: "
+        "set algorithm.max_staleness=1 or more, or algorithm.stragglers=wait"
+    )
+
+
 def _groups_have_siblings(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.samples_per_prompt > 1 or not algorithm.is_group_relative:
@@ -264,6 +274,7 @@ def _attention_fits_device(config: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
+    _stragglers_can_be_overtaken,
     _groups_have_siblings,
     _uniform_groups_can_differ,
     _every_rank_gets_samples,

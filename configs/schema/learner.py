@@ -20,6 +20,18 @@ class KLConfig(Section):
     """Schulman's estimators; k3 is unbiased and never negative."""
 
 
+class OverAgeConfig(Section):
+    """Tokens that are more than `max_staleness` versions behind when their step trains."""
+
+    action: Literal["mask", "reweight", "drop"]
+    """`mask`: no loss; `reweight`: truncated importance weights instead of a clipped ratio; `drop`: their whole group is
+    not trained, which favours short responses. A group with nothing left to train is dropped in any case."""
+    reweighted_versions: PositiveInt
+    """`reweight` goes so many versions beyond `max_staleness`; what is still older is masked."""
+    weight_cap: PositiveFloat
+    """Largest importance weight of `reweight`."""
+
+
 class AlgorithmConfig(Section):
     """The RL algorithm, as values."""
 
@@ -32,6 +44,10 @@ class AlgorithmConfig(Section):
     """Siblings in one group (n)."""
     max_staleness: Annotated[int, Field(ge=0)]
     """Versions a trained token may be behind; 0 is synchronous on-policy training."""
+    stragglers: Literal["wait", "overtake"]
+    """A step that would leave a slow group over-age waits for it, or is filled with others that are finished."""
+    over_age: OverAgeConfig
+    """What becomes of tokens that are further behind: of overtaken groups, or sampled before a fault."""
     max_concurrent_groups: PositiveInt
     """Groups in flight at most."""
     num_minibatches: PositiveInt
@@ -50,6 +66,12 @@ class AlgorithmConfig(Section):
     @property
     def is_group_relative(self) -> bool:
         return self.advantage != "reinforce"
+
+    @property
+    def max_trained_age(self) -> int:
+        """Versions that a token may be behind and still have a loss."""
+        beyond = self.over_age.reweighted_versions if self.over_age.action == "reweight" else 0
+        return self.max_staleness + beyond
 
 
 class LearnerConfig(Section):

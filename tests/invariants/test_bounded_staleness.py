@@ -12,7 +12,7 @@ from runs import Run
 
 from cluster.errors import WorkerDiedError
 from cluster.roles import UpdateReport
-from cluster.staleness import StalenessGate
+from cluster.staleness import OvertakingOrder, StalenessGate
 from cluster.trajectory import ScoredGroup
 
 
@@ -60,6 +60,38 @@ async def test_no_trained_token_is_older_than_the_bound(
     assert min(lags) >= 0
     assert max(lags) <= max_staleness
     assert (await run.replay.stats()).num_rejected.keys() <= {"uniform"}, "no finished work is thrown away as stale"
+
+
+@pytest.mark.parametrize("drops_whole", [False, True])
+async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dropped_after_that(
+    tmp_path: Path, drops_whole: bool
+) -> None:
+    run = Run(
+        tmp_path,
+        total_steps=30,
+        prompts_per_step=3,
+        max_staleness=1,
+        pauses=lambda prompt_id: 500 if random.Random(prompt_id).random() < 0.05 else 1,
+        order=OvertakingOrder,
+        drops_whole=drops_whole,
+        has_journal=True,
+        checkpoint_interval=0,
+    )
+    await run.go()
+    for version, groups in run.learner.trained:
+        assert len(groups) == 3
+        for group in groups:
+            decisive = min if drops_whole else max
+            assert version - decisive(group.summary.tokens_by_version) <= 1
+    trained = [group.summary.group_id for _, groups in run.learner.trained for group in groups]
+    dropped = [summary.group_id for summary, reason in run.rejected if reason == "over_age"]
+    assert (max(tokens_by_lag(run)) > 1) != drops_whole, "overtaken groups have over-age tokens"
+    assert bool(dropped) == drops_whole, "as long as a group has a young token it is kept"
+    assert sum((await run.replay.stats()).num_rejected.values()) == len(dropped)
+    assert len(set(trained)) == len(trained) == 90 and not set(trained) & set(dropped)
+    settled = {run.prompts.id_at(index) for index in range(len(trained) + len(dropped))}
+    assert settled <= {*trained, *dropped, *run.stream.pending()}, "no prompt is lost"
+    assert (await run.replay.stats()).num_bytes == 0, "what was dropped takes no room"
 
 
 class SlowLearner(FakeLearner):

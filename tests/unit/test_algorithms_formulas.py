@@ -11,6 +11,7 @@ import torch
 from learner.algorithms.advantages import ADVANTAGES, STD_FLOOR, dr_grpo, grpo, reinforce, rloo
 from learner.algorithms.aggregation import Totals, sequence_mean, token_mean
 from learner.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
+from learner.algorithms.over_age import by_age, truncated_importance
 from learner.algorithms.policy_losses import clipped_surrogate
 
 REWARDS = [1.0, 0.0, 0.5, 1.0]
@@ -137,3 +138,21 @@ def test_an_empty_mask_gives_zero_loss_and_zero_gradient(aggregate) -> None:
     loss = aggregate(values, torch.zeros(2, 3, dtype=torch.bool), Totals(0, 0))
     loss.backward()
     assert loss.item() == 0 and values.grad.abs().max() == 0
+
+
+def test_truncated_importance_is_reinforce_weighted_by_a_capped_constant_ratio() -> None:
+    now, old, advantages = [-1.0, -0.5, -3.0], [-1.5, -2.5, -1.0], 0.7
+    logprobs = torch.tensor([now], requires_grad=True)
+    loss = truncated_importance(logprobs, torch.tensor([old]), torch.tensor([[advantages]]), weight_cap=2.0)
+    weights = [min(math.exp(a - b), 2.0) for a, b in zip(now, old, strict=True)]
+    assert weights[1] == 2.0 and weights[2] < 1 < weights[0] < 2
+    assert loss[0].tolist() == pytest.approx([-w * advantages * a for w, a in zip(weights, now, strict=True)])
+    loss.sum().backward()
+    assert logprobs.grad[0].tolist() == pytest.approx([-w * advantages for w in weights]), "the weight has no gradient"
+
+
+def test_each_age_has_its_own_loss() -> None:
+    young, old = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[10.0, 20.0, 30.0, 40.0]])
+    ages = torch.tensor([[0, 2, 3, 4]])
+    assert by_age(young, old, ages, max_staleness=2, max_age=3).tolist() == [[1.0, 2.0, 30.0, 0.0]]
+    assert by_age(young, old, ages, max_staleness=2, max_age=2).tolist() == [[1.0, 2.0, 0.0, 0.0]]

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from actors.reference_scorer import ReferenceScorer
 from cluster.errors import CheckpointError
-from cluster.trajectory import FinishReason, ScoredGroup
+from cluster.trajectory import FinishReason, ScoredGroup, WeightSpan
 from configs.schema import LearnerConfig, RunConfig
 from learner.algorithms.advantages import dr_grpo
 from learner.batch import fetch_items
@@ -117,6 +117,53 @@ def test_minibatches_are_several_steps_on_whole_groups(folder, tokenizer) -> Non
     assert metrics["ratio_max"] > 1 + 1e-4  # later minibatches see a policy that moved
 
 
+def sampled_at(scored: ScoredGroup, spans: list[tuple[WeightSpan, ...]]) -> ScoredGroup:
+    trajectories = tuple(
+        dataclasses.replace(t, weight_spans=s) for t, s in zip(scored.group.trajectories, spans, strict=True)
+    )
+    whole = dataclasses.replace(scored.group, trajectories=trajectories)
+    return dataclasses.replace(scored, group=whole, summary=whole.summary())
+
+
+def policy_gradient(folder: Path, groups: list[ScoredGroup], version: int, *overrides: str):
+    """Gradient and metrics of the update that makes `version`."""
+    learner = connected(tiny_config(folder, "learner.max_grad_norm=1000000", *overrides))
+    learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
+    report = learner.update(groups, version)
+    return {name: p.grad for name, p in learner._policy.named_parameters()}, report.metrics
+
+
+def test_a_masked_token_has_no_part_in_the_gradient_but_counts_in_the_mean(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a", [picture(1)])
+    [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
+    spans = [(WeightSpan(3, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)]
+    aged = sampled_at(whole, spans)
+    found, metrics = policy_gradient(folder, [aged], 6, "algorithm.max_staleness=1")
+    assert metrics["over_age_tokens"] == 2 and metrics["num_tokens"] == 6
+    first = aged.group.trajectories[0]
+    masked = dataclasses.replace(first, action_mask=np.array([False, False, True, True]))
+    by_hand = dataclasses.replace(whole.group, trajectories=(masked, whole.group.trajectories[1]))
+    expected, _ = policy_gradient(folder, [dataclasses.replace(whole, group=by_hand)], 1)
+    assert largest_difference(found, {name: g * 4 / 6 for name, g in expected.items()}) < 1e-6
+    assert max(g.abs().max() for g in found.values()) > 1e-4
+
+
+def test_a_reweighted_token_keeps_a_gradient_where_the_clip_takes_it_away(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a")
+    [on_policy] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6], [9, 1]], [1.0, 0.0])])
+    drifted = [t.behavior_logprobs - shift for t, shift in zip(on_policy.group.trajectories, (1.0, -1.0), strict=True)]
+    old = sampled_at(with_logprobs(on_policy, drifted), [(WeightSpan(0, 0, 2),)] * 2)
+    within = ("algorithm.max_staleness=2",)
+    reweighted = ("algorithm.max_staleness=1", "algorithm.over_age.action=reweight")
+    clipped, _ = policy_gradient(folder, [old], 3, *within)
+    found, metrics = policy_gradient(folder, [old], 3, *reweighted)
+    assert max(g.abs().max() for g in clipped.values()) == 0, "both ratios are beyond the clip"
+    assert metrics["over_age_tokens"] == 4 and max(g.abs().max() for g in found.values()) > 1e-4
+    beyond = [*reweighted, "algorithm.over_age.reweighted_versions=1"]
+    masked, _ = policy_gradient(folder, [old], 4, *beyond)
+    assert max(g.abs().max() for g in masked.values()) == 0
+
+
 def test_training_makes_rewarded_answers_likelier(folder, tokenizer) -> None:
     config = tiny_config(folder)
     asked = prompt(tokenizer, "a", [picture(1)])
@@ -134,13 +181,13 @@ def test_a_sampled_eos_is_trained_and_a_truncated_answer_is_left_as_it_is(tokeni
     scored = group(prompt(tokenizer, "a"), [[7, eos], [7, 8]], [1.0, 0.0])
     cut = dataclasses.replace(scored.group.trajectories[1], finish_reason=FinishReason.LENGTH)
     whole = dataclasses.replace(scored.group, trajectories=(scored.group.trajectories[0], cut))
-    [[stopped, truncated]] = fetch_items([dataclasses.replace(scored, group=whole)], dr_grpo, 1.0)
+    [[stopped, truncated]] = fetch_items([dataclasses.replace(scored, group=whole)], dr_grpo, 0, 1.0)
     assert stopped.sequence.token_ids[-2:].tolist() == [7, eos] and stopped.loss_mask.tolist() == [True, True]
     assert truncated.sequence.token_ids[-2:].tolist() == [7, 8] and truncated.loss_mask.tolist() == [True, True]
 
 
 def test_a_response_without_a_reward_is_not_trained_and_not_compared(tokenizer) -> None:
-    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1], [2], [3]], [1.0, None, 0.0])], dr_grpo, 1.0)
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1], [2], [3]], [1.0, None, 0.0])], dr_grpo, 0, 1.0)
     assert [item.advantage for item in items] == [0.5, 0.0, -0.5]
     assert [item.num_trained for item in items] == [1, 0, 1]
 

@@ -198,6 +198,19 @@ def test_rejections_add_up_over_a_replay_buffer_that_was_started_again() -> None
     assert metrics.counts(CounterName.REJECTED) == {"uniform": 6, "old": 1}
 
 
+def test_the_summary_sets_the_length_of_what_was_dropped_beside_that_of_what_was_trained() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    for reason, num, tokens in [("over_age", 2, 900), ("uniform", 4, 40), ("over_age", 2, 1100)]:
+        metrics.count(CounterName.REJECTED_RESPONSES, reason, num)
+        metrics.count(CounterName.REJECTED_TOKENS, reason, tokens)
+    group = make_group("a", [1.0, 0.0])
+    run_step(metrics, clock, 1, [group])
+    summary = summarize(metrics, FACTS, status="done", version=1, wall_s=1.0)
+    assert summary.rejected_length == {"over_age": 500.0, "uniform": 10.0}
+    assert summary.response_length == group.summary.num_tokens / 2
+
+
 def test_the_summary_of_a_resumed_run_equals_that_of_an_undisturbed_one(tmp_path: Path) -> None:
     def go(metrics: Metrics, clock: FakeClock, steps: range) -> None:
         for step in steps:

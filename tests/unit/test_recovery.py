@@ -23,6 +23,7 @@ from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Learner as LearnerRole
 from cluster.roles import UpdateReport
+from cluster.staleness import AgeLimit
 from cluster.trajectory import ScoredGroup
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -59,7 +60,7 @@ class Bench:
             stream=self.stream,
             replay=self.replay,
             metrics=self.metrics,
-            max_staleness=1,
+            age_limit=AgeLimit(1),
             on_recovered=self.counts.update,
         )
 
@@ -149,7 +150,8 @@ async def test_groups_of_lost_weights_or_beyond_the_bound_are_counted_and_sample
 
     assert await recover(3, "a") == {"steps": 0, "groups": 0, "newer": 1}
     assert await recover(4, "b") == {"steps": 0, "groups": 1}
-    assert await recover(5, "c") == {"steps": 0, "groups": 0, "stale": 1}
+    assert await recover(5, "c") == {"steps": 0, "groups": 1}, "only its first token is too old"
+    assert await recover(6, "d") == {"steps": 0, "groups": 0, "over_age": 1}
 
 
 async def killed_after_a_step(folder: Path) -> list[ScoredGroup]:

@@ -162,11 +162,11 @@ async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None
         await bench.step()
 
 
-async def test_a_group_of_older_weights_than_were_published_is_rejected_as_stale() -> None:
+async def test_a_run_whose_engines_stay_behind_ends_and_says_so() -> None:
     rollouts = FakeRollouts()  # its engines stay at version 0
     bench = Bench(rollouts, FakeRewards(), admission_filter=AdmissionFilter(2, False, 3))
     bench.stream.restore(1, {"cursor": 0, "pending": []})
-    with pytest.raises(RolloutError, match="'stale'"):
+    with pytest.raises(RolloutError, match="'over_age'"):
         await bench.step()
 
 

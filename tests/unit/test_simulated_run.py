@@ -10,6 +10,7 @@ from benchmarks.asynchrony import WORKLOAD, in_regime
 from benchmarks.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
 from benchmarks.simulated_run import Workload, simulate
 from benchmarks.virtual_time import run_virtually
+from cluster.staleness import OvertakingOrder
 
 EQUAL = Lengths(median=100, sigma=0.0, max_tokens=1000, num_siblings=2, seed=0)
 TAILED = Lengths(median=100, sigma=1.0, max_tokens=500, num_siblings=2, seed=0)
@@ -120,6 +121,15 @@ def test_every_bound_trains_the_same_prompts_within_it_and_never_beats_the_ideal
     assert sorted(trained, key=int) == [str(index) for index in range(SMALL.num_steps * SMALL.prompts_per_step)]
     assert found.max_age <= max_staleness
     assert found.step_s > 0.95 * SMALL.ideal_step_s, "the window holds other lengths than the run, a few percent off"
+
+
+def test_overtaken_stragglers_get_over_age_and_the_learner_waits_less() -> None:
+    load = replace(SMALL, lengths=replace(SMALL.lengths, sigma=1.5), update_s=1.0)
+    waiting = simulate(load, max_staleness=1, max_concurrent=100)
+    overtaking = simulate(load, max_staleness=1, max_concurrent=100, order=OvertakingOrder)
+    assert waiting.max_age <= 1 < overtaking.max_age
+    assert overtaking.step_s < waiting.step_s
+    assert len({prompt_id for step in overtaking.trained for prompt_id in step}) == load.num_steps * load.prompts_per_step
 
 
 def test_the_same_run_is_simulated_the_same_twice() -> None:

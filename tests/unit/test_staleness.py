@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.staleness import Admission, StalenessGate, StepOrder
+from cluster.staleness import Admission, AgeLimit, OvertakingOrder, StalenessGate, StepOrder
 
 
 def make_gate(
@@ -139,6 +139,58 @@ def test_two_slow_groups_that_are_due_in_one_step_are_spread_over_the_steps_befo
     gate.accept(slower)
     order.add(slower, slower.number)
     assert order.pop_step() == [slower.number]
+
+
+def test_an_overtaken_group_is_trained_when_it_comes() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: OvertakingOrder[int] = OvertakingOrder(gate)
+    slow, *_ = start_all(gate)
+    for step in (0, 1):
+        fast = gate.running[1]
+        gate.accept(fast)
+        order.add(fast, fast.number)
+        assert order.pop_step() == [fast.number]
+        gate.advance(step + 1)
+        start_all(gate)
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.remove(lambda number: False) == []
+    assert (order.next_step, order.pop_step()) == (2, [slow.number])
+
+
+def test_only_groups_that_may_hold_over_age_tokens_are_asked_whether_they_are_too_old() -> None:
+    gate = make_gate(prompts_per_step=3, max_staleness=2)
+    order: StepOrder[int] = StepOrder(gate)
+    order.resume(5)
+    for number, version in enumerate([2, 4, 2, 3]):
+        order.add(Admission(version, number), number)
+    asked: list[int] = []
+    assert order.remove(lambda number: asked.append(number) or number == 0) == [0]
+    assert set(asked) == {0, 2}
+    assert order.pop_step() == [2, 3, 1]
+
+
+def test_a_step_waits_for_no_one_when_only_finished_groups_are_late() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[int] = StepOrder(gate)
+    order.resume(5)
+    for number in range(3):
+        order.add(Admission(3, number), number)
+    assert [order.pop_step() for _ in range(4)] == [[0], [1], [2], []]
+
+
+def test_a_dropped_group_gives_its_slot_back() -> None:
+    gate = make_gate()
+    for admission in start_all(gate):
+        gate.accept(admission)
+    gate.drop()
+    assert gate.capacity == 1
+
+
+def test_a_group_is_too_old_once_its_newest_token_is_or_its_oldest_one_if_only_whole_groups_count() -> None:
+    tokens = {3: 10, 5: 1}
+    assert [AgeLimit(2).drops(tokens, step) for step in (5, 7, 8)] == [False, False, True]
+    assert [AgeLimit(2, is_whole=True).drops(tokens, step) for step in (5, 6, 7)] == [False, True, True]
 
 
 @given(

@@ -1,0 +1,40 @@
+"""What a step learns from tokens of policies that are too old. One formula a function, all values a token.
+
+Dropping a whole response because its first tokens are old favours short answers, since long ones take longer to
+sample. So a token is judged by its own age: it leaves the loss, or it is weighted by how likely the policy of today
+still finds it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.policy_losses import MAX_LOG_RATIO
+
+
+def truncated_importance(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float
+) -> Tensor:
+    """-w A logprobs with the constant w = min(exp(logprobs - old_logprobs), weight_cap): REINFORCE on tokens of another
+    policy. A clipped ratio would give old tokens no gradient at all where the two policies differ; here none is lost,
+    and the cap bounds the variance.
+
+    Args:
+        logprobs: [B, T], of the policy that is trained.
+        old_logprobs: [B, T], of the policy that sampled.
+        advantages: [B, T], or [B, 1] for one number a response.
+
+    Source: the truncated weights of IMPALA, arXiv:1802.01561, section 4.1; as a loss of tokens: CISPO, arXiv:2506.13585.
+    """
+    ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return -ratio.clamp(max=weight_cap) * advantages * logprobs
+
+
+def by_age(loss: Tensor, over_age_loss: Tensor, ages: Tensor, *, max_staleness: int, max_age: int) -> Tensor:
+    """`loss` up to an age of `max_staleness`, `over_age_loss` up to `max_age`, 0 beyond; all [B, T].
+
+    A token of loss 0 still counts where a mean is taken: leaving it out would lend its weight to its neighbours.
+    """
+    aged = torch.where(ages > max_staleness, over_age_loss, loss)
+    return torch.where(ages > max_age, 0.0, aged)

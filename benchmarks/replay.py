@@ -18,7 +18,7 @@ from cluster.actions import TokenActions
 from cluster.objects import fetch
 from cluster.ray_group import answer
 from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient
+from cluster.replay_client import ReplayClient, ReplayDeadlines
 from cluster.trajectory import (
     FinishReason,
     GroupSummary,
@@ -32,7 +32,7 @@ from cluster.trajectory import (
     group_num_bytes,
 )
 from configs.schema import RunConfig
-from deploy.build import REPLAY_CALLS
+from deploy.buffer import REPLAY_CALLS
 
 SETTINGS = ("resources.object_store_bytes=1073741824",)
 ROLES = ("replay",)
@@ -127,7 +127,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         [place] = stage.spawner.workers("replay")
         handle = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
-        buffer = ReplayClient(handle, call_s=TIMEOUT_S, take_s=TIMEOUT_S, reserve_s=TIMEOUT_S)
+        buffer = ReplayClient(handle, ReplayDeadlines(*(TIMEOUT_S,) * 6))
         consumer = _actor(Consumer)
         for load in (LARGE, SMALL):
             wire = _Wire(load, _actor(Producer, load), consumer, buffer)

@@ -246,6 +246,7 @@ class _Ledger:
             steps.append(self._step(made))
         settled = {group_id for made in self.steps if made <= version for group_id in _ids(self.steps[made])}
         settled.update(group_id for step in steps for group_id in step.group_ids)
+        settled.update(self.rejected)  # also after it had finished
         return Recovered(
             version=version,
             steps=tuple(steps),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.journal_writer import GroupJournal, NoJournal
+from cluster.replay_ledger import Holdings
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
 
@@ -82,7 +83,19 @@ class ReplayBuffer:
                 self._num_bytes += group.summary.num_bytes
         finally:
             self._num_waiting -= 1
-        self._journalled[group_id] = asyncio.ensure_future(self._journal.finished(group))
+        self._write_down(group)
+
+    async def restore(self, holdings: Holdings) -> None:
+        """Take over what a buffer before this one held, before any other call. The journal may lack some of it."""
+        now = self._clock()
+        for group in (*holdings.reserved, *holdings.ready, *holdings.leased):
+            self._count_if_oversized(group)
+            self._num_bytes += group.summary.num_bytes
+            self._write_down(group)
+        self._reserved = {group.summary.group_id: _Entry(group, now) for group in holdings.reserved}
+        self._ready = {group.summary.group_id: _Entry(group, now) for group in holdings.ready}
+        self._leased = {group.summary.group_id: _Entry(group, now) for group in holdings.leased}
+        self._seen = set(holdings.seen)
 
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
         """Make `groups` ready in this order, behind those that are; one that was not reserved yet is reserved first."""
@@ -102,6 +115,7 @@ class ReplayBuffer:
         async with self._changed:
             if (entry := self._reserved.pop(group_id, None)) is not None:
                 self._num_bytes -= entry.group.summary.num_bytes
+                self._journalled.pop(group_id)
                 self._changed.notify_all()
         self._num_rejected[reason] += 1
         await self._journal.rejected(group_id, reason)
@@ -169,7 +183,7 @@ class ReplayBuffer:
         )
 
     async def ping(self) -> None:
-        """Answers as long as the buffer lives."""
+        """Answers once the buffer is there."""
 
     async def close(self) -> None:
         """Drop every reference."""
@@ -178,6 +192,10 @@ class ReplayBuffer:
         self._leased.clear()
         await asyncio.gather(*self._journalled.values(), return_exceptions=True)  # who commits a group hears of it
         await self._journal.close()
+
+    def _write_down(self, group: ScoredGroup) -> None:
+        """In the background; the journal does not write a group again that it has."""
+        self._journalled[group.summary.group_id] = asyncio.ensure_future(self._journal.finished(group))
 
     def _has_room_for(self, group: ScoredGroup) -> bool:
         return len(self._ready) < self._min_ready or self._num_bytes + group.summary.num_bytes <= self._max_bytes

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.ray_group import answer
+from cluster.ray_group import answer, kill, stop
+from cluster.replay_ledger import Holdings
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
 
 
-class ReplayClient:
-    """Typed calls to the `ReplayBuffer` actor. `take` may wait for rollouts and `reserve` for the learner, so these
-    have deadlines of their own.
-    """
+@dataclass(frozen=True)
+class ReplayDeadlines:
+    """How long each call may take, in seconds."""
 
-    def __init__(self, handle: Any, *, call_s: float, take_s: float, reserve_s: float) -> None:
+    start_s: float  # until the process answers
+    call_s: float
+    take_s: float  # it may wait for rollouts
+    reserve_s: float  # it may wait for the learner
+    sign_s: float  # a sign of life
+    stop_s: float
+
+
+class ReplayClient:
+    """Typed calls to one `ReplayBuffer` actor, each with its deadline."""
+
+    def __init__(self, handle: Any, deadlines: ReplayDeadlines) -> None:
         """`handle` is the Ray handle of a `ReplayBuffer`."""
         self._handle = handle
-        self._call_s = call_s
-        self._take_s = take_s
-        self._reserve_s = reserve_s
+        self._deadlines = deadlines
+
+    async def start(self) -> None:
+        """Wait until the buffer's process answers."""
+        what = "replay/0 to start (timeouts.start_s)"
+        await answer(self._handle.ping.remote(), timeout_s=self._deadlines.start_s, what=what)
+
+    async def restore(self, holdings: Holdings) -> None:
+        await self._call(self._handle.restore.remote(holdings), "take over the groups of the buffer before it")
 
     async def reserve(self, group: ScoredGroup) -> None:
         await self._room(self._handle.reserve.remote(group), f"make room for group {group.summary.group_id}")
 
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
         first = groups[0].summary.group_id if groups else "of no prompt"
-        await self._room(self._handle.put.remote(list(groups)), f"store {len(groups)} groups, the first {first}")
+        await self._call(self._handle.put.remote(list(groups)), f"store {len(groups)} groups, the first {first}")
 
     async def reject(self, group_id: str, reason: str) -> None:
         await self._call(self._handle.reject.remote(group_id, reason), f"count rejected group {group_id}")
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
         what = f"replay/0 to hold {num_groups} finished groups"
-        return await answer(self._handle.take.remote(num_groups), timeout_s=self._take_s, what=what)
+        return await answer(self._handle.take.remote(num_groups), timeout_s=self._deadlines.take_s, what=what)
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         bare = [replace(group, group=None) for group in groups]  # the journal has it
@@ -44,6 +61,9 @@ class ReplayClient:
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         bare = [replace(group, group=None, reference_logprobs=None) for group in groups]  # it needs no reference to end a lease
         await self._call(self._handle.release.remote(bare), f"release {len(groups)} groups")
+
+    async def abort(self, groups: Sequence[ScoredGroup]) -> None:
+        await self._call(self._handle.abort.remote(list(groups)), f"take {len(groups)} groups back")
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
         await self._call(self._handle.resume.remote(version, list(group_ids)), f"go on from version {version}")
@@ -54,8 +74,21 @@ class ReplayClient:
     async def stats(self) -> ReplayStats:
         return await self._call(self._handle.stats.remote(), "give its statistics")
 
+    async def is_alive(self) -> None:
+        """Return while the process lives, however busy it is."""
+        what = "replay/0 to say that it lives"
+        await answer(self._handle.is_alive.remote(), timeout_s=self._deadlines.sign_s, what=what)
+
+    async def close(self) -> None:
+        """Drop every reference and end the process."""
+        await stop(self._handle, timeout_s=self._deadlines.stop_s, what="replay/0")
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        kill(self._handle)
+
     async def _call(self, reference: Any, what: str) -> Any:
-        return await answer(reference, timeout_s=self._call_s, what=f"replay/0 to {what}")
+        return await answer(reference, timeout_s=self._deadlines.call_s, what=f"replay/0 to {what}")
 
     async def _room(self, reference: Any, what: str) -> None:
-        await answer(reference, timeout_s=self._reserve_s, what=f"replay/0 to {what} (timeouts.backpressure_s)")
+        await answer(reference, timeout_s=self._deadlines.reserve_s, what=f"replay/0 to {what} (timeouts.backpressure_s)")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cluster.errors import CheckpointError, DeadlineError, WorkerDiedError
+from cluster.errors import CheckpointError
 from cluster.restarts import RestartBudget
+from cluster.restoration import BeyondRestoring, Restoration
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
@@ -26,7 +27,6 @@ from cluster.weight_sync.transport import Rendezvous
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LOST = (WorkerDiedError, DeadlineError)
 
 
 class Ranks(Protocol):
@@ -80,23 +80,13 @@ class RestoringLearner:
         """`newest()` gives version and learner folder of the newest complete checkpoint; `on_lost` is told the kind."""
         self._ranks = ranks
         self._newest = newest
-        self._budget = budget
-        self._on_lost = on_lost
-        self._clock = clock
+        self._restoration = Restoration("learner", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
-        self._restoring = asyncio.Lock()
-        self._generation = 0
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_steps_taken_again = 0
 
     def lose(self, error: Exception) -> None:
-        """Somebody found a rank dead or silent: calls under way end now instead of at their deadline.
-
-        Nothing is to be learned from it while the ranks are restored.
-        """
-        if not self._restoring.locked() and not self._lost.done():
-            self._lost.set_exception(error)
-            self._lost.exception()  # it is looked at when a call is made; none may be
+        """Somebody found a rank dead or silent: calls under way end now instead of at their deadline."""
+        self._restoration.lose(error)
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         report = await self._outliving(lambda: self._ranks.update(groups))
@@ -137,56 +127,18 @@ class RestoringLearner:
         return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
     async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Make the call until it is answered; each loss on the way costs one restoration."""
-        while True:
-            async with self._restoring:  # nobody calls while the ranks are restored
-                generation = self._generation
-            try:
-                return await self._unless_lost(call())
-            except LOST as error:
-                async with self._restoring:
-                    if self._generation == generation:  # else another call that failed with this one has done it
-                        await self._restore(error)
+        return await self._restoration.outliving(call)
 
-    async def _unless_lost(self, call: Awaitable[T]) -> T:
-        task = asyncio.ensure_future(call)
-        try:
-            await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
-            if self._lost.done():
-                self._lost.result()
-            return task.result()
-        finally:
-            task.cancel()
-
-    async def _restore(self, error: Exception) -> None:
+    async def _bring_back(self, error: Exception) -> None:
         """Bring the ranks back to the version they had.
 
         Raises:
-            WorkerDiedError: the restart budget is used up, or there is no checkpoint.
+            BeyondRestoring: there is no checkpoint.
         """
-        while True:
-            self._on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
-            pause = self._budget.take(self._clock())
-            if pause is None:
-                raise WorkerDiedError(
-                    f"the learner was lost {self._budget.num_restarts + 1} times, more than supervision.max_restarts "
-                    f"allows; last: {error}; mend the cause, then go on with resume=auto"
-                ) from error
-            newest = await asyncio.to_thread(self._newest)
-            if newest is None:
-                raise WorkerDiedError(f"the learner was lost before its first checkpoint: {error}") from error
-            _logger.warning("the learner is lost (%s) and restored from version %d", error, newest[0])
-            await asyncio.sleep(pause)
-            try:
-                await self._bring_back(*newest)
-            except LOST as again:
-                error = again
-                continue
-            self._generation += 1
-            return
-
-    async def _bring_back(self, version: int, folder: Path) -> None:
-        self._lost = asyncio.get_running_loop().create_future()
+        newest = await asyncio.to_thread(self._newest)
+        if newest is None:
+            raise BeyondRestoring(f"the learner was lost before its first checkpoint: {error}") from error
+        version, folder = newest
         await self._ranks.respawn()
         loaded = await self._ranks.load(folder)
         if loaded != version:
@@ -195,4 +147,4 @@ class RestoringLearner:
             if made > version:
                 await self._ranks.update(groups)
                 self.num_steps_taken_again += 1
-        _logger.info("the learner is back at version %d", self._ranks.version)
+        _logger.info("the learner is back at version %d, from the checkpoint of %d", self._ranks.version, version)

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.errors import WorkerDiedError
+from cluster.errors import DeadlineError, WorkerDiedError
 
 _logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ class Watched:
 
     `ping` returns while the process is alive, however busy: where it is an actor, the method runs in a concurrency
     group of its own. `close` ends it in good order within a deadline of its own. `on_lost` is told of every ping that
-    fails, so it may hear of the same loss again before it has made it good.
+    fails, so it may hear of the same loss again before it has made it good: a DeadlineError of one that is silent, a
+    WorkerDiedError of one that is gone.
     """
 
     name: str
@@ -94,14 +95,13 @@ class Supervisor:
                 async with asyncio.timeout(self._deadline_s):
                     await role.ping()
             except TimeoutError as error:
-                self._lost(role, f"{role.name} did not answer a ping within {self._deadline_s:g} s", error)
+                self._lost(role, DeadlineError(f"{role.name} did not answer a ping within {self._deadline_s:g} s"), error)
             except Exception as error:
-                self._lost(role, f"{role.name} died: {error}", error)
+                self._lost(role, WorkerDiedError(f"{role.name} died: {error}"), error)
 
-    def _lost(self, role: Watched, what: str, cause: Exception) -> None:
-        lost = WorkerDiedError(what)
+    def _lost(self, role: Watched, lost: Exception, cause: Exception) -> None:
         if role.on_lost is None:
-            raise lost from cause
+            raise WorkerDiedError(str(lost)) from cause
         role.on_lost(lost)
 
 

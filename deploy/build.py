@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +18,9 @@ from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
 from cluster.ray_group import answer, stop
-from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient
 from cluster.restarts import RestartBudget
 from cluster.restoring import RestoringLearner
+from cluster.restoring_replay import RestoringReplay
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import OvertakingOrder, StalenessGate, StepOrder
@@ -30,6 +29,7 @@ from cluster.supervision import Supervisor, Watched
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
+from deploy.buffer import replay_buffer
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import age_limit, build_journal_writer, build_records
 from deploy.rollouts import rollout_fleet
@@ -42,7 +42,6 @@ from rewards.pool import RewardPool
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
-REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
@@ -64,7 +63,7 @@ class Training:
     ranks: LearnerGroup  # as they are: the warm start, before there is anything to restore
     learner: RestoringLearner
     reference: ReferencePool | NullReference
-    replay: ReplayClient
+    replay: RestoringReplay
     watched: tuple[Watched, ...]
 
 
@@ -89,30 +88,17 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    [place] = spawner.workers("replay")
-    replay = spawner.start(
-        ReplayBuffer,
-        worker=place,
-        max_concurrency=config.algorithm.max_concurrent_groups + REPLAY_CALLS,
-        journal=build_journal_writer(config),
-        max_bytes=config.replay.max_bytes,
-        min_ready=config.algorithm.prompts_per_step,
-    )
+    replay = replay_buffer(config, spawner, on_lost)
     reference = reference_pool(config, spawner, banned)
     scorers = [Watched("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,
         learner=learner,
         reference=reference,
-        replay=ReplayClient(
-            replay,
-            call_s=config.timeouts.object_s,
-            take_s=_take_deadline(config),
-            reserve_s=config.timeouts.backpressure_s,
-        ),
+        replay=replay,
         watched=(
             *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
-            *_watched_all({place.name: replay}, config),
+            Watched("replay/0", replay.ping, replay.close, on_lost=replay.lose),
             *scorers,
         ),
     )
@@ -133,7 +119,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
-    stream = _stream(config, source, rollouts, inference, training, partial(_count_rejected, metrics))
+    stream = _stream(config, source, rollouts, inference, training, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
@@ -193,16 +179,6 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
-def _take_deadline(config: RunConfig) -> float:
-    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward."""
-    a_try = config.timeouts.rollout_s + config.supervision.no_worker_s
-    return (config.max_rollout_retries + 1) * a_try + config.timeouts.reward_s
-
-
-def _watched_all(handles: Mapping[str, Any], config: RunConfig) -> tuple[Watched, ...]:
-    return tuple(_watched(name, handle, config) for name, handle in handles.items())
-
-
 def _watched(name: str, handle: Any, config: RunConfig) -> Watched:
     deadline_s = config.supervision.sign_timeout_s
 
@@ -239,7 +215,7 @@ def _stream(
     rollouts: Rollouts,
     inference: Inference,
     training: Training,
-    on_rejected: Callable[[GroupSummary, str], None],
+    metrics: Metrics,
 ) -> RolloutStream:
     algorithm = config.algorithm
     gate = StalenessGate(
@@ -262,7 +238,8 @@ def _stream(
         ),
         order=ORDERS[algorithm.stragglers](gate),
         age_limit=age_limit(config),
-        on_rejected=on_rejected,
+        on_rejected=partial(_count_rejected, metrics),
+        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
 
 

@@ -17,8 +17,7 @@ from cluster.live_groups import LiveGroups
 from cluster.logged_learner import DurableLearner, LoggedLearner
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
-from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
-from cluster.replay_client import ReplayClient
+from cluster.recovery import JournalledLearner, JournalledReplay, JournalRecovery, NoRecovery
 from cluster.roles import Learner
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import AgeLimit
@@ -61,7 +60,7 @@ def build_records(
     learner: DurableLearner,
     source: PromptSource,
     stream: RolloutStream,
-    replay: ReplayClient,
+    replay: JournalledReplay,
     metrics: Metrics,
 ) -> Records:
     """Log and journal around `learner`, as configured."""

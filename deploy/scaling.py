@@ -13,7 +13,7 @@ from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
 from cluster.ray_group import stop
-from cluster.replay_client import ReplayClient
+from cluster.roles import Replay
 from cluster.status import Scalable, WorkerState, WorkerStatus
 from configs.schema import RunConfig
 from deploy.spawner import BOOKING_S, Spawner
@@ -68,7 +68,7 @@ class RoomFirst:
 
 
 def control_loop(
-    config: RunConfig, spawner: Spawner, roles: Mapping[str, Scalable], replay: ReplayClient, metrics: Metrics
+    config: RunConfig, spawner: Spawner, roles: Mapping[str, Scalable], replay: Replay, metrics: Metrics
 ) -> ControlLoop:
     """What answers `mobula status` and `mobula scale` for this run."""
     stop_s = config.timeouts.stop_s

@@ -279,3 +279,9 @@ def test_forgetting_what_checkpoints_hold_loses_nothing_else_and_keeps_the_disk_
         assert steps(found) == [(v, *ids) for v, ids in enumerate(model.trained[checkpoint:], start=checkpoint + 1)]
         assert waiting(found) == model.untrained()
         assert set(found.rejected) >= set(model.rejected[num_rejected_at_checkpoint:])
+
+
+def test_a_group_that_was_rejected_after_it_had_finished_does_not_wait_for_a_step(tmp_path: Path) -> None:
+    write(tmp_path, done("0/0/s"), done("0/1/s"), rejected("0/0/s", "over_age"))
+    found = recover(tmp_path)
+    assert (waiting(found), found.rejected) == (["0/1/s"], ("0/0/s",))

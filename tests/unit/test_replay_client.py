@@ -11,11 +11,13 @@ from handles import LocalHandle, never
 
 from cluster.errors import DeadlineError
 from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient
+from cluster.replay_client import ReplayClient, ReplayDeadlines
+from cluster.replay_ledger import Holdings
 
 
 def client(role: object, call_s: float = 5, take_s: float = 5) -> ReplayClient:
-    return ReplayClient(LocalHandle(role), call_s=call_s, take_s=take_s, reserve_s=call_s)
+    deadlines = ReplayDeadlines(call_s, call_s, take_s, reserve_s=call_s, sign_s=call_s, stop_s=call_s)
+    return ReplayClient(LocalHandle(role), deadlines)
 
 
 async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_released() -> None:
@@ -55,11 +57,15 @@ async def test_a_take_waits_longer_than_other_calls_but_not_for_ever() -> None:
         (lambda c: c.reserve(make_scored("0/0/s0")), r"make room for group 0/0/s0 \(timeouts.backpressure_s\)"),
         (lambda c: c.commit(4, []), "replay/0 to write down what makes version 4"),
         (lambda c: c.resume(4, ["0/0/s0"]), "replay/0 to go on from version 4"),
+        (lambda c: c.abort([make_scored("0/0/s0")]), "replay/0 to take 1 groups back"),
+        (lambda c: c.restore(Holdings()), "replay/0 to take over the groups of the buffer before it"),
+        (lambda c: c.start(), r"replay/0 to start \(timeouts.start_s\)"),
+        (lambda c: c.is_alive(), "replay/0 to say that it lives"),
         (lambda c: c.forget(4), "replay/0 to forget what led to version 4"),
     ],
 )
 async def test_a_buffer_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
-    calls = ("put", "reject", "release", "stats", "reserve", "commit", "resume", "forget")
-    silent = SimpleNamespace(**dict.fromkeys(calls, never))
+    calls = ("put", "reject", "release", "stats", "reserve", "commit", "resume", "forget", "abort", "restore", "ping")
+    silent = SimpleNamespace(**dict.fromkeys((*calls, "is_alive"), never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, call_s=0.05))

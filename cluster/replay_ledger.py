@@ -1,0 +1,76 @@
+"""ReplayLedger: what the driver knows of the replay buffer's groups, enough to make another buffer as it was.
+
+A rollout actor *returns* its groups, so the driver owns them and they outlive the buffer, which holds references.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cluster.trajectory import ScoredGroup
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Everything that a buffer holds; `ready` in order, `seen` every group id that ever came."""
+
+    reserved: tuple[ScoredGroup, ...] = ()
+    ready: tuple[ScoredGroup, ...] = ()
+    leased: tuple[ScoredGroup, ...] = ()
+    seen: frozenset[str] = frozenset()
+
+
+class ReplayLedger:
+    """Records what the buffer has answered; what it has not is asked for again.
+
+    Answers may come in another order than the buffer gave them: a group can be leased before its `put` is known.
+    """
+
+    def __init__(self) -> None:
+        self._reserved: dict[str, ScoredGroup] = {}
+        self._ready: dict[str, ScoredGroup] = {}  # in order
+        self._leased: dict[str, ScoredGroup] = {}
+        self._seen: set[str] = set()
+        self.num_rejected: Counter[str] = Counter()
+
+    def has_seen(self, group_id: str) -> bool:
+        return group_id in self._seen
+
+    def is_reserved(self, group_id: str) -> bool:
+        return group_id in self._reserved
+
+    def reserve(self, group: ScoredGroup) -> None:
+        self._seen.add(group.summary.group_id)
+        self._reserved[group.summary.group_id] = group
+
+    def put(self, group_ids: Iterable[str]) -> None:
+        for group_id in group_ids:
+            if group_id in self._reserved:
+                self._ready[group_id] = self._reserved.pop(group_id)
+
+    def reject(self, group_id: str, reason: str) -> None:
+        self._seen.add(group_id)
+        self._reserved.pop(group_id, None)
+        self.num_rejected[reason] += 1
+
+    def take(self, group_ids: Iterable[str]) -> None:
+        for group_id in group_ids:
+            holder = self._ready if group_id in self._ready else self._reserved
+            self._leased[group_id] = holder.pop(group_id)
+
+    def release(self, group_ids: Iterable[str]) -> None:
+        for group_id in group_ids:
+            del self._leased[group_id]
+
+    def abort(self, group_ids: Sequence[str]) -> None:
+        self._ready = {**{group_id: self._leased.pop(group_id) for group_id in group_ids}, **self._ready}
+
+    def holdings(self) -> Holdings:
+        return Holdings(
+            reserved=tuple(self._reserved.values()),
+            ready=tuple(self._ready.values()),
+            leased=tuple(self._leased.values()),
+            seen=frozenset(self._seen),
+        )

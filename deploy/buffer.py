@@ -1,0 +1,59 @@
+"""The replay buffer of a run: how it is started, again if need be, and with which deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cluster.placement import PlacedWorker
+from cluster.replay_buffer import ReplayBuffer
+from cluster.replay_client import ReplayClient, ReplayDeadlines
+from cluster.restarts import RestartBudget
+from cluster.restoring_replay import RestoringReplay
+from configs.schema import RunConfig
+from deploy.records import build_journal_writer
+from deploy.scaling import RoleHosts
+from deploy.scorers import restart_policy
+from deploy.spawner import Spawner
+
+REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
+
+
+def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None]) -> RestoringReplay:
+    """The replay buffer, whose process builds itself in the background."""
+    timeouts = config.timeouts
+    deadlines = ReplayDeadlines(
+        start_s=timeouts.start_s,
+        call_s=timeouts.object_s,
+        take_s=_take_deadline(config),
+        reserve_s=timeouts.backpressure_s,
+        sign_s=config.supervision.sign_timeout_s,
+        stop_s=timeouts.stop_s,
+    )
+    start = partial(_start_replay, config, spawner)
+    hosts = RoleHosts(spawner, "replay", start, stop_s=timeouts.stop_s)
+
+    async def spawn() -> ReplayClient:
+        return ReplayClient(await hosts.start(0), deadlines)
+
+    [place] = spawner.workers("replay")
+    first = ReplayClient(start(place), deadlines)
+    return RestoringReplay(first, spawn, budget=RestartBudget(restart_policy(config)), on_lost=on_lost)
+
+
+def _start_replay(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> Any:
+    return spawner.start(
+        ReplayBuffer,
+        worker=worker,
+        max_concurrency=config.algorithm.max_concurrent_groups + REPLAY_CALLS,
+        journal=build_journal_writer(config),
+        max_bytes=config.replay.max_bytes,
+        min_ready=config.algorithm.prompts_per_step,
+    )
+
+
+def _take_deadline(config: RunConfig) -> float:
+    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward."""
+    a_try = config.timeouts.rollout_s + config.supervision.no_worker_s
+    return (config.max_rollout_retries + 1) * a_try + config.timeouts.reward_s

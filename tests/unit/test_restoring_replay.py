@@ -1,0 +1,258 @@
+"""A replay buffer that is lost is made anew as it was: nothing in it is lost, and nothing is handed out twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from fakes import make_scored
+from handles import LocalHandle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import AtOnce
+
+from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.journal import Journal
+from cluster.journal_writer import JournalWriter
+from cluster.replay_buffer import ReplayBuffer
+from cluster.replay_client import ReplayClient, ReplayDeadlines
+from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.restoring_replay import RestoringReplay
+
+POLICY = RestartPolicy(max_restarts=200, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001)
+
+
+class Process:
+    """One buffer, and how it fails: a call that comes when it is dead fails, one that finds it hung waits."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.journal = Journal(folder, {"seed": 0}) if folder else None
+        writer = JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if self.journal else None
+        self.buffer = ReplayBuffer(journal=writer, max_bytes=float("inf"))
+        self.is_dead = False
+        self.is_hung = False
+        self.dies_after: str | None = None  # the call that it carries out, but does not answer
+
+    def __getattr__(self, name: str):
+        async def call(*args):
+            if self.is_hung:
+                await asyncio.Event().wait()
+            self._refuse_if_dead()
+            if name == "is_alive":
+                return True
+            result = await getattr(self.buffer, name)(*args)
+            if self.dies_after == name:
+                self.is_dead = True
+            self._refuse_if_dead()
+            return result
+
+        return call
+
+    def _refuse_if_dead(self) -> None:
+        if self.is_dead:
+            raise WorkerDiedError("replay/0 died")
+
+
+class Client(ReplayClient):
+    def __init__(self, process: Process) -> None:
+        super().__init__(LocalHandle(process), ReplayDeadlines(5, 0.2, 5, 0.2, 0.2, 0.2))
+        self._process = process
+
+    def kill(self) -> None:
+        self._process.is_dead = True
+
+
+class Bench:
+    def __init__(self, folder: Path | None = None, policy: RestartPolicy = POLICY) -> None:
+        self.processes: list[Process] = []
+        self.losses: list[str] = []
+        self._folder = folder
+        first = self._start()
+        self.replay = RestoringReplay(first, self._spawn, budget=RestartBudget(policy), on_lost=self.losses.append)
+
+    @property
+    def process(self) -> Process:
+        return self.processes[-1]
+
+    def _start(self) -> Client:
+        self.processes.append(Process(self._folder))
+        return Client(self.process)
+
+    async def _spawn(self) -> Client:
+        return self._start()
+
+
+def ids(groups) -> list[str]:
+    return [group.summary.group_id for group in groups]
+
+
+def scored(*numbers: int):
+    return [make_scored(f"0/{n}/s{n}") for n in numbers]
+
+
+async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_leased_in_order() -> None:
+    bench = Bench()
+    await bench.replay.put(scored(0, 1, 2, 3))
+    await bench.replay.reserve(*scored(4))
+    await bench.replay.reject("0/5/s5", "uniform")
+    leased = await bench.replay.take(2)
+    bench.process.is_dead = True
+    stats = await bench.replay.stats()
+    assert (stats.num_ready, stats.num_taken, stats.num_rejected) == (2, 2, {"uniform": 1})
+    assert stats.num_bytes == sum(group.summary.num_bytes for group in scored(0, 1, 2, 3, 4))
+    await bench.replay.release(leased)
+    await bench.replay.put(scored(4))
+    assert ids(await bench.replay.take(3)) == ["0/2/s2", "0/3/s3", "0/4/s4"]
+    assert bench.losses == ["replay_died"]
+
+
+@pytest.mark.parametrize("call", ["reserve", "put", "take", "release", "abort", "reject", "commit"])
+async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: str) -> None:
+    bench = Bench()
+    await bench.replay.put(scored(0, 1))
+    leased = await bench.replay.take(1)
+    bench.process.dies_after = call
+    await bench.replay.reserve(*scored(2))
+    await bench.replay.put(scored(2))
+    await bench.replay.reject("0/9/s9", "stale")
+    await bench.replay.commit(1, leased)
+    await bench.replay.abort(leased)
+    first = await bench.replay.take(2)
+    await bench.replay.release(first)
+    assert ids(first) + ids(await bench.replay.take(1)) == ["0/0/s0", "0/1/s1", "0/2/s2"]
+    assert (await bench.replay.stats()).num_rejected == {"stale": 1}
+    assert len(bench.processes) == 2
+
+
+async def test_a_take_that_waits_is_asked_for_again_and_gets_what_comes_later() -> None:
+    bench = Bench()
+    taking = asyncio.create_task(bench.replay.take(2))
+    await bench.replay.put(scored(0))
+    bench.process.is_dead = True
+    bench.replay.lose(WorkerDiedError("replay/0 died"))
+    await bench.replay.put(scored(1))
+    assert ids(await taking) == ["0/0/s0", "0/1/s1"]
+    assert len(bench.processes) == 2
+
+
+async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_has_noticed() -> None:
+    bench = Bench()
+    await bench.replay.put(scored(0))
+    await bench.replay.reserve(*scored(1))
+    bench.process.is_hung = True
+    await bench.replay.put(scored(1))
+    assert bench.losses == ["replay_hung"]
+    taking = asyncio.create_task(bench.replay.take(3))
+    await asyncio.sleep(0)
+    bench.process.is_hung = True
+    bench.replay.lose(DeadlineError("replay/0 did not answer a ping"))
+    await bench.replay.put(scored(2))
+    assert ids(await taking) == ["0/0/s0", "0/1/s1", "0/2/s2"]
+    assert bench.losses == ["replay_hung"] * 2
+    assert all(process.is_dead for process in bench.processes[:-1])
+
+
+async def test_a_reserve_that_waits_for_room_too_long_says_nothing_of_the_buffer() -> None:
+    bench = Bench()
+    bench.process.buffer._max_bytes = 1
+    await bench.replay.put(scored(0))
+    with pytest.raises(DeadlineError, match="backpressure_s"):
+        await bench.replay.reserve(*scored(1))
+    assert bench.losses == []
+
+
+async def test_a_group_that_comes_twice_is_a_duplicate_also_for_a_new_buffer() -> None:
+    bench = Bench()
+    await bench.replay.put(scored(0))
+    await bench.replay.release(await bench.replay.take(1))
+    bench.process.is_dead = True
+    await bench.replay.put(scored(0))
+    stats = await bench.replay.stats()
+    assert (stats.num_ready, stats.num_rejected) == (0, {"duplicate": 1})
+
+
+async def test_what_is_asked_of_a_buffer_that_was_replaced_meanwhile_says_nothing() -> None:
+    bench = Bench()
+    bench.process.is_hung = True
+    asked = asyncio.create_task(bench.replay.ping())
+    await asyncio.sleep(0)
+    bench.replay.lose(WorkerDiedError("replay/0 died"))
+    await bench.replay.put(scored(0))
+    await asked
+    bench.process.is_dead = True
+    with pytest.raises(WorkerDiedError):
+        await bench.replay.ping()
+
+
+async def test_the_budget_ends_it() -> None:
+    bench = Bench(policy=RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001))
+    for _ in range(2):
+        bench.process.is_dead = True
+        await bench.replay.stats()
+    bench.process.is_dead = True
+    with pytest.raises(WorkerDiedError, match=r"the replay was lost 3 times, .*resume=auto"):
+        await bench.replay.stats()
+
+
+async def test_the_journal_of_the_new_buffer_goes_on_where_the_old_one_ended(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.replay.resume(0, ())
+    await bench.replay.put(scored(0, 1, 2))
+    first = await bench.replay.take(1)
+    bench.process.dies_after = "commit"
+    await bench.replay.commit(1, first)
+    await bench.replay.release(first)
+    await bench.replay.reject("0/3/s3", "uniform")
+    second = await bench.replay.take(1)
+    bench.process.is_dead = True
+    await bench.replay.commit(2, second)
+    await bench.process.buffer.close()
+
+    found = Journal(tmp_path, {"seed": 0}).recover(0)
+    assert [step.group_ids for step in found.steps] == [("0/0/s0",), ("0/1/s1",)]
+    assert ([group.group_id for group in found.finished], found.rejected) == (["0/2/s2"], ("0/3/s3",))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 40))
+@settings(max_examples=40)
+def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_groups: int) -> None:
+    rng = random.Random(seed)
+
+    async def run() -> None:
+        bench = Bench()
+        taken: list[str] = []
+
+        async def produce() -> None:
+            for n in range(num_groups):
+                await bench.replay.put(scored(n))
+
+        async def consume() -> None:
+            while len(taken) < num_groups:
+                groups = await bench.replay.take(1)
+                if rng.random() < 0.2:
+                    await bench.replay.abort(groups)
+                else:
+                    taken.extend(ids(groups))
+                    await bench.replay.release(groups)
+
+        async def sabotage() -> None:
+            for _ in range(30):
+                for _ in range(rng.randrange(12)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.5:
+                    bench.process.is_dead = True
+                else:
+                    bench.process.dies_after = rng.choice(["reserve", "put", "take", "release", "restore"])
+                if rng.random() < 0.5:
+                    bench.replay.lose(WorkerDiedError("replay/0 died"))
+                await asyncio.sleep(0.001)
+
+        saboteur = asyncio.create_task(sabotage())
+        async with asyncio.timeout(20):
+            await asyncio.gather(produce(), consume())
+        saboteur.cancel()
+        assert taken == ids(scored(*range(num_groups)))
+
+    asyncio.run(run())

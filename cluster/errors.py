@@ -10,6 +10,7 @@
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     ├── DependencyError         a role lives, and waited in vain for somebody else
+    ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
     ├── ScoringError            a reference scorer could not get at the groups that it was to score
@@ -76,6 +77,10 @@ class WorkerDiedError(MobulaError):
 
 class DependencyError(MobulaError):
     """A role lives and answers: it waited in vain for somebody else, so replacing it would mend nothing."""
+
+
+class LostObjectError(MobulaError):
+    """The node that held the only copy of an object is gone."""
 
 
 class RolloutError(MobulaError):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, ObjectLostError
 
-from cluster.errors import DeadlineError
+from cluster.errors import DeadlineError, LostObjectError
 
 
 def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
@@ -20,6 +20,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
 
     Raises:
         DeadlineError: some value did not arrive within `timeout_s`.
+        LostObjectError: the node that held a value is gone.
     """
     pending = [r for r in references if isinstance(r, ray.ObjectRef)]
     if not pending:
@@ -28,4 +29,6 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
+    except ObjectLostError as error:
+        raise LostObjectError(f"{what} cannot be had: the node that held it is gone ({type(error).__name__})") from error
     return [next(values) if isinstance(r, ray.ObjectRef) else r for r in references]

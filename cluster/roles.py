@@ -57,7 +57,10 @@ class Rewards(Protocol):
     """The reward pool."""
 
     async def score(self, group: Any) -> Sequence[Reward | None]:
-        """One reward a trajectory, in order; None where it could not be scored (counted by the pool)."""
+        """One reward a trajectory, in order; None where it could not be scored (counted by the pool).
+
+        Raises: LostObjectError: the group went with the node that held it.
+        """
         ...
 
 

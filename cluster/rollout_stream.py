@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import DeadlineError, DependencyError, LostObjectError, RewardError, RolloutError, WorkerDiedError
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
+MAX_NODES_LOST = 8  # over one prompt, one after the other
 MAX_AHEAD = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -115,16 +116,18 @@ class RolloutStream:
         order: StepOrder[ScoredGroup] | None = None,
         age_limit: AgeLimit | None = None,
         on_rejected: Callable[[GroupSummary, str], None] | None = None,
+        on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
         than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained on,
-        and why.
+        and why; `on_lost` the kind of each loss of a group that was not scored yet.
         """
         self._prompts = prompts
         self._gate = gate
         self._order = order or StepOrder[ScoredGroup](gate)
         self._age_limit = age_limit or AgeLimit(gate.max_staleness)
         self._on_rejected = on_rejected or (lambda summary, reason: None)
+        self._on_lost = on_lost or (lambda kind: None)
         self._rollouts = rollouts
         self._rewards = rewards
         self._replay = replay
@@ -222,20 +225,34 @@ class RolloutStream:
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
         settings = replace(self._settings, seed=prompt_seed(self._settings.seed, prompt.prompt_id))
-        reference, summary = await self._rollouts.generate(prompt, settings)
-        rewards = tuple(await self._rewards.score(reference))
-        if len(rewards) != summary.num_trajectories:
-            raise RewardError(
-                f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} rewards: "
-                "a reward pool gives one a trajectory, None where it cannot"
-            )
-        group = ScoredGroup(summary, reference, rewards)
+        group = await self._scored(prompt, settings)
         reason = self._reason_to_reject(group)
         if reason is None:
             await self._accept(group, admission)
         else:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
+
+    async def _scored(self, prompt: Prompt, settings: SamplingSettings) -> ScoredGroup:
+        """A group whose node is lost before it was scored is sampled again, on whichever nodes are left."""
+        for _ in range(MAX_NODES_LOST):
+            reference, summary = await self._rollouts.generate(prompt, settings)
+            try:
+                rewards = tuple(await self._rewards.score(reference))
+            except LostObjectError as error:
+                _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
+                self._on_lost(type(error).__name__)
+                continue
+            if len(rewards) != summary.num_trajectories:
+                raise RewardError(
+                    f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
+                    "rewards: a reward pool gives one a trajectory, None where it cannot"
+                )
+            return ScoredGroup(summary, reference, rewards)
+        raise RolloutError(
+            f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node "
+            "before it was scored: see which nodes come and go, then go on with resume=auto"
+        )
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from cluster.placement_groups import (
 from cluster.ray_group import spawn, spawn_named
 from configs.schema import RunConfig
 from deploy.session import Session
+
+_logger = logging.getLogger(__name__)
 
 BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
 
@@ -86,13 +89,14 @@ class Spawner:
             self._autoscaler.withdraw()
 
     def book(self, role: str, index: int) -> PlacedWorker:
-        """The place of one worker, reserved now unless it is.
+        """The place of one worker, reserved now unless it is; one whose node is gone is given up for another.
 
         Raises:
             PlacementError: what it needs was not free within a deadline.
         """
         name, resources = f"{role}/{index}", self._config.resources
         with self._lock:
+            self._give_up_if_gone(name)
             if name in self._placed:
                 return self._placed[name]
             run_name = f"{self._config.name}/{name}"
@@ -113,6 +117,13 @@ class Spawner:
             if name in self._placed:
                 del self._placed[name]
                 remove_placement_groups({name: self._bookings.pop(name)})
+
+    def _give_up_if_gone(self, name: str) -> None:
+        placed = self._placed.get(name)
+        if placed is not None and placed.node_id not in {node.node_id for node in cluster_nodes()}:
+            _logger.warning("%s was on node %s, which is gone, and gets another place", name, placed.node_id)
+            del self._placed[name]
+            remove_placement_groups({name: self._bookings.pop(name)})
 
     def close(self) -> None:
         """Give every place back."""

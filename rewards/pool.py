@@ -72,6 +72,7 @@ class RewardPool:
             RewardError: a response could not be scored and `on_failure` is `stop`; or `max_attempts` workers were lost
                 over this group; or the worker could not get at the group.
             WorkerDiedError: every worker was lost too often.
+            LostObjectError: the group went with the node that held it.
         """
         return self._judge(await self._score_somewhere(group))
 

@@ -60,6 +60,7 @@ class RewardWorker:
 
         Raises:
             RewardError: a group did not arrive within `object_timeout_s`.
+            LostObjectError: a group went with its node.
         """
         try:
             found = fetch(groups, timeout_s=self._object_timeout_s, what="groups to score")

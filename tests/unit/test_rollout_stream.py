@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
 
-from cluster.errors import DatasetError, DeadlineError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import DatasetError, DeadlineError, LostObjectError, RewardError, RolloutError, WorkerDiedError
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream, prompt_seed
@@ -262,3 +262,18 @@ async def test_the_error_of_the_body_travels_as_it_is() -> None:
         async with Bench(FakeRollouts(), FakeRewards()).stream.streaming():
             raise error
     assert caught.value is error
+
+
+async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled_again() -> None:
+    class LosingRewards(FakeRewards):
+        num_lost = 0
+
+        async def score(self, group: TrajectoryGroup) -> list[Reward | None]:
+            if group.group_id == "0/1/s1" and self.num_lost < 2:
+                self.num_lost += 1
+                raise LostObjectError("groups to score cannot be had: the node that held it is gone")
+            return await super().score(group)
+
+    bench = Bench(FakeRollouts(), LosingRewards())
+    assert await bench.step() == ["0/0/s0", "0/1/s1"]
+    assert bench.rollouts.attempts["0/1/s1"] == 3 and bench.rollouts.attempts["0/0/s0"] == 1

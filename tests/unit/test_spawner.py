@@ -123,6 +123,18 @@ def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkey
     assert groups.removed == ["rollout/2"]
 
 
+def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    joining = scaled(config)
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+    monkeypatch.setattr(
+        spawner, "book_one_more", lambda bundle, **rest: (Booking("new", 0), NodeResources("there", 4, 0))
+    )
+    moved = joining.book("rollout", 1)
+    assert (moved.node_id, groups.removed) == ("there", ["rollout/1"])
+    assert joining.book("rollout", 1) is moved
+
+
 def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = FakeGroups(monkeypatch, 0)
     joining = scaled(load_config([]))

@@ -32,6 +32,7 @@ class Name(StrEnum):
     WHOLE_STEP = "whole_step"
     ASYNCHRONY = "asynchrony"
     DRIVER_OVERHEAD = "driver_overhead"
+    RECOVERY = "recovery"
     ALL = "all"
 
 

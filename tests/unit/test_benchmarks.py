@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, rates, serial_rate
+from benchmarks.recovery import windows
 from benchmarks.report import Report, problems, read, target_text, write
+from benchmarks.role_time import Process, idle_shares
 from benchmarks.step_breakdown import share
 from benchmarks.weight_sync import MIB, transformer_manifest
 from cluster.metrics.records import StepRecord
@@ -112,3 +114,15 @@ def test_a_push_carries_exactly_the_bytes_that_are_broadcast(size: int) -> None:
     manifest = transformer_manifest(size * MIB)
     assert manifest.num_bytes == size * MIB
     assert len({spec.name for spec in manifest.tensors}) == len(manifest.tensors) > 5
+
+
+def test_windows_are_of_steps_in_a_row_and_begin_after_the_time_that_is_given() -> None:
+    done_at = [float(n) for n in range(8)]  # one step a second
+    assert windows(done_at, 1.5) == [(2.0, 1.0)]
+    assert windows(done_at, 2.5) == []
+
+
+def test_idle_is_what_a_process_did_not_use_of_one_core_and_only_those_that_lived_throughout_count() -> None:
+    first, second, dead = Process("rollout", 1, "n"), Process("rollout", 2, "n"), Process("rollout", 3, "n")
+    shares = idle_shares({first: 1.0, second: 1.0, dead: 1.0}, {first: 3.0, second: 1.0}, 4.0)
+    assert shares == {"rollout": pytest.approx(0.75)}

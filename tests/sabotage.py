@@ -19,10 +19,15 @@ SLOW_S = 1.5
 
 def is_running(process_id: int) -> bool:
     """Whether the process computes or could; one that nobody has reaped yet does not."""
+    return _state(process_id) != "Z"
+
+
+def _state(process_id: int) -> str:
+    """As in /proc; one that is gone is like one that nobody has reaped yet."""
     try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return "Z"
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,19 @@ class Saboteur:
         return (self.folder / moment).exists()
 
     def is_there(self, name: str) -> bool:
-        """Whether the process that plays `name` runs."""
-        return is_running(int(self._pid_file(name).read_text()))
+        """Whether a process plays `name`, and is not stopped."""
+        return self._pid_file(name).exists() and _state(self.process_id(name)) not in "ZT"
+
+    def process_id(self, name: str) -> int:
+        """Of the process that plays `name`, or did so last."""
+        return int(self._pid_file(name).read_text())
 
     def moment(self, name: str) -> None:
         """Say that `name` has come. A victim that is just being replaced is left for the next such moment."""
         taken = self.folder / f".{name}-{os.getpid()}"
         try:
             plan = json.loads((self.folder / name).read_text())
-            process_id = int(self._pid_file(plan["victim"]).read_text())
+            process_id = self.process_id(plan["victim"])
             if not is_running(process_id):
                 return
             os.rename(self.folder / name, taken)

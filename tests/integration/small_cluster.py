@@ -6,7 +6,9 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,27 @@ import ray
 import torch
 from fakes import FakeMetrics, FakePrompts
 from sabotage import Saboteur
-from small_roles import TRANSFER_S, SmallLearner, SmallReward, SmallRollout
+from small_roles import TRANSFER_S, SmallLearner, SmallRollout
+from small_workers import OBJECT_S, SmallReplay, SmallReward, SmallScorer
 
-from actors.reference_pool import NullReference
+from actors.reference_pool import ReferencePool
 from actors.rollout_client import RolloutClient
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from cluster.controller import Controller
+from cluster.controller import Controller, RunMetrics
 from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.journal import Journal
+from cluster.journal_writer import JournalWriter
+from cluster.live_groups import LiveGroups
 from cluster.ray_group import HEALTH, _hosted, answer, stop
-from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient
+from cluster.recovery import JournalledLearner, JournalRecovery
+from cluster.replay_client import ReplayClient, ReplayDeadlines
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.restoring import RestoringLearner
+from cluster.restoring_replay import RestoringReplay
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
-from cluster.staleness import StalenessGate
-from cluster.status import WorkerState
+from cluster.staleness import AgeLimit, StalenessGate
+from cluster.status import WorkerState, WorkerStatus
 from cluster.supervision import Supervisor, Watched
 from cluster.weight_sync.publish import WeightSync
 from configs.load import load_config
@@ -38,22 +45,43 @@ from learner.learner_group import LearnerGroup
 from rewards.pool import RewardPool
 
 BUCKET_BYTES = 64
-TIMEOUTS = ("start_s=90", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
+TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
 CONFIG = load_config([f"timeouts.{word}" for word in TIMEOUTS])
 PROMPTS_PER_STEP = 3
 CHECKPOINT_INTERVAL = 3
+NUM_RANKS = 2
+START_S = 240.0  # where other tests run beside this one, a process takes long to start
+SIGN_S = 2.0
+POLICY = RestartPolicy(max_restarts=500, window_s=600, backoff_s=0.05, max_backoff_s=0.5)
+Anywhere = Mapping[str, Any]
 
 
-def start(role: type, name: str, *args: Any, max_concurrency: int = 1) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the run is like."""
+
+    total_steps: int
+    num_engines: int = 2
+    num_rewards: int = 2
+    num_scorers: int = 1
+    max_staleness: int = 0
+    wave_size: int = 0
+    token_s: float = 0.01
+    answer_bytes: int = 10
+    checkpoint_interval: int = CHECKPOINT_INTERVAL
+    options: Mapping[str, Anywhere] = field(default_factory=dict)  # worker's name -> Ray options of its actor
+
+
+def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: Anywhere, **settings: Any) -> Any:
     """The role in an actor of its own that books nothing."""
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name))
-    options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency}
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return actor.options(runtime_env={"env_vars": env}, **options).remote((), *args)
+    bare = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency, "runtime_env": {"env_vars": env}}
+    return actor.options(**bare, **options).remote((), *args, **settings)
 
 
-class RewardHosts:
-    """Starts and ends reward workers; they book nothing."""
+class Hosts:
+    """Starts and ends the workers of a pool; they book nothing."""
 
     def __init__(self, spawn: Callable[[int], Any]) -> None:
         self._spawn = spawn
@@ -62,7 +90,7 @@ class RewardHosts:
         return self._spawn(index)
 
     async def stop(self, index: int, handle: Any) -> None:
-        await stop(handle, timeout_s=1, what=f"reward/{index}")
+        await stop(handle, timeout_s=1, what=f"worker {index}")
 
     async def release(self, index: int) -> None: ...
 
@@ -81,31 +109,26 @@ class SmallRun:
     """The real loop over small roles. Make another on the same folder to resume."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        total_steps: int,
-        num_engines: int = 2,
-        max_staleness: int = 0,
-        wave_size: int = 0,
-        token_s: float = 0.01,
-        on_version: Callable[[int], Awaitable[None]],
+        self, folder: Path, shape: Shape, *, on_version: Callable[[int], Awaitable[None]], metrics: RunMetrics | None = None
     ) -> None:
         self.folder = folder
+        self.shape = shape
         self.losses: Counter[str] = Counter()
         self.saboteur = Saboteur(folder)
-        self._total_steps = total_steps
-        self._num_engines = num_engines
-        self._max_staleness = max_staleness
-        self._wave_size = wave_size
-        self._token_s = token_s
+        self.recovered: dict[str, int] = {}
         self._on_version = on_version
+        self._metrics = metrics or FakeMetrics()
+
+    @property
+    def workers(self) -> list[WorkerStatus]:
+        return [*self.fleet.status(), *self.rewards.status(), *self.reference.status()]
 
     @property
     def is_whole(self) -> bool:
-        """Whether every engine and every reward worker serves."""
-        workers = [*self.fleet.status(), *self.pool.status()]
-        return all(worker.state is WorkerState.SERVING for worker in workers)
+        """Whether every worker serves and runs, also those that are restored together with others."""
+        singles = ["replay/0", *(f"learner/{rank}" for rank in range(NUM_RANKS))]
+        names = [*singles, *(worker.name for worker in self.workers)]
+        return all(w.state is WorkerState.SERVING for w in self.workers) and all(map(self.saboteur.is_there, names))
 
     @property
     def trained(self) -> list[list[str]]:
@@ -116,128 +139,184 @@ class SmallRun:
 
     async def go(self) -> int:
         """Run to the end; everything is stopped afterwards."""
-        policy = RestartPolicy(max_restarts=50, window_s=600, backoff_s=0.05, max_backoff_s=0.5)
-        fleet = self.fleet = RolloutFleet(
+        self._start()
+        try:
+            await asyncio.gather(self._ranks.start(), self.fleet.start())
+            return await self._controller().run()
+        finally:
+            self.losses.update({f"reward_{kind}": num for kind, num in self.rewards.failures.items() if num})
+            self.losses.update({kind: num for kind, num in self.reference.losses.items() if num})
+            closing = (self._ranks, self.replay, self.fleet, self.rewards, self.reference)
+            await asyncio.gather(*(role.close() for role in closing), return_exceptions=True)
+
+    def _start(self) -> None:
+        self.fleet = RolloutFleet(
             self._spawn_engine,
-            self._num_engines,
+            self.shape.num_engines,
             release=_forget,
-            policy=policy,
-            health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=90),
+            policy=POLICY,
+            health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=START_S),
             on_lost=self._lost,
         )
-        ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts)
-        learner = RestoringLearner(
-            ranks,
+        self._ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts)
+        self._learner = RestoringLearner(
+            self._ranks,
             newest=lambda: newest_learner_state(self.folder / "checkpoints"),
-            budget=RestartBudget(policy),
+            budget=RestartBudget(POLICY),
             on_lost=self._lost,
         )
-        pool = self.pool = RewardPool(
-            [self._spawn_reward(index) for index in range(2)],
-            hosts=RewardHosts(self._spawn_reward),
-            restarts=policy,
-            start_s=90,
+        self.replay = RestoringReplay(
+            self._new_buffer(), self._spawn_buffer, budget=RestartBudget(POLICY), on_lost=self._lost
+        )
+        self.rewards = self._reward_pool()
+        self.reference = self._reference_pool()
+
+    def _reward_pool(self) -> RewardPool:
+        spawn = partial(self._spawn_worker, SmallReward, "reward")
+        return RewardPool(
+            [spawn(index) for index in range(self.shape.num_rewards)],
+            hosts=Hosts(spawn),
+            restarts=POLICY,
+            start_s=START_S,
             alive_s=1,
             timeout_s=8,
             max_in_flight=4,
             max_attempts=5,
             on_failure="stop",
         )
-        replay = start(ReplayBuffer, "replay/0", max_concurrency=16)
-        client = ReplayClient(replay, call_s=10, take_s=120, reserve_s=30)
-        try:
-            await asyncio.gather(ranks.start(), fleet.start())
-            controller = self._controller(fleet, ranks, learner, pool, client)
-            return await controller.run()
-        finally:
-            self.losses.update({f"reward_{kind}": num for kind, num in pool.failures.items() if num})
-            for handle in (*ranks.workers, replay):
-                await stop(handle, timeout_s=2, what="a role")
-            await fleet.close()
-            await pool.close()
 
-    def _controller(
-        self, fleet: RolloutFleet, ranks: LearnerGroup, learner: RestoringLearner, pool: RewardPool, replay: ReplayClient
-    ) -> Controller:
+    def _reference_pool(self) -> ReferencePool:
+        spawn = partial(self._spawn_worker, SmallScorer, "reference")
+        return ReferencePool(
+            [spawn(index) for index in range(self.shape.num_scorers)],
+            self.folder,
+            hosts=Hosts(spawn),
+            restarts=POLICY,
+            alive_s=1,
+            timeout_s=START_S,
+            max_attempts=5,
+        )
+
+    def _controller(self) -> Controller:
+        stream = self._stream()
+        checkpoints, learner = self._records(stream)
+        watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
+        watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
+        watched += [Watched("reward", self.rewards.check, _nothing), Watched("reference", self.reference.check, _nothing)]
+        return Controller(
+            total_steps=self.shape.total_steps,
+            groups_per_step=PROMPTS_PER_STEP,
+            checkpoints=checkpoints,
+            weights=self._weights(stream),
+            supervisor=Supervisor(watched, [self.fleet], interval_s=0.5, deadline_s=SIGN_S),
+            rollouts=stream,
+            replay=self.replay,
+            reference=self.reference,
+            learner=learner,
+            evaluator=Visitor(self._on_version),
+            metrics=self._metrics,
+        )
+
+    def _stream(self) -> RolloutStream:
         gate = StalenessGate(
             prompts_per_step=PROMPTS_PER_STEP,
-            max_staleness=self._max_staleness,
+            max_staleness=self.shape.max_staleness,
             max_concurrent=16,
-            total_steps=self._total_steps,
+            total_steps=self.shape.total_steps,
         )
-        stream = RolloutStream(
-            prompts=FakePrompts(),
+        self.prompts = FakePrompts(epoch_size=1_000_000)
+        return RolloutStream(
+            prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(fleet, max_retries=10, on_retry=lambda kind: None),
-            rewards=pool,
-            replay=replay,
+            rollouts=RetryingRollouts(self.fleet, max_retries=20, on_retry=lambda kind: None),
+            rewards=self.rewards,
+            replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100),
         )
-        weights = WeightSync(
-            learner,
-            fleet,
-            bucket_bytes=BUCKET_BYTES,
-            wave_size=self._wave_size,
-            max_attempts=6,
-            canary_interval=1,
-            canary_tolerance=1e-6,
-            probe=FakePrompts().next(),
+
+    def _records(self, stream: RolloutStream) -> tuple[Checkpoints, JournalledLearner]:
+        journalled = JournalledLearner(self._learner, self.replay)
+        recovery = JournalRecovery(
+            self._journal(),
+            learner=self._learner,
+            journalled=journalled,
+            groups=LiveGroups(self.prompts, ray.put),
+            stream=stream,
+            replay=self.replay,
+            metrics=self._metrics,
+            age_limit=AgeLimit(self.shape.max_staleness),
+            on_recovered=self.recovered.update,
         )
-        fleet.admit_with(weights.admit)
-
-        async def published(push: Any) -> None:
-            stream.advance(push.version)
-
-        weights.on_published(published)
         checkpoints = Checkpoints(
             self.folder / "checkpoints",
-            learner=learner,
+            learner=self._learner,
             parts={"stream": stream},
             prepare=_nothing,
             finish=_nothing,
             identity={},
             resume=Resume.AUTO,
-            schedule=CheckpointSchedule(CHECKPOINT_INTERVAL, self._total_steps, 2),
+            schedule=CheckpointSchedule(self.shape.checkpoint_interval, self.shape.total_steps, 2),
+            recovery=recovery,
         )
-        watched = [self._watched_rank(ranks, index, learner) for index in range(2)]
-        watched.append(Watched("reward", pool.check, _nothing))
-        return Controller(
-            total_steps=self._total_steps,
-            groups_per_step=PROMPTS_PER_STEP,
-            checkpoints=checkpoints,
-            weights=weights,
-            supervisor=Supervisor(watched, [fleet], interval_s=0.5, deadline_s=2),
-            rollouts=stream,
-            replay=replay,
-            reference=NullReference(),
-            learner=learner,
-            evaluator=Visitor(self._on_version),
-            metrics=FakeMetrics(),
-        )
+        return checkpoints, journalled
 
-    def _watched_rank(self, ranks: LearnerGroup, index: int, learner: RestoringLearner) -> Watched:
+    def _weights(self, stream: RolloutStream) -> WeightSync:
+        weights = WeightSync(
+            self._learner,
+            self.fleet,
+            bucket_bytes=BUCKET_BYTES,
+            wave_size=self.shape.wave_size,
+            max_attempts=6,
+            canary_interval=1,
+            canary_tolerance=1e-6,
+            probe=FakePrompts().next(),
+        )
+        self.fleet.admit_with(weights.admit)
+
+        async def published(push: Any) -> None:
+            stream.advance(push.version)
+
+        weights.on_published(published)
+        return weights
+
+    def _watched_rank(self, index: int) -> Watched:
         async def ping() -> None:
-            asked = ranks.workers[index]
+            asked = self._ranks.workers[index]
             try:
-                await answer(asked.is_alive.remote(), timeout_s=2, what=f"learner/{index} to say that it lives")
+                await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=f"learner/{index} to say that it lives")
             except Exception:
-                if ranks.workers[index] is asked:
+                if self._ranks.workers[index] is asked:
                     raise
 
-        return Watched(f"learner/{index}", ping, _nothing, learner.lose)
+        return Watched(f"learner/{index}", ping, _nothing, self._learner.lose)
+
+    def _spawn(self, role: type, name: str, *args: Any, max_concurrency: int = 1, **settings: Any) -> Any:
+        options = self.shape.options.get(name, {})
+        return start(role, name, name, self.folder, *args, max_concurrency=max_concurrency, options=options, **settings)
+
+    def _spawn_worker(self, role: type, role_name: str, index: int) -> Any:
+        return self._spawn(role, f"{role_name}/{index}")
 
     async def _spawn_engine(self, index: int) -> RolloutClient:
         name = f"rollout/{index}"
-        handle = start(SmallRollout, name, name, self.folder, self._token_s, max_concurrency=32)
-        deadlines = {"start_s": 90, "rollout_s": 6, "sync_s": 2 * TRANSFER_S, "sign_s": 2, "probe_s": 4, "stop_s": 1}
+        handle = self._spawn(SmallRollout, name, self.shape.token_s, self.shape.answer_bytes, max_concurrency=32)
+        deadlines = {"start_s": START_S, "rollout_s": 6, "sync_s": 2 * TRANSFER_S, "sign_s": 2, "probe_s": 4, "stop_s": 1}
         return RolloutClient(handle, name, **deadlines)
 
     def _spawn_ranks(self) -> list[Any]:
-        return [start(SmallLearner, f"learner/{rank}", f"learner/{rank}", self.folder, rank, 2) for rank in range(2)]
+        return [self._spawn(SmallLearner, f"learner/{rank}", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
 
-    def _spawn_reward(self, index: int) -> Any:
-        return start(SmallReward, f"reward/{index}", f"reward/{index}", self.folder)
+    async def _spawn_buffer(self) -> ReplayClient:
+        return self._new_buffer()
+
+    def _new_buffer(self) -> ReplayClient:
+        journal = JournalWriter(self._journal(), timeout_s=OBJECT_S)
+        handle = self._spawn(SmallReplay, "replay/0", max_concurrency=32, journal=journal, min_ready=PROMPTS_PER_STEP)
+        return ReplayClient(handle, ReplayDeadlines(START_S, 10, 120, 30, sign_s=SIGN_S, stop_s=2))
+
+    def _journal(self) -> Journal:
+        return Journal(self.folder / "journal", {})
 
     def _lost(self, kind: str) -> None:
         self.losses[kind] += 1

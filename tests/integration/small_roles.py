@@ -1,4 +1,4 @@
-"""Roles that compute next to nothing but die, hang, push and meet for real. They import little, so they start soon.
+"""The roles that hold weights, as small as can be: they compute next to nothing but die, hang, push and meet for real.
 
 The policy is one number: what a sum over the ids of all trained groups makes of it. So two runs that trained the same
 groups in the same order have the same weights, and an engine that got another version's bytes is found out.
@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
 from fakes import make_group
 from sabotage import Saboteur
+from small_workers import OBJECT_S
 
+from cluster.objects import fetch
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import GroupSummary, Prompt, Response, ScoredGroup, TrajectoryGroup
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.process_group import RankRendezvous
 from learner.weight_publisher import WeightPublisher
-from rewards.worker import GroupScore
 
 MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))
 PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly
@@ -33,12 +34,16 @@ TRANSFER_S = 5.0
 
 
 class SmallRollout:
-    """An engine that samples three tokens, one every `token_s`, and really takes part in broadcasts."""
+    """An engine that samples three tokens, one every `token_s`, and really takes part in broadcasts.
 
-    def __init__(self, name: str, folder: Path, token_s: float) -> None:
+    Each answer has `answer_bytes`; an object of more than 100 KB lives on the node that made it.
+    """
+
+    def __init__(self, name: str, folder: Path, token_s: float, answer_bytes: int) -> None:
         self._saboteur = Saboteur(folder)
         self._saboteur.enlist(name)
         self._token_s = token_s
+        self._answer_bytes = answer_bytes
         self._weight = float("nan")
         self._version = -1
 
@@ -55,8 +60,12 @@ class SmallRollout:
             await asyncio.sleep(self._token_s)
             versions.append(self._version)
         self._saboteur.moment("generating")
-        group = make_group(prompt, versions)
+        group = self._with_answers(make_group(prompt, versions))
         return group, group.summary()
+
+    def _with_answers(self, group: TrajectoryGroup) -> TrajectoryGroup:
+        response = Response("x" * self._answer_bytes, 3, is_truncated=False)
+        return TrajectoryGroup(group.prompt, tuple(replace(t, response=response) for t in group.trajectories))
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return np.full(3, -self._weight)
@@ -123,6 +132,10 @@ class SmallLearner:
             self._saboteur.moment("in_update")
         dist.all_reduce(torch.ones(1))
         ids = [group.summary.group_id for group in groups]
+        found = fetch([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
+        assert ids == [group.group_id for group in found]
+        logprobs = fetch([group.reference_logprobs for group in groups], timeout_s=OBJECT_S, what="log-probs")
+        assert [len(of_group) for of_group in logprobs] == [len(group.trajectories) for group in found]
         for group_id in ids:
             digest = int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:4], "big")
             self._state["weight"] = (self._state["weight"] * 31 + digest) % PRIME
@@ -165,21 +178,3 @@ class SmallLearner:
     def close(self) -> None:
         self._publisher.close()
         dist.destroy_process_group()
-
-
-class SmallReward:
-    """Gives the siblings of a group different rewards."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self._saboteur = Saboteur(folder)
-        self._saboteur.enlist(name)
-
-    def ping(self) -> bool:
-        return True
-
-    def score(self, groups: Sequence[Any]) -> list[GroupScore]:
-        self._saboteur.moment("scoring")
-        found = ray.get(list(groups), timeout=10)
-        return [GroupScore(tuple(Reward(float(i)) for i, _ in enumerate(g.trajectories)), ()) for g in found]
-
-    def close(self) -> None: ...

@@ -2,28 +2,50 @@
 
 Each run takes several faults, one after the other, each at an exact moment (`sabotage`). Its final state holds the ids
 of all groups in the order in which they were trained; at staleness 0 it must be the state of the run without faults.
+
+The runs below meet every victim at every moment, every victim with every kind of fault, and every moment with every
+kind. All cells of the product: `python -m pytest tests/integration/test_faults.py -m matrix`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-import time
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 from jobs import wait_until
-from sabotage import is_running
-from small_cluster import PROMPTS_PER_STEP, SmallRun
+from sabotage import Saboteur, is_running
+from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+from cluster.checkpoints import newest_learner_state
 
-MOMENTS = ("generating", "scoring", "in_broadcast", "in_update", "in_checkpoint")
-GONE_S = 30.0
-BACK_S = 90.0
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).resolve().parent
+VICTIMS = ("rollout/0", "reward/0", "reference/0", "replay/0", "learner/0", "learner/1")
+MOMENTS = ("generating", "scoring", "in_reference", "in_update", "in_broadcast", "in_checkpoint")
 KILL, HANG, SLOW = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
+KINDS = (KILL, HANG, SLOW)
+GONE_S = 30.0
+BACK_S = 240.0
 STEPS_PER_FAULT = 4  # one checkpoint interval and one more, so that every moment comes
+
+
+@dataclass(frozen=True)
+class Fault:
+    moment: str
+    victim: str
+    kind: signal.Signals
+
+    def __str__(self) -> str:
+        return f"{self.moment} {self.victim} {int(self.kind)}"
 
 
 def expected(num_steps: int) -> list[list[str]]:
@@ -32,33 +54,28 @@ def expected(num_steps: int) -> list[list[str]]:
     return [ids[i : i + PROMPTS_PER_STEP] for i in range(0, len(ids), PROMPTS_PER_STEP)]
 
 
-def run_with(
-    folder: Path, victim: str, faults: Sequence[tuple[str, signal.Signals]], **settings: object
-) -> tuple[SmallRun, float]:
-    """A run to which the faults happen one after the other; and its seconds."""
+def assert_costs_nothing_but_time(folder: Path, faults: Sequence[Fault]) -> SmallRun:
+    """A run to which the faults happen, one after the other, is like one to which none did."""
     planned = iter(faults)
 
     async def plan_next(version: int) -> None:
-        """The next fault waits for the victim of the last one to be back: the others go on without it meanwhile."""
+        """The next fault waits until everybody is back: the run goes on meanwhile with those that are left."""
         if version % STEPS_PER_FAULT == 1:
-            for moment, sign in planned:
+            for fault in planned:
                 async with asyncio.timeout(BACK_S):
-                    while not run.saboteur.is_there(victim) or not run.is_whole:
+                    while not run.is_whole:
                         await asyncio.sleep(0.05)
-                run.saboteur.plan(moment, victim=victim, signal=sign)
+                run.saboteur.plan(fault.moment, victim=fault.victim, signal=fault.kind)
                 break
 
-    run = SmallRun(folder, total_steps=STEPS_PER_FAULT * len(faults) + 2, on_version=plan_next, **settings)
-    started = time.monotonic()
-    assert asyncio.run(run.go()) == STEPS_PER_FAULT * len(faults) + 2
-    return run, time.monotonic() - started
-
-
-def assert_nothing_lost_and_nothing_twice(run: SmallRun, victim: str, faults: Sequence[tuple[str, signal.Signals]]) -> None:
-    assert run.saboteur.struck == [f"{moment} {victim} {int(sign)}" for moment, sign in faults]
-    trained = [sorted(step) for step in run.trained]
-    assert trained == [sorted(step) for step in expected(len(trained))]
-    wait_until(lambda: not left(run.folder), GONE_S, lambda: left(run.folder))
+    num_steps = STEPS_PER_FAULT * len(faults) + 2
+    run = SmallRun(folder, Shape(total_steps=num_steps), on_version=plan_next)
+    assert asyncio.run(run.go()) == num_steps
+    assert run.saboteur.struck == [str(fault) for fault in faults]
+    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
+    wait_until(lambda: not left(folder), GONE_S, lambda: left(folder))
+    assert_no_placement_group_is_left()
+    return run
 
 
 def left(folder: Path) -> list[str]:
@@ -66,22 +83,134 @@ def left(folder: Path) -> list[str]:
     return [file.name for file in folder.glob("pid-*") if is_running(int(file.read_text()))]
 
 
-@pytest.mark.parametrize("victim", ["rollout/0", "learner/1", "reward/0"])
-def test_a_role_that_is_killed_at_any_moment_costs_nothing_but_time(
-    victim: str, tmp_path: Path, local_ray: str
-) -> None:
-    faults = [(moment, KILL) for moment in MOMENTS]
-    run, _ = run_with(tmp_path, victim, faults)
-    assert_nothing_lost_and_nothing_twice(run, victim, faults)
-    assert run.losses.total() >= len(faults)
+def assert_no_placement_group_is_left() -> None:
+    assert [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"] == []
 
 
-@pytest.mark.parametrize("victim", ["rollout/1", "learner/1"])
-def test_a_role_that_hangs_or_is_slow_is_told_apart_from_a_busy_one(
-    victim: str, tmp_path: Path, local_ray: str
+def covering(victims: Sequence[str]) -> list[Fault]:
+    """Every victim at every moment; the kinds go round so that each meets every victim and every moment."""
+    return [
+        Fault(moment, victim, KINDS[(m + VICTIMS.index(victim)) % len(KINDS)])
+        for m, moment in enumerate(MOMENTS)
+        for victim in victims
+    ]
+
+
+@pytest.mark.parametrize("victims", [VICTIMS[:3], VICTIMS[3:]], ids=["workers", "singles"])
+def test_whoever_fails_at_whichever_moment_costs_nothing_but_time(
+    victims: Sequence[str], tmp_path: Path, local_ray: str
 ) -> None:
-    """Stopped for ever it is replaced; stopped for less than its deadlines it is waited for."""
-    faults = [("generating", SLOW), ("in_broadcast", HANG), ("in_update", HANG)]
-    run, _ = run_with(tmp_path, victim, faults)
-    assert_nothing_lost_and_nothing_twice(run, victim, faults)
-    assert run.losses
+    faults = covering(victims)
+    run = assert_costs_nothing_but_time(tmp_path, faults)
+    for victim in victims:
+        role = victim.partition("/")[0]
+        assert any(kind.startswith(f"{role}_") for kind in run.losses), run.losses
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_every_cell_of_the_matrix(victim: str, kind: signal.Signals, tmp_path: Path, local_ray: str) -> None:
+    assert_costs_nothing_but_time(tmp_path, [Fault(moment, victim, kind) for moment in MOMENTS])
+
+
+async def _nothing(version: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(("generating", "in_update", "in_checkpoint")),
+        pytest.param(("scoring", "in_reference", "in_broadcast"), marks=pytest.mark.matrix),
+    ],
+    ids="-".join,
+)
+def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
+    moments: Sequence[str], tmp_path: Path, local_ray: str
+) -> None:
+    """Its journal and its checkpoints are all that is left of it; at the last start it is stopped for a while."""
+    num_steps = 4 * len(moments) + 4
+    began = []
+    for moment in moments:
+        assert drive(tmp_path, num_steps, moment, KILL) == -KILL
+        wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
+        began.append(newest_version(tmp_path))
+    assert drive(tmp_path, num_steps, "in_update", SLOW) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["version"] == num_steps and result["began"] >= max(began) > 0
+    assert result["recovered"]["steps"] == result["began"] - began[-1]
+    assert Saboteur(tmp_path).struck == [f"{moment} driver {int(KILL)}" for moment in moments] + [
+        f"in_update driver {int(SLOW)}"
+    ]
+    run = SmallRun(tmp_path, Shape(total_steps=num_steps), on_version=_nothing)
+    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
+    wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
+    assert_no_placement_group_is_left()
+
+
+def drive(folder: Path, num_steps: int, moment: str, kind: signal.Signals) -> int:
+    """The exit code of a driver that this happens to."""
+    address = ray.get_runtime_context().gcs_address
+    words = [str(folder), str(num_steps), address, moment, str(int(kind))]
+    return subprocess.run([sys.executable, str(HERE / "small_driver.py"), *words], cwd=HERE.parents[1], timeout=300).returncode
+
+
+def newest_version(folder: Path) -> int:
+    newest = newest_learner_state(folder / "checkpoints")
+    assert newest is not None
+    return newest[0]
+
+
+def test_nodes_that_are_lost_take_nothing_with_them(tmp_path: Path) -> None:
+    """One dies with groups on it that are not scored yet, another in the middle of a broadcast."""
+    subprocess.run([sys.executable, str(HERE / "small_nodes.py"), str(tmp_path)], cwd=HERE.parents[1], check=True, timeout=600)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["struck"] == [f"scoring node/1 {int(KILL)}", f"in_broadcast node/2 {int(KILL)}"]
+    assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
+    assert result["losses"]["rollout_died"] >= 2
+    before, after = result["moved"]
+    assert before == result["nodes"][1] and after == result["nodes"][0]
+    assert left(tmp_path) == []
+
+
+def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: Path, local_ray: str) -> None:
+    """At staleness 1, so that nothing stands still for it."""
+    seen: dict[str, set[str]] = {}
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(BACK_S):
+            while not condition():
+                await asyncio.sleep(0.05)
+
+    async def scale(num: int) -> None:
+        for role in (run.fleet, run.rewards, run.reference):
+            await role.scale(num)
+
+    async def act(version: int) -> None:
+        match version:
+            case 2:
+                run.saboteur.plan("generating", victim="rollout/0", signal=KILL)
+            case 5:
+                await until(lambda: not run.saboteur.is_planned("generating") and run.is_whole)
+                seen["joined"] = {worker.name for worker in run.workers}
+            case 6:
+                await scale(3)
+            case 8:
+                await until(lambda: len(run.workers) == 9 and run.is_whole)
+                seen["up"] = {worker.name for worker in run.workers if worker.version in (None, version)}
+            case 11:
+                await scale(1)
+            case 13:
+                await until(lambda: len(run.workers) == 3)
+                seen["down"] = {worker.name for worker in run.workers}
+
+    num_steps = 16
+    run = SmallRun(tmp_path, Shape(total_steps=num_steps, max_staleness=1), on_version=act)
+    assert asyncio.run(run.go()) == num_steps
+    trained = [group_id for step in run.trained for group_id in step]
+    assert sorted(trained) == sorted(group_id for step in expected(num_steps) for group_id in step)
+    roles = ("rollout", "reward", "reference")
+    assert {name: len(names) for name, names in seen.items()} == {"joined": 5, "up": 9, "down": 3}
+    assert seen["down"] == {f"{role}/0" for role in roles}
+    assert run.losses == {"rollout_died": 1}
+    wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))

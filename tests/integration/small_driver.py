@@ -1,0 +1,47 @@
+"""The driver of a small run as a process of its own, that something may happen to:
+
+    python tests/integration/small_driver.py FOLDER STEPS ADDRESS [MOMENT SIGNAL]
+
+It joins the cluster at ADDRESS. With a moment, that comes to it once the run has gone on for a few steps. At its end it
+leaves `result.json` in its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+import ray  # noqa: E402
+from sabotage import Saboteur  # noqa: E402
+from small_cluster import Shape, SmallRun  # noqa: E402
+
+NUM_STEPS_BEFORE = 2
+
+
+def main(folder: Path, num_steps: int, address: str, moment: str, sign: int) -> None:
+    saboteur = Saboteur(folder)
+    saboteur.enlist("driver")
+    visited: list[int] = []
+
+    async def plan(version: int) -> None:
+        visited.append(version)
+        if moment and len(visited) == NUM_STEPS_BEFORE + 1:
+            saboteur.plan(moment, victim="driver", signal=signal.Signals(sign))
+
+    ray.init(address=address, namespace=f"driver-{folder.name}", log_to_driver=False)
+    run = SmallRun(folder, Shape(total_steps=num_steps), on_version=plan)
+    version = asyncio.run(run.go())
+    result = {"version": version, "began": visited[0], "recovered": run.recovered, "losses": run.losses}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    folder, steps, cluster, *what = sys.argv[1:]
+    main(Path(folder), int(steps), cluster, what[0] if what else "", int(what[1]) if what else 0)

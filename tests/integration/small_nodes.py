@@ -1,0 +1,140 @@
+"""A small run on a cluster of three nodes, two of which are killed: `python tests/integration/small_nodes.py FOLDER`.
+
+Answers are so large that each lives on the node that sampled it. It leaves `result.json` in its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
+
+import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+import ray  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
+from sabotage import Saboteur  # noqa: E402
+from small_cluster import Shape, SmallRun  # noqa: E402
+from small_workers import SmallReward  # noqa: E402
+
+from cluster.placement import plan_placement  # noqa: E402
+from cluster.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
+from cluster.ray_group import answer  # noqa: E402
+from configs.load import load_config  # noqa: E402
+from deploy.run_record import marking  # noqa: E402
+from deploy.scaling import RoleHosts  # noqa: E402
+from deploy.session import Session  # noqa: E402
+from deploy.spawner import Spawner  # noqa: E402
+
+FAULTS = {3: ("scoring", "node/1"), 7: ("in_broadcast", "node/2")}  # version -> moment, whose raylet is killed
+THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; everybody else on the head
+ALL = (*THERE, "reward/1", "reference/1", "replay/0", "learner/0", "learner/1")
+NUM_STEPS = 11
+ANSWER_BYTES = 200_000  # Ray keeps smaller objects with their owner, the driver
+STORE_BYTES = 80 * 2**20
+
+
+def main(folder: Path, ray_folder: str) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args=_node(ray_folder) | {"include_dashboard": False})
+    nodes = [cluster.head_node, cluster.add_node(**_node(None)), cluster.add_node(**_node(None))]
+    ray.init(address=cluster.address, namespace="nodes", log_to_driver=False)
+    saboteur = Saboteur(folder)
+    for index, node in enumerate(nodes):
+        (folder / f"pid-node-{index}").write_text(str(node.all_processes["raylet"][0].process.pid))
+    try:
+        found = asyncio.run(_lose_nodes(folder, saboteur, [node.node_id for node in nodes]))
+        (folder / "result.json").write_text(json.dumps(found))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dict[str, Any]:
+    async def plan(version: int) -> None:
+        if version in FAULTS:
+            async with asyncio.timeout(240):
+                while not run.is_whole:
+                    await asyncio.sleep(0.1)
+            moment, victim = FAULTS[version]
+            saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
+
+    options = {name: _on(nodes[THERE.get(name, 0)]) for name in ALL}
+    shape = Shape(total_steps=NUM_STEPS, answer_bytes=ANSWER_BYTES, options=options)
+    async with _Moving(folder, nodes[1]) as moving:
+        run = SmallRun(folder, shape, on_version=plan)
+        await run.go()
+        return {
+            "struck": saboteur.struck,
+            "trained": run.trained,
+            "losses": run.losses,
+            "moved": [moving.node, await moving.again()],
+            "nodes": nodes,
+        }
+
+
+class _Moving:
+    """A worker that the run's own spawner placed on a node; once that is gone it gets another place."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self.node = node
+        self._folder = folder
+        self._config = load_config([f"folder={folder}", "name=moving"])
+
+    async def __aenter__(self) -> _Moving:
+        self._mark = marking("moving")
+        mark = self._mark.__enter__()
+        there = tuple(node for node in cluster_nodes() if node.node_id == self.node)
+        plan = plan_placement(self._config.resources, there, ("reward",))
+        bookings = await asyncio.to_thread(create_placement_groups, plan, run_name="moving", timeout_s=60)
+        self._spawner = Spawner(self._config, Session(there, True, mark), plan, bookings)
+        self._hosts = RoleHosts(self._spawner, "reward", self._start, stop_s=1)
+        self._handle = await self._hosts.start(0)
+        await self._ping()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self._spawner.close)
+        self._mark.__exit__(None, None, None)
+
+    async def again(self) -> str:
+        """Replace the worker as its pool would; the node where it is now."""
+        await self._hosts.stop(0, self._handle)
+        self._handle = await self._hosts.start(0)
+        await self._ping()
+        return (await asyncio.to_thread(self._spawner.book, "reward", 0)).node_id
+
+    def _start(self, worker: Any) -> Any:
+        env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return self._spawner.start(SmallReward, "moving", self._folder, worker=worker, env=env)
+
+    async def _ping(self) -> None:
+        await answer(self._handle.ping.remote(), timeout_s=90, what="the moving worker to start")
+
+
+def _on(node_id: str) -> dict[str, Any]:
+    """There if it can be, else anywhere."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+
+def _node(folder: str | None) -> dict[str, Any]:
+    own = {"temp_dir": folder} if folder else {}
+    return {"num_cpus": 2, "object_store_memory": STORE_BYTES, "node_ip_address": "127.0.0.1", **own}
+
+
+if __name__ == "__main__":
+    short = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")  # a Unix socket's path may have 107 characters at most
+    os.environ["RAY_TMPDIR"] = short
+    try:
+        main(Path(sys.argv[1]), short)
+    finally:
+        shutil.rmtree(short, ignore_errors=True)

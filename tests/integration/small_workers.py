@@ -1,0 +1,63 @@
+"""The roles around the weights, as small as can be. They import no torch, so another one is there soon."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sabotage import Saboteur
+
+from cluster.objects import fetch
+from cluster.replay_buffer import ReplayBuffer
+from cluster.trajectory import Reward, ScoredGroup
+from rewards.worker import GroupScore
+
+OBJECT_S = 5.0
+
+
+class SmallReward:
+    """Gives the siblings of a group different rewards."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._saboteur = Saboteur(folder)
+        self._saboteur.enlist(name)
+
+    def ping(self) -> bool:
+        return True
+
+    def score(self, groups: Sequence[Any]) -> list[GroupScore]:
+        self._saboteur.moment("scoring")
+        found = fetch(groups, timeout_s=OBJECT_S, what="groups")
+        return [GroupScore(tuple(Reward(float(i)) for i, _ in enumerate(g.trajectories)), ()) for g in found]
+
+    def close(self) -> None: ...
+
+
+class SmallScorer:
+    """A frozen policy with the same log-prob for every token."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._saboteur = Saboteur(folder)
+        self._saboteur.enlist(name)
+
+    def load(self, folder: Path) -> None: ...
+
+    def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
+        self._saboteur.moment("in_reference")
+        found = fetch([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
+        return [[np.full(t.num_steps, -0.5, np.float32) for t in group.trajectories] for group in found]
+
+    def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
+        return self.score([group])[0]
+
+    def close(self) -> None: ...
+
+
+class SmallReplay(ReplayBuffer):
+    """The buffer itself, as somebody that things happen to."""
+
+    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
+        Saboteur(folder).enlist(name)
+        super().__init__(**settings)

@@ -34,6 +34,20 @@ class Watched:
     on_lost: Callable[[Exception], None] | None = None  # None: the run ends
 
 
+def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Watched:
+    """A pool that replaces its own workers: `check` asks each of them, within deadlines of its own.
+
+    So a check that is late as a whole says something of the driver alone, and ends nothing.
+    """
+
+    def on_lost(error: Exception) -> None:
+        if not isinstance(error, DeadlineError):
+            raise error
+        _logger.warning("the driver is short of time: %s", error)
+
+    return Watched(name, check, close, on_lost)
+
+
 class Pool(Protocol):
     """Interchangeable workers that look after themselves."""
 

@@ -25,7 +25,7 @@ from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.status import Scalable
-from cluster.supervision import Supervisor, Watched
+from cluster.supervision import Supervisor, Watched, watched_pool
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
@@ -74,7 +74,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     return Inference(
         rollouts=rollout_fleet(prepared, spawner, on_lost),
         rewards=pool,
-        watched=(Watched("reward", pool.check, pool.close),),
+        watched=(watched_pool("reward", pool.check, pool.close),),
     )
 
 
@@ -90,7 +90,7 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
     )
     replay = replay_buffer(config, spawner, on_lost)
     reference = reference_pool(config, spawner, banned)
-    scorers = [Watched("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
+    scorers = [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,
         learner=learner,

@@ -37,7 +37,7 @@ from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import AgeLimit, StalenessGate
 from cluster.status import WorkerState, WorkerStatus
-from cluster.supervision import Supervisor, Watched
+from cluster.supervision import Supervisor, Watched, watched_pool
 from cluster.weight_sync.publish import WeightSync
 from configs.load import load_config
 from configs.schema.run import Resume
@@ -202,7 +202,8 @@ class SmallRun:
         checkpoints, learner = self._records(stream)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
-        watched += [Watched("reward", self.rewards.check, _nothing), Watched("reference", self.reference.check, _nothing)]
+        watched += [watched_pool("reward", self.rewards.check, _nothing)]
+        watched += [watched_pool("reference", self.reference.check, _nothing)]
         return Controller(
             total_steps=self.shape.total_steps,
             groups_per_step=PROMPTS_PER_STEP,

@@ -10,7 +10,7 @@ from runs import Run
 
 from cluster.errors import RolloutError, WorkerDiedError
 from cluster.roles import UpdateReport
-from cluster.supervision import Supervisor, Watched
+from cluster.supervision import Supervisor, Watched, watched_pool
 from cluster.trajectory import ScoredGroup
 
 
@@ -115,6 +115,26 @@ async def test_a_hung_role_ends_the_run_and_is_named() -> None:
     with pytest.raises(WorkerDiedError, match=r"rollout/1 did not answer a ping within 0\.02 s"):
         async with asyncio.timeout(2), supervisor.watching():
             roles["rollout/1"].is_hung = True
+            await asyncio.Event().wait()
+
+
+async def test_the_check_of_a_pool_may_be_late_but_not_fail() -> None:
+    error: list[Exception] = []
+
+    async def check() -> None:
+        await asyncio.sleep(0.03)
+        for failure in error:
+            raise failure
+
+    async def close() -> None: ...
+
+    supervisor = Supervisor([watched_pool("reward", check, close)], interval_s=0.005, deadline_s=0.01)
+    async with asyncio.timeout(2), supervisor.watching():
+        await asyncio.sleep(0.1)
+    error.append(RuntimeError("the pool is broken"))
+    supervisor = Supervisor([watched_pool("reward", check, close)], interval_s=0.005, deadline_s=0.5)
+    with pytest.raises(WorkerDiedError, match="the pool is broken"):
+        async with asyncio.timeout(2), supervisor.watching():
             await asyncio.Event().wait()
 
 

@@ -17,6 +17,7 @@ from deploy.preparation import Prepared
 from deploy.scaling import RoleHosts
 from deploy.scorers import restart_policy
 from deploy.spawner import Spawner, engine_environment
+from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
@@ -75,9 +76,11 @@ def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
+    folder, dtype = prepared.model_folder, config.resources.dtype
+    expected = checkpoint_manifest(folder, dtype)
     return EngineSettings(
         model=config.policy.model,
-        dtype=config.resources.dtype,
+        dtype=dtype,
         device=config.resources.device,
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         max_model_len=sampler.max_model_len,
@@ -90,5 +93,6 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
-        expected=checkpoint_manifest(prepared.model_folder, config.resources.dtype),
+        expected=expected,
+        adapters=AdapterPush.of(folder, expected, config.policy, dtype),
     )

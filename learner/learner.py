@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from cluster.media import MediaReader
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
-from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
 from learner.algorithms.advantages import ADVANTAGES
@@ -27,9 +28,10 @@ from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import build_optimizer, learning_rate
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, checkpoint_names, load_policy_model, save_policy
+from learner.policies.loading import DTYPES, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import TokenPolicy
+from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.state import load_state, save_state
 from learner.supervised import SupervisedExample, SupervisedTrainer
@@ -72,7 +74,7 @@ class Learner:
         torch.manual_seed(self._config.seed + self._rank)
         model = load_policy_model(self._config.policy, torch.float32)
         model.train()
-        self._checkpoint_names = checkpoint_names(model)
+        self._outgoing = PolicyWeights(model, self._config)
         if self._config.learner.backend != "single":
             self._rendezvous.join(
                 init_method,
@@ -161,9 +163,9 @@ class Learner:
     def export(self, folder: Path) -> None:
         """Write the policy in the Hugging Face layout; rank 0 does the writing."""
         state = {}
-        for name, tensor in self._backend.full_state():
+        for name, tensor in self._outgoing.plain_state(self._backend):
             if self._rank == 0:
-                state[name] = tensor.detach().cpu()
+                state[name] = tensor.cpu()
         if self._rank == 0:
             save_policy(self._policy.model, self._config.policy.model, folder, state)
 
@@ -188,12 +190,9 @@ class Learner:
         return loss
 
     def _publisher(self) -> WeightPublisher:
-        names = self._checkpoint_names
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._policy.model.state_dict().items()}
-        dtype = self._config.resources.dtype
         return WeightPublisher(
-            Manifest(tuple(TensorSpec(names[name], shape, dtype) for name, shape in shapes.items() if name in names)),
-            self._named_weights,
+            self._outgoing.manifest,
+            partial(self._outgoing.pushed, self._backend),
             rank=self._rank,
             device=self._device,
             transport=self._config.resources.transport,
@@ -202,9 +201,7 @@ class Learner:
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, whole tensor), one at a time; tied weights once. Run it to the end on every rank."""
-        for name, tensor in self._backend.full_state():
-            if name in self._checkpoint_names:
-                yield self._checkpoint_names[name], tensor.detach()
+        return self._outgoing.merged(self._backend)
 
     def _gradient_step(self, optimizer: torch.optim.Optimizer) -> GradientStep:
         return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)

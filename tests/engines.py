@@ -36,9 +36,11 @@ from deploy.spawner import engine_environment
 from learner.learner import Learner
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.logprobs import Distribution
+from learner.policies.lora import AdapterPush
 from learner.policies.token import PolicyOutput
 
 TEMPERATURE = 0.8
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0")
 SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
 CALLS_IN_FLIGHT = 64
 ENGINE_TIMEOUTS_S = {
@@ -179,7 +181,10 @@ def start_actor(model: Model, kind: str, index: int) -> Engine:
 
 
 def engine_settings(model: Model, index: int = 0) -> EngineSettings:
+    """Every engine takes pushes of weights and, with the adapters of LORA, of adapters."""
     sampler, resources, processor = model.config.sampler, model.config.resources, model.processor
+    expected = checkpoint_manifest(model.folder, resources.dtype)
+    policy = tiny_config(model.folder, *LORA).policy
     return EngineSettings(
         model=str(model.folder),
         dtype=resources.dtype,
@@ -195,13 +200,15 @@ def engine_settings(model: Model, index: int = 0) -> EngineSettings:
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
-        expected=checkpoint_manifest(model.folder, resources.dtype),
+        expected=expected,
+        adapters=AdapterPush.of(model.folder, expected, policy, resources.dtype),
     )
 
 
-def new_learner(model: Model) -> Learner:
+def new_learner(model: Model, *overrides: str) -> Learner:
     """A learner of one process that holds the checkpoint's weights."""
-    learner = Learner(model.config, 0, 1, model.processor.media_token_ids)
+    config = tiny_config(model.folder, *overrides) if overrides else model.config
+    learner = Learner(config, 0, 1, model.processor.media_token_ids)
     learner.connect("")
     return learner
 
@@ -212,6 +219,13 @@ def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") ->
     for name, tensor in learner._named_weights():
         if name.startswith(only):
             tensor.add_((torch.randn(tensor.shape, generator=generator) * scale).to(tensor.device))
+
+
+def perturb_adapters(learner: Learner, seed: int, scale: float = 0.1) -> None:
+    """Draw every A and B anew."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, factor in learner._outgoing.adapters(learner._backend):
+        factor.copy_(torch.randn(factor.shape, generator=generator) * scale)
 
 
 def copied(learner: Learner) -> dict[str, torch.Tensor]:

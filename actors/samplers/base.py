@@ -13,6 +13,7 @@ from cluster.roles import SamplingSettings
 from cluster.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+from learner.policies.lora import AdapterPush
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,16 @@ class EngineSettings:
     banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
     stop_ids: tuple[int, ...]
     pad_id: int
-    expected: Manifest  # the tensors every push must carry
+    expected: Manifest  # the tensors every push of weights must carry
+    adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
+
+    def expected_by(self, manifest: Manifest) -> Manifest:
+        """What a push that promises `manifest` must carry."""
+        return self.adapters.manifest if self.adapters_of(manifest) else self.expected
+
+    def adapters_of(self, manifest: Manifest) -> AdapterPush | None:
+        """How to take a push of `manifest` if it carries adapters; None if it carries weights."""
+        return self.adapters if self.adapters and self.adapters.is_meant_by(manifest) else None
 
 
 class Sampler(Protocol):

@@ -18,6 +18,7 @@ from cluster.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.policies.loading import DTYPES, checkpoint_names, load_model
+from learner.policies.lora import changed_weights
 
 IMAGE_TOKEN_TYPE = 1  # what transformers' mm_token_type_ids calls an image placeholder
 
@@ -54,7 +55,7 @@ class HuggingFaceSampler:
                 await asyncio.to_thread(self._sample_one_token)
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        manifest.check_against(self._settings.expected)
+        manifest.check_against(self._settings.expected_by(manifest))
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         if self._group is not None:
@@ -63,7 +64,8 @@ class HuggingFaceSampler:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         async with self._turn:
-            await asyncio.to_thread(self._copy_weights, self._received(manifest, bucket_bytes))
+            tensors = self._received(manifest, bucket_bytes)
+            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
             self._version = version
 
     async def load_weights(
@@ -72,7 +74,7 @@ class HuggingFaceSampler:
         packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
         tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
         async with self._turn:
-            await asyncio.to_thread(self._copy_weights, tensors)
+            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
             self._version = version
 
     async def weight_version(self) -> int:
@@ -86,6 +88,13 @@ class HuggingFaceSampler:
         if self._group is None:
             raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=False, into=self._parameters)
+
+    def _weights(
+        self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that a push changes, whatever it carries."""
+        adapters = self._settings.adapters_of(manifest)
+        return tensors if adapters is None else changed_weights(tensors, adapters.base)
 
     @torch.no_grad()
     def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class VLLMSampler:
                 pass
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        manifest.check_against(self._settings.expected)
+        manifest.check_against(self._settings.expected_by(manifest))
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         info = {"rendezvous": rendezvous.to_wire(), "rank": rank}
@@ -102,11 +103,11 @@ class VLLMSampler:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         with _named(f"receive version {version}"):
-            await self._replace_weights({"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes}, version)
+            await self._replace_weights(self._update(manifest, bucket_bytes), version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
         packed = [bucket.tobytes() for bucket in buckets]
-        update = {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes, "buckets": packed}
+        update = self._update(manifest, bucket_bytes) | {"buckets": packed}
         with _named(f"load version {version}"):
             await self._replace_weights(update, version)
 
@@ -115,6 +116,12 @@ class VLLMSampler:
 
     async def close(self) -> None:
         self._engine.shutdown()
+
+    def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
+        """What the engine process is told about a push, in plain values."""
+        adapters = self._settings.adapters_of(manifest)
+        told = {} if adapters is None else {"adapters": asdict(adapters.base)}
+        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | told
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> None:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on.

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from learner.policies.lora import AdapterBase, changed_weights
 
 BACKEND = "mobula"
 
@@ -39,11 +40,13 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group."""
+    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `adapters`
+    says how to merge what comes if it is adapters."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
     buckets: list[bytes] | None = None
+    adapters: dict[str, Any] | None = None
 
 
 class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
@@ -74,6 +77,8 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             tensors = self._group.receive(manifest, update_info.bucket_bytes, keeps=True)  # until a layer is complete
         else:
             tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
+        if update_info.adapters is not None:
+            tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
         with torch.no_grad():
             self.model.load_weights(tensors)
 

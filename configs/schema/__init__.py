@@ -5,6 +5,7 @@ from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rollout import (
     DataConfig,
     DataKind,
+    LoRAConfig,
     PolicyConfig,
     RewardComponent,
     RewardsConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "EvaluationConfig",
     "KLConfig",
     "LearnerConfig",
+    "LoRAConfig",
     "MetricsConfig",
     "OverAgeConfig",
     "PolicyConfig",

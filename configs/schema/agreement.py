@@ -211,6 +211,24 @@ def _single_learner_is_one(config: RunConfig) -> str | None:
     )
 
 
+def _adapters_can_travel(config: RunConfig) -> str | None:
+    if config.weight_sync.payload != "adapters" or config.policy.lora.is_on:
+        return None
+    return (
+        f"weight_sync.payload=adapters but policy.lora.rank={config.policy.lora.rank}, so there are none: "
+        "set policy.lora.rank to 8 or more, or weight_sync.payload=weights"
+    )
+
+
+def _adapters_have_a_place(config: RunConfig) -> str | None:
+    if not config.policy.lora.is_on or config.policy.lora.target_modules:
+        return None
+    return (
+        f"policy.lora.rank={config.policy.lora.rank} but policy.lora.target_modules is empty, so nothing would be "
+        "trained: name layers, e.g. policy.lora.target_modules=[q_proj,v_proj]"
+    )
+
+
 def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
     for role, workers in config.resources.roles.items():
         num_gpus = workers.num_gpus
@@ -291,6 +309,8 @@ RULES: tuple[Rule, ...] = (
     _replay_is_one,
     _reference_has_a_scorer,
     _single_learner_is_one,
+    _adapters_can_travel,
+    _adapters_have_a_place,
     _gpus_are_whole_or_shares,
     _device_has_its_gpus,
     _transport_fits_device,

@@ -11,6 +11,28 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from configs.schema.base import Section
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters that are trained in place of the weights. Source: arXiv:2106.09685."""
+
+    rank: Annotated[int, Field(ge=0)]
+    """Rank of every adapter: a weight is W + alpha / rank * B @ A, and only A and B are trained. 0 trains the weights
+    themselves."""
+    alpha: PositiveFloat
+    """Numerator of the adapters' scale."""
+    target_modules: tuple[str, ...]
+    """Linear layers that get an adapter, by the last part of their name, e.g. `q_proj`, wherever they stand; what
+    `policy.freeze` names gets none, so `policy.freeze=[visual.]` keeps adapters out of the vision tower."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What B @ A is multiplied by; of no meaning where there are no adapters."""
+        return self.alpha / max(self.rank, 1)
+
+
 class PolicyConfig(Section):
     """The network that is trained."""
 
@@ -26,6 +48,8 @@ class PolicyConfig(Section):
     """Recompute activations in the backward pass to save memory."""
     freeze: tuple[str, ...]
     """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
+    lora: LoRAConfig
+    """Adapters in place of full training."""
 
 
 class DataKind(StrEnum):

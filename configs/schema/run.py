@@ -75,6 +75,9 @@ class MetricsConfig(Section):
 class WeightSyncConfig(Section):
     """How the learner's weights reach the rollout actors."""
 
+    payload: Literal["weights", "adapters"]
+    """What a push carries: all weights (adapters merged into them), or the adapters alone, which the receiver merges into
+    the weights of its own checkpoint."""
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: PositiveFloat

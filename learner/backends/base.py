@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 
 from learner.policies.token import TokenPolicy
+
+Wanted = Callable[[str], bool]
+
+
+def everything(name: str) -> bool:
+    """The wish for every tensor."""
+    return True
 
 
 class Backend(Protocol):
@@ -41,6 +48,8 @@ class Backend(Protocol):
         """Around forward passes without gradients; nothing of the weights as they were outlives it."""
         ...
 
-    def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(state-dict name of the model, whole tensor), one at a time. Collective: all ranks run it to the end."""
+    def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
+        """(state-dict name of the model, whole tensor) of what is wanted by name, in the state dict's order, one at a
+        time. Collective: all ranks run it to the end.
+        """
         ...

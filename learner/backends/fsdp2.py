@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from learner.backends.base import Wanted, everything
 from learner.backends.gather import gather_whole
 from learner.policies.token import TokenPolicy
 
@@ -62,8 +63,9 @@ class FSDP2Backend:
         finally:
             self._policy.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
 
-    def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        yield from gather_whole(self._policy.model.state_dict())
+    def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
+        state = self._policy.model.state_dict()
+        yield from gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
 
 
 def _num_parameters(module: nn.Module) -> int:

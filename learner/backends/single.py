@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from learner.backends.base import Wanted, everything
 from learner.policies.token import TokenPolicy
 
 
@@ -39,5 +40,5 @@ class SingleBackend:
         with torch.no_grad():
             yield
 
-    def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._policy.model.state_dict().items()
+    def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, tensor) for name, tensor in self._policy.model.state_dict().items() if wanted(name))

@@ -85,28 +85,33 @@ def config_of(model: Path, *overrides: str) -> RunConfig:
     return tiny_config(model, "learner.tokens_per_microbatch=120", *rates, *overrides)
 
 
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
+VARIANTS = {"untied": (), "tied": (), "adapters": LORA}
+UNITS = {"untied": 0, "tied": 1 << 20, "adapters": 0}  # every block a unit, or the tiny model in one unit
+
+
 def _rank(rank: int, models: dict[str, Path], out: Path) -> None:
     torch.set_num_threads(1)
     for name, model in models.items():
-        fsdp2.MIN_UNIT_NUMEL = {"untied": 0, "tied": 1 << 20}[name]  # every block a unit; the tiny model in one unit
-        train(config_of(model, "learner=fsdp2", "resources.learner.num_workers=2"), rank, 2, out / f"two-{name}")
+        fsdp2.MIN_UNIT_NUMEL = UNITS[name]
+        config = config_of(model, "learner=fsdp2", "resources.learner.num_workers=2", *VARIANTS[name])
+        train(config, rank, 2, out / f"two-{name}")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """What one process and two ranks made of an untied and a tied model."""
+    """What one process and two ranks made of an untied model, a tied one and one with adapters."""
     out = tmp_path_factory.mktemp("fsdp2")
-    names = {"untied": False, "tied": True}
-    models = {n: write_tiny_qwen2_5_vl(out / n, seed=0, tie_word_embeddings=tied) for n, tied in names.items()}
-    for name in names:
+    models = {n: write_tiny_qwen2_5_vl(out / n, seed=0, tie_word_embeddings=n == "tied") for n in VARIANTS}
+    for name in VARIANTS:
         (out / f"two-{name}").mkdir()
         (out / f"one-{name}").mkdir()
-        train(config_of(models[name]), 0, 1, out / f"one-{name}")
+        train(config_of(models[name], *VARIANTS[name]), 0, 1, out / f"one-{name}")
     mp.spawn(_rank, args=(models, out), nprocs=2)
     return out
 
 
-@pytest.fixture(params=["untied", "tied"])
+@pytest.fixture(params=VARIANTS)
 def ran(request, folder: Path) -> tuple[dict, dict]:
     return tuple(torch.load(folder / f"{n}-{request.param}" / "seen.pt") for n in ("one", "two"))
 
@@ -135,7 +140,7 @@ def test_a_resumed_group_goes_on_bit_for_bit(ran) -> None:
         assert not equal(seen["third"], seen["weights"], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_the_export_holds_the_weights_under_the_names_of_the_checkpoint(folder: Path, name: str) -> None:
     names = load_file(folder / name / "model.safetensors").keys()
     for number in ("one", "two"):

@@ -1,0 +1,71 @@
+"""Adapters in the model that is trained: PEFT puts them in, and a state dict with them is read as if merged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from configs.schema import LoRAConfig
+from learner.policies.lora import WEIGHT, A, B, merged
+
+NAME = "default"  # PEFT's, of the only adapter
+BASE = ".base_layer."  # PEFT's, between a module and its own weight
+FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
+
+
+def add_adapters(model: PreTrainedModel, modules: Collection[str], config: LoRAConfig, seed: int) -> None:
+    """Put an adapter at each of `modules` (state-dict names) and freeze all else; B is 0, so nothing changes yet.
+
+    Every rank draws the same A, whatever else it has drawn.
+
+    Raises:
+        ValueError: a module is no linear layer, or is the output layer, which may share its weight.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and loads half the field: not without adapters
+
+    for name in modules:
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear) or module is model.get_output_embeddings():
+            raise ValueError(
+                f"policy.lora.target_modules: {name} is {type(module).__name__} and takes no adapter here: "
+                "name linear layers other than the output layer"
+            )
+    peft = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=list(modules))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(peft, model)
+    found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert found == set(modules), "PEFT matches names by their ends, and these are whole names"
+
+
+def is_factor(name: str) -> bool:
+    """Whether this is the state-dict name of an adapter's A or B."""
+    return name.endswith(tuple(FACTORS))
+
+
+def split_factor(name: str) -> tuple[str, str]:
+    """(module, A or B) from a factor's state-dict name."""
+    suffix = next(suffix for suffix in FACTORS if name.endswith(suffix))
+    return name.removesuffix(suffix), FACTORS[suffix]
+
+
+def as_merged(state: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """A state dict with adapters as the model without them would have it; one without adapters stays what it is.
+
+    A merged weight comes where its B was, since a module's weight, A and B follow each other in this order.
+    """
+    held: dict[str, Tensor] = {}
+    for name, tensor in state:
+        if is_factor(name):
+            module, factor = split_factor(name)
+            held[factor] = tensor
+            if factor == B:
+                yield f"{module}.{WEIGHT}", merged(held[WEIGHT], held[A], held[B], scale)
+                held = {}
+        elif name.endswith(f"{BASE}{WEIGHT}"):
+            held[WEIGHT] = tensor
+        else:
+            yield name.replace(BASE, "."), tensor

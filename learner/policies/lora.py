@@ -1,0 +1,136 @@
+"""Low-rank adapters as tensors: which weights have one, how it travels, and how it is merged.
+
+An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; what computes is W + scale * B @ A. Names are those
+of the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` travels as `...q_proj.lora_A.weight` and
+`...q_proj.lora_B.weight`. Learner and engines work out by the same rule, each from its own model, what is adapted.
+Source: arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from cluster.errors import WeightSyncError
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from configs.schema import PolicyConfig
+
+A, B = "lora_A.weight", "lora_B.weight"
+WEIGHT = "weight"
+DTYPE = "float32"  # adapters travel as they are trained: rounding them would round their product twice
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """What adapters are merged into."""
+
+    folder: str  # the checkpoint that they belong to
+    scale: float
+    dtype: str  # of the merged weights
+
+
+@dataclass(frozen=True)
+class AdapterPush:
+    """What a receiver knows of pushes of adapters."""
+
+    manifest: Manifest
+    base: AdapterBase
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest, policy: PolicyConfig, dtype: str) -> AdapterPush | None:
+        """For the checkpoint in `folder`, whose weights are `manifest`; None if the policy has no adapters."""
+        if not policy.lora.is_on:
+            return None
+        return cls(adapter_manifest(manifest, policy), AdapterBase(str(folder), policy.lora.scale, dtype))
+
+    def is_meant_by(self, manifest: Manifest) -> bool:
+        """Whether a push carries adapters; else it carries weights, and those an engine can always take."""
+        return any(spec.name.endswith((f".{A}", f".{B}")) for spec in manifest.tensors)
+
+
+def adapted_modules(manifest: Manifest, policy: PolicyConfig) -> dict[str, tuple[int, int]]:
+    """Name of every module with an adapter -> shape of its weight, in the manifest's order.
+
+    Raises:
+        ValueError: `policy.lora.target_modules` names what the model does not have, or `policy.freeze` leaves none of it.
+    """
+    matrices = [spec for spec in manifest.tensors if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")]
+    kinds = {_kind(spec.name) for spec in matrices}
+    unknown = [kind for kind in policy.lora.target_modules if kind not in kinds]
+    if unknown:
+        raise ValueError(
+            f"policy.lora.target_modules: no matrix of the model is called {', '.join(unknown)}; there are "
+            f"{', '.join(sorted(kinds))}: name some of these"
+        )
+    found = [spec for spec in matrices if _kind(spec.name) in policy.lora.target_modules]
+    adapted = {_module(spec.name): spec.shape for spec in found if not spec.name.startswith(policy.freeze)}
+    if not adapted:
+        raise ValueError(
+            f"policy.freeze={list(policy.freeze)} takes away every layer of policy.lora.target_modules="
+            f"{list(policy.lora.target_modules)}, so nothing would be trained: change one of the two"
+        )
+    return adapted
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(f".{WEIGHT}")
+
+
+def _kind(weight: str) -> str:
+    return _module(weight).rpartition(".")[2]
+
+
+def adapter_manifest(manifest: Manifest, policy: PolicyConfig) -> Manifest:
+    """What a push of adapters carries, where one of all weights carries `manifest`."""
+    rank = policy.lora.rank
+    return Manifest(
+        tuple(
+            spec
+            for module, (rows, columns) in adapted_modules(manifest, policy).items()
+            for spec in (
+                TensorSpec(f"{module}.{A}", (rank, columns), DTYPE),
+                TensorSpec(f"{module}.{B}", (rows, rank), DTYPE),
+            )
+        )
+    )
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale * B @ A, in float32."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+
+def changed_weights(received: Iterable[tuple[str, Tensor]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
+    """From the tensors of a push of adapters to the checkpoint tensors that are other because of them.
+
+    With each merged weight come the tensors beside it, as they are in the checkpoint: engines fuse neighbours (q, k and
+    v, gate and up) into one layer and can only reload it as a whole.
+
+    Raises:
+        WeightSyncError: the checkpoint has no such weight.
+    """
+    factors = {name: tensor.clone() for name, tensor in received}  # small; `received` may use its memory again
+    modules = {name.removesuffix(f".{A}") for name in factors if name.endswith(f".{A}")}
+    parents = {module.rpartition(".")[0] for module in modules}
+    for file in sorted(Path(base.folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as checkpoint:
+            for name in checkpoint.keys():
+                module = name.rpartition(".")[0]
+                if module.rpartition(".")[0] not in parents:
+                    continue
+                tensor = checkpoint.get_tensor(name)
+                if name == f"{module}.{WEIGHT}" and module in modules:
+                    modules.remove(module)
+                    a, b = factors[f"{module}.{A}"], factors[f"{module}.{B}"]
+                    tensor = merged(tensor.to(a.device), a, b, base.scale)
+                yield name, tensor.to(getattr(torch, base.dtype))
+    if modules:
+        raise WeightSyncError(
+            f"{base.folder} has no weight for the adapters of {', '.join(sorted(modules))}: "
+            "engines and learner must be given the same policy.model"
+        )

@@ -1,0 +1,72 @@
+"""The policy's weights on their way out of the learner: for a push, for a late joiner, for a checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from configs.schema import RunConfig
+from learner.backends.base import Backend
+from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
+from learner.policies.loading import checkpoint_names
+from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class PolicyWeights:
+    """What leaves the learner, under which name; adapters leave merged or, in a push, alone.
+
+    Every iterator over tensors is collective: all ranks run it to the end.
+
+    Example:
+        weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
+        backend.wrap(TokenPolicy(model))
+        WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
+    """
+
+    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        """Of a model as it was loaded. From here on it has adapters where `policy.lora` asks for them."""
+        self._scale = config.policy.lora.scale
+        self._names = checkpoint_names(model)  # state-dict name -> checkpoint name, of the model without adapters
+        plain = self._described(model.state_dict().items(), config.resources.dtype)
+        if config.policy.lora.is_on:
+            states = {name: state for state, name in self._names.items()}
+            modules = [_module(states[f"{module}.{WEIGHT}"]) for module in adapted_modules(plain, config.policy)]
+            add_adapters(model, modules, config.policy.lora, config.seed)
+        if config.weight_sync.payload == "adapters":
+            self.manifest = adapter_manifest(plain, config.policy)
+            self.pushed = self.adapters
+        else:
+            empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in model.state_dict().items())
+            self.manifest = self._described(as_merged(empty, self._scale), config.resources.dtype)
+            self.pushed = self.merged
+
+    def merged(self, backend: Backend) -> Named:
+        """(checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
+        for name, tensor in self.plain_state(backend):
+            if name in self._names:
+                yield self._names[name], tensor
+
+    def adapters(self, backend: Backend) -> Named:
+        """(checkpoint name, whole tensor) of every factor."""
+        for name, tensor in backend.full_state(is_factor):
+            module, factor = split_factor(name)
+            yield f"{_module(self._names[f'{module}.{WEIGHT}'])}.{factor}", tensor.detach()
+
+    def plain_state(self, backend: Backend) -> Named:
+        """(state-dict name, whole tensor) of the model without adapters, as if it had been trained itself."""
+        for name, tensor in as_merged(backend.full_state(), self._scale):
+            yield name, tensor.detach()
+
+    def _described(self, state: Iterable[tuple[str, Tensor]], dtype: str) -> Manifest:
+        specs = (TensorSpec(self._names[n], tuple(t.shape), dtype) for n, t in state if n in self._names)
+        return Manifest(tuple(specs))
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(f".{WEIGHT}")

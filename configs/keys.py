@@ -118,7 +118,7 @@ def _noun(annotation: Any) -> str:
     if annotation in NOUNS:
         return NOUNS[annotation]
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(get_args(annotation))
+        return "one of " + ", ".join(map(str, get_args(annotation)))
     if isinstance(annotation, EnumType):
         return "one of " + ", ".join(member.value for member in annotation)
     if get_origin(annotation) is dict:

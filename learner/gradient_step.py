@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Backend
+from learner.backends.base import Backend, Optimizer
 from learner.optim import set_learning_rate
 from learner.policies.batch import TokenSequence
 from learner.policies.packing import split_microbatches
@@ -33,7 +32,7 @@ class GradientStep:
     """Takes optimizer steps with the rank's own share of the rows; every rank is called with all of them."""
 
     def __init__(
-        self, backend: Backend, optimizer: torch.optim.Optimizer, config: LearnerConfig, rank: int, world_size: int
+        self, backend: Backend, optimizer: Optimizer, config: LearnerConfig, rank: int, world_size: int
     ) -> None:
         self._backend = backend
         self._optimizer = optimizer

@@ -20,13 +20,12 @@ from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
 from learner.algorithms.advantages import ADVANTAGES
 from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals
-from learner.backends.base import Backend
-from learner.backends.fsdp2 import FSDP2Backend
-from learner.backends.single import SingleBackend
+from learner.backends import build_backend
+from learner.backends.base import Optimizer
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
-from learner.optim import build_optimizer, learning_rate
+from learner.optim import learning_rate
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import DTYPES, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
@@ -37,7 +36,6 @@ from learner.state import load_state, save_state
 from learner.supervised import SupervisedExample, SupervisedTrainer
 from learner.weight_publisher import WeightPublisher
 
-BACKENDS = {"fsdp2": FSDP2Backend, "single": SingleBackend}
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -83,16 +81,14 @@ class Learner:
                 backend=COLLECTIVES[self._config.resources.device],
                 timeout_s=self._config.timeouts.update_s,
             )
-        dtype = DTYPES[self._config.resources.dtype]
-        self._backend: Backend = BACKENDS[self._config.learner.backend](self._device, dtype)
-        self._policy = TokenPolicy(model)
-        self._backend.wrap(self._policy)
-        self._optimizer = build_optimizer(self._policy.parameters(), self._config.learner)
+        self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
+        self._policy = self._backend.wrap(TokenPolicy(model))
+        self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         self._supervised = SupervisedTrainer(
             self._policy,
             self._backend,
-            self._gradient_step(build_optimizer(self._policy.parameters(), self._config.learner)),
+            self._gradient_step(self._backend.optimizer()),
             self._reader,
             self._device,
         )
@@ -153,11 +149,11 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Write the learner's state for an exact resume."""
-        save_state(folder, self._policy, self._optimizer, self.version, self._rank)
+        save_state(folder, self._backend, self._optimizer, self.version, self._rank)
 
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
-        self.version = load_state(folder, self._policy, self._optimizer, self._rank)
+        self.version = load_state(folder, self._backend, self._optimizer, self._rank)
         return self.version
 
     def export(self, folder: Path) -> None:
@@ -203,7 +199,7 @@ class Learner:
         """(checkpoint name, whole tensor), one at a time; tied weights once. Run it to the end on every rank."""
         return self._outgoing.merged(self._backend)
 
-    def _gradient_step(self, optimizer: torch.optim.Optimizer) -> GradientStep:
+    def _gradient_step(self, optimizer: Optimizer) -> GradientStep:
         return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)
 
     def _metrics(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from configs.schema import LearnerConfig
+from learner.backends.base import Optimizer
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
@@ -19,7 +20,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    filled = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(filled, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
@@ -39,6 +41,6 @@ def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
             return config.learning_rate * (1 + math.cos(math.pi * progress)) / 2
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+def set_learning_rate(optimizer: Optimizer, value: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = value

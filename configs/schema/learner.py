@@ -77,7 +77,7 @@ class AlgorithmConfig(Section):
 class LearnerConfig(Section):
     """The optimizer and how it is distributed."""
 
-    backend: Literal["fsdp2", "single"]
+    backend: Literal["fsdp2", "deepspeed", "single"]
     """What shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
     learning_rate: PositiveFloat
     """AdamW's learning rate in RL."""
@@ -97,6 +97,8 @@ class LearnerConfig(Section):
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt
     """Padded tokens in one forward and backward pass of one rank."""
+    zero_stage: Literal[2, 3]
+    """What DeepSpeed shards: 2 is gradients and optimizer state, 3 the parameters too. FSDP2 always shards all three."""
 
 
 class WarmStartConfig(Section):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learner.policies.token import TokenPolicy
 
@@ -19,28 +19,38 @@ def everything(name: str) -> bool:
     return True
 
 
+class Optimizer(Protocol):
+    """What a step is taken with: torch's own, or a backend's stand-in for it."""
+
+    param_groups: list[dict[str, Any]]
+
+
 class Backend(Protocol):
     """How a policy lies in the memory of the ranks, and how its gradients come together.
 
     Losses are parts of one sum over micro-batches and ranks, so gradients are summed over ranks, not averaged.
 
     Example:
-        backend.wrap(policy)
-        optimizer = build_optimizer(policy.parameters(), config)
+        policy = backend.wrap(policy)
+        optimizer = backend.optimizer()
         for i, loss in enumerate(losses):
             backend.backward(loss, is_last=i == len(losses) - 1)
         grad_norm = backend.step(optimizer, max_grad_norm=1.0)
     """
 
-    def wrap(self, policy: TokenPolicy) -> None:
-        """Move the policy to its device and distribute it, in place; before the optimizer is built."""
+    def wrap(self, policy: TokenPolicy) -> nn.Module:
+        """Move the policy to its device and distribute it, in place; returns what is called in its place."""
+        ...
+
+    def optimizer(self) -> Optimizer:
+        """A fresh AdamW over what is trained. There may be several, that take turns."""
         ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Add this loss's gradients; those of all ranks are summed once `is_last` is True."""
         ...
 
-    def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
+    def step(self, optimizer: Optimizer, *, max_grad_norm: float) -> float:
         """Clip, step and clear the gradients; returns the norm before clipping. If it is not finite, nothing moves."""
         ...
 
@@ -51,5 +61,17 @@ class Backend(Protocol):
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         """(state-dict name of the model, whole tensor) of what is wanted by name, in the state dict's order, one at a
         time. Collective: all ranks run it to the end.
+        """
+        ...
+
+    def save(self, folder: Path, optimizer: Optimizer, version: int) -> None:
+        """Write this rank's part of what is trained and of the optimizer's state. Collective."""
+        ...
+
+    def load(self, folder: Path, optimizer: Optimizer) -> int:
+        """Read what `save` wrote; returns the version. Collective.
+
+        Raises:
+            CheckpointError: the folder holds no complete state, or one that these ranks cannot read.
         """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.gather import gather_whole
+from learner.backends.sharded import load_sharded, save_sharded
+from learner.optim import build_optimizer
 from learner.policies.token import TokenPolicy
 
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
@@ -28,11 +32,12 @@ class FSDP2Backend:
     The root is the policy itself, so all of it is gathered while the policy's forward runs.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
+        self._config = config
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: TokenPolicy) -> None:
+    def wrap(self, policy: TokenPolicy) -> TokenPolicy:
         self._num_ranks = dist.get_world_size()
         mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
@@ -42,6 +47,10 @@ class FSDP2Backend:
                 fully_shard(module, mesh=mesh, mp_policy=precision)
         fully_shard(policy, mesh=mesh, mp_policy=precision)
         self._policy = policy
+        return policy
+
+    def optimizer(self) -> torch.optim.AdamW:
+        return build_optimizer(self._policy.parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._policy.set_requires_gradient_sync(is_last)
@@ -66,6 +75,12 @@ class FSDP2Backend:
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict()
         yield from gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
+
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> None:
+        save_sharded(folder, self._policy, optimizer, version)
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
+        return load_sharded(folder, self._policy, optimizer)
 
 
 def _num_parameters(module: nn.Module) -> int:

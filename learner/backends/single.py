@@ -5,25 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
+from learner.backends.sharded import load_sharded, save_sharded
+from learner.optim import build_optimizer
 from learner.policies.token import TokenPolicy
 
 
 class SingleBackend:
     """One process, one device; `dtype` below float32 is reached by autocast over float32 weights."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
+        self._config = config
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: TokenPolicy) -> None:
+    def wrap(self, policy: TokenPolicy) -> TokenPolicy:
         self._policy = policy.to(self._device)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
+        return policy
+
+    def optimizer(self) -> torch.optim.AdamW:
+        return build_optimizer(self._policy.parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         loss.backward()
@@ -42,3 +51,9 @@ class SingleBackend:
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in self._policy.model.state_dict().items() if wanted(name))
+
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> None:
+        save_sharded(folder, self._policy, optimizer, version)
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
+        return load_sharded(folder, self._policy, optimizer)

@@ -1,0 +1,165 @@
+"""DeepSpeed ZeRO: gradients and optimizer state are sharded over the ranks (stage 2), or the parameters too (stage 3).
+
+It runs with torch's AdamW and torch's process group, so nothing is compiled and no CUDA toolkit is needed; on CPUs it
+works over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cluster.errors import CheckpointError
+from configs.schema import LearnerConfig
+from learner.backends.base import Wanted, everything
+from learner.backends.gather import BUCKET_BYTES
+from learner.optim import build_optimizer
+from learner.policies.token import TokenPolicy
+
+ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or say aloud
+    "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
+    "LOCAL_RANK": "0",  # a learner rank sees its own GPU only
+}
+TAG = "state"  # the folder below a checkpoint's
+RANKS_FILE = "deepspeed.json"
+
+
+class DeepSpeedBackend:
+    """All ranks of the default process group; weights stay float32, compute in `dtype` is reached by autocast.
+
+    One ZeRO engine holds the policy and its only optimizer. Who asks for several optimizers gets stand-ins that take
+    turns: a turn begins with fresh moments, as a fresh optimizer would.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._config = config
+        self._turn: _Turn | None = None
+
+    def wrap(self, policy: TokenPolicy) -> nn.Module:
+        deepspeed = self._deepspeed = _imported(self._device)
+        self._num_ranks = dist.get_world_size()
+        self._policy = policy.to(self._device)
+        if self._dtype is not torch.float32:
+            policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
+        self._engine, *_ = deepspeed.initialize(
+            model=policy,
+            optimizer=build_optimizer(policy.parameters(), self._config),
+            config=self._settings(),
+            dist_init_required=False,
+        )
+        return self._engine
+
+    def optimizer(self) -> _Turn:
+        return _Turn(self._engine.optimizer)
+
+    def backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(loss * self._num_ranks)  # ZeRO averages over ranks; the parts of a loss add up
+
+    def step(self, optimizer: _Turn, *, max_grad_norm: float) -> float:
+        """ZeRO clips to the norm that it was built with, and leaves out a step whose gradient is not finite."""
+        assert max_grad_norm == self._config.max_grad_norm, "the engine was built with learner.max_grad_norm"
+        self._take_turn(optimizer)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
+        state = self._policy.model.state_dict(keep_vars=True).items()
+        for bucket in _buckets([(name, tensor) for name, tensor in state if wanted(name)]):
+            sharded = [tensor for _, tensor in bucket if hasattr(tensor, "ds_id")]
+            with self._deepspeed.zero.GatheredParameters(sharded):
+                whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
+            yield from whole
+
+    def save(self, folder: Path, optimizer: _Turn, version: int) -> None:
+        self._take_turn(optimizer)
+        (folder / TAG).mkdir(exist_ok=True)
+        self._engine.save_checkpoint(str(folder), TAG, {"version": version}, exclude_frozen_parameters=True)
+        if dist.get_rank() == 0:
+            (folder / RANKS_FILE).write_text(json.dumps(self._layout()))
+
+    def load(self, folder: Path, optimizer: _Turn) -> int:
+        if not (folder / RANKS_FILE).is_file():
+            raise CheckpointError(f"{folder} holds no complete DeepSpeed state: resume from an older checkpoint")
+        found = json.loads((folder / RANKS_FILE).read_text())
+        if found != self._layout():
+            raise CheckpointError(
+                f"{folder} was written with {_shown(found)} and is to be read with {_shown(self._layout())}: ZeRO states "
+                "are read as they were written, so set resources.learner.num_workers and learner.zero_stage as before"
+            )
+        self._turn = optimizer
+        _, client_state = self._engine.load_checkpoint(str(folder), TAG, load_module_strict=False)
+        return int(client_state["version"])
+
+    def _layout(self) -> dict[str, int]:
+        return {"num_ranks": self._num_ranks, "zero_stage": self._config.zero_stage}
+
+    def _take_turn(self, optimizer: _Turn) -> None:
+        if self._turn is not optimizer:
+            self._engine.optimizer.optimizer.state.clear()
+            self._turn = optimizer
+
+    def _settings(self) -> dict[str, Any]:
+        """DeepSpeed's own configuration. Micro-batches are ours: it is told where a step ends."""
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self._config.max_grad_norm,
+            "zero_allow_untested_optimizer": True,  # torch's fused AdamW
+            "zero_optimization": {"stage": self._config.zero_stage, "overlap_comm": False},
+            "steps_per_print": 1 << 62,
+            "wall_clock_breakdown": False,
+        }
+
+
+class _Turn:
+    """Stands for an optimizer of its own over the engine's only one."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared = shared
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._shared.param_groups
+
+
+def _imported(device: torch.device) -> Any:
+    """DeepSpeed, which looks around when it is imported: told what it would find."""
+    for key, value in {**ENVIRONMENT, "DS_ACCELERATOR": device.type}.items():
+        os.environ.setdefault(key, value)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    return deepspeed
+
+
+def _buckets(named: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbours that are gathered together, at most about BUCKET_BYTES of them."""
+    end, numbered = 0, []
+    for name, tensor in named:
+        numbered.append((end // BUCKET_BYTES, (name, tensor)))
+        end += getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
+    for _, bucket in groupby(numbered, key=lambda pair: pair[0]):
+        yield [pair for _, pair in bucket]
+
+
+def _shown(layout: dict[str, int]) -> str:
+    return f"{layout['num_ranks']} ranks at ZeRO stage {layout['zero_stage']}"

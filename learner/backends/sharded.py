@@ -1,0 +1,48 @@
+"""A policy and its optimizer to and from a folder, in torch's distributed format: it is read on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from cluster.errors import CheckpointError
+from learner.policies.token import TokenPolicy
+
+PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
+
+
+def save_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer, version: int) -> None:
+    """Write this rank's part of what is trained. Collective."""
+    state = {**_trained_state(policy, optimizer), "version": version}
+    dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> int:
+    """Read this rank's part; returns the version. Collective.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"{folder} holds no complete learner state: resume from an older checkpoint")
+    state = {**_trained_state(policy, optimizer), "version": 0}
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(
+        policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=PARTIAL
+    )
+    return int(state["version"])
+
+
+def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    is_fresh = not optimizer.state
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    if is_fresh:  # torch has taken a step of nothing to fill the state, and Adam corrects its moments by their number
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
+    frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return {"model": {n: t for n, t in model_state.items() if n not in frozen}, "optimizer": optimizer_state}

@@ -1,0 +1,94 @@
+"""What one rank does in the tests of the backends: a supervised step, updates, a checkpoint and the way back to it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch
+from learner_data import group, picture, prompt, random_groups, tiny_config
+from transformers import AutoTokenizer
+
+from cluster.trajectory import ScoredGroup
+from configs.schema import RunConfig
+from learner.learner import Learner
+from learner.supervised import SupervisedExample
+
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
+
+
+def steps(tokenizer) -> list[list[ScoredGroup]]:
+    """Two updates. In the first one rank gets all the text and the other all the pictures; the second is uneven."""
+    text = [group(prompt(tokenizer, f"t{n}"), [[1, 2], [3, 4]], [1.0, 0.0], n) for n in range(3)]
+    pictures = [group(prompt(tokenizer, f"p{n}", [picture(n)]), [[5, 6], [7]], [0.0, 1.0], n) for n in range(3)]
+    return [text + pictures, random_groups(tokenizer, 3, 3, seed=5)]
+
+
+def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
+    """Everything that `follow` does, on one rank; rank 0 writes what it saw."""
+    tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+    learner = Learner(config, rank, world_size, (250,))
+    learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
+    seen = follow(learner, steps(tokenizer), tokenizer, out)
+    if rank == 0:
+        torch.save(seen, out / "seen.pt")
+    learner.close()
+
+
+def met_at(learner: Learner, rank: int, path: Path) -> str:
+    """The address of rank 0, passed on through a file."""
+    if rank == 0:
+        address = learner.rendezvous_address()
+        path.with_suffix(".part").write_text(address)
+        path.with_suffix(".part").rename(path)
+        return address
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: Path) -> dict:
+    """A supervised step, save, two updates, save, a third update; load, the third update again, and one that is not
+    finite; then back to the first checkpoint."""
+    answer = updates[0][0].group.trajectories[0].actions.token_ids
+    asked = prompt(tokenizer, "canary", [picture(9)])
+    rows = [SupervisedExample(asked, answer, answer > 0), SupervisedExample(prompt(tokenizer, "t"), answer, answer > 0)]
+    seen = {"before": weights(learner)}
+    seen |= {"supervised": learner.supervised_step(rows), "accuracy": learner.answer_accuracy(rows)}
+    learner.save(out / "start")
+    seen["start"] = weights(learner)
+    seen["metrics"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]
+    seen |= {"weights": weights(learner), "canary": torch.from_numpy(learner.sequence_logprobs(asked))}
+    learner.save(out / "state")
+    learner.export(out / "export")
+    learner.update(updates[0], 3)
+    seen["third"] = weights(learner)
+    seen["version"] = learner.load(out / "state")
+    seen |= {"reloaded": weights(learner), "canary_reloaded": torch.from_numpy(learner.sequence_logprobs(asked))}
+    learner.update(updates[0], 3)
+    seen["third_again"] = weights(learner)
+    seen["skipped"] = learner.update([group(asked, [[1], [2]], [math.inf, 0.0])], 4).metrics["skipped"]
+    seen["not_finite"] = weights(learner)
+    learner.load(out / "start")
+    seen["start_again"] = weights(learner)
+    seen["metrics_again"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]
+    return seen
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in learner._named_weights()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.allclose(a[name], b[name], atol=atol, rtol=0) for name in a)
+
+
+def config_of(model: Path, *overrides: str) -> RunConfig:
+    """A large `adam_eps`: at 1e-8 Adam turns the rounding of a gradient near 0 into a step as large as the learning rate.
+
+    All groups are of version 0, so that one is trained however old it is.
+    """
+    rates = ("learner.learning_rate=0.001", "warm_start.learning_rate=0.001", "learner.adam_eps=1.0e-4")
+    return tiny_config(model, "learner.tokens_per_microbatch=120", "algorithm.max_staleness=4", *rates, *overrides)

@@ -38,7 +38,7 @@ from deploy.spawner import Spawner  # noqa: E402
 
 FAULTS = {3: ("scoring", "node/1"), 7: ("in_broadcast", "node/2")}  # version -> moment, whose raylet is killed
 THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; everybody else on the head
-ALL = (*THERE, "reward/1", "reference/1", "replay/0", "learner/0", "learner/1")
+ALL = (*THERE, "reward/1", "replay/0", "learner/0", "learner/1")
 NUM_STEPS = 11
 ANSWER_BYTES = 200_000  # Ray keeps smaller objects with their owner, the driver
 STORE_BYTES = 80 * 2**20
@@ -60,7 +60,12 @@ def main(folder: Path, ray_folder: str) -> None:
 
 
 async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dict[str, Any]:
+    homes: dict[str, int] = {}
+
     async def plan(version: int) -> None:
+        if not homes:
+            raylets = [saboteur.process_id(f"node/{index}") for index in range(len(nodes))]
+            homes.update({name: raylets.index(_parent_of(saboteur.process_id(name))) for name in ALL})
         if version in FAULTS:
             async with asyncio.timeout(240):
                 while not run.is_whole:
@@ -77,6 +82,7 @@ async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dic
             "struck": saboteur.struck,
             "trained": run.trained,
             "losses": run.losses,
+            "homes": homes,
             "moved": [moving.node, await moving.again()],
             "nodes": nodes,
         }
@@ -121,6 +127,11 @@ class _Moving:
         await answer(self._handle.ping.remote(), timeout_s=90, what="the moving worker to start")
 
 
+def _parent_of(process_id: int) -> int:
+    """A worker's parent is the raylet of its node."""
+    return int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def _on(node_id: str) -> dict[str, Any]:
     """There if it can be, else anywhere."""
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
@@ -128,12 +139,13 @@ def _on(node_id: str) -> dict[str, Any]:
 
 def _node(folder: str | None) -> dict[str, Any]:
     own = {"temp_dir": folder} if folder else {}
-    return {"num_cpus": 2, "object_store_memory": STORE_BYTES, "node_ip_address": "127.0.0.1", **own}
+    return {"num_cpus": 2, "object_store_memory": STORE_BYTES, **own}
 
 
 if __name__ == "__main__":
     short = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")  # a Unix socket's path may have 107 characters at most
     os.environ["RAY_TMPDIR"] = short
+    (Path(short) / "ray").mkdir()  # where `Cluster` leaves its address
     try:
         main(Path(sys.argv[1]), short)
     finally:

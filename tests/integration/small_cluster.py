@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class Shape:
     token_s: float = 0.01
     answer_bytes: int = 10
     checkpoint_interval: int = CHECKPOINT_INTERVAL
-    options: Mapping[str, Anywhere] = field(default_factory=dict)  # worker's name -> Ray options of its actor
+    options_of: Callable[[str], Anywhere] = lambda name: {}  # a worker's name -> Ray options of its next actor
 
 
 def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: Anywhere, **settings: Any) -> Any:
@@ -293,7 +293,7 @@ class SmallRun:
         return Watched(f"learner/{index}", ping, _nothing, self._learner.lose)
 
     def _spawn(self, role: type, name: str, *args: Any, max_concurrency: int = 1, **settings: Any) -> Any:
-        options = self.shape.options.get(name, {})
+        options = self.shape.options_of(name)
         return start(role, name, name, self.folder, *args, max_concurrency=max_concurrency, options=options, **settings)
 
     def _spawn_worker(self, role: type, role_name: str, index: int) -> Any:

@@ -73,8 +73,9 @@ async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dic
             moment, victim = FAULTS[version]
             saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
 
-    options = {name: _on(nodes[THERE.get(name, 0)]) for name in ALL}
-    shape = Shape(total_steps=NUM_STEPS, answer_bytes=ANSWER_BYTES, options=options)
+    shape = Shape(
+        total_steps=NUM_STEPS, answer_bytes=ANSWER_BYTES, options_of=lambda name: _on(nodes[THERE.get(name, 0)])
+    )
     async with _Moving(folder, nodes[1]) as moving:
         run = SmallRun(folder, shape, on_version=plan)
         await run.go()
@@ -133,8 +134,10 @@ def _parent_of(process_id: int) -> int:
 
 
 def _on(node_id: str) -> dict[str, Any]:
-    """There if it can be, else anywhere."""
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+    """There as long as it is alive, then anywhere."""
+    if not any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes()):
+        return {}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
 def _node(folder: str | None) -> dict[str, Any]:

@@ -144,12 +144,14 @@ class _Over(Exception):
 
 
 async def soak(folder: Path, seconds: float, seed: int) -> Outcome:
-    """Run on the connected cluster for so long, and to the next step."""
+    """Run on the connected cluster for so long from its first version on, and to the next step."""
     outcome = Outcome()
-    started = time.monotonic()
+    began: list[float] = []
 
     async def until_over(version: int) -> None:
-        if time.monotonic() - started > seconds:
+        began.append(time.monotonic())
+        del began[1:]
+        if time.monotonic() - began[0] > seconds:
             raise _Over
 
     run = SmallRun(folder, SHAPE, on_version=until_over, metrics=outcome.ledger)
@@ -167,7 +169,7 @@ async def soak(folder: Path, seconds: float, seed: int) -> Outcome:
         for task in (*beside, going):
             task.cancel()
         await asyncio.gather(*beside, going, return_exceptions=True)
-    outcome.seconds, outcome.losses = time.monotonic() - started, run.losses
+    outcome.seconds, outcome.losses = time.monotonic() - began[0], run.losses
     _check_weights(run, outcome)
     return outcome
 
@@ -218,10 +220,10 @@ async def _look(run: SmallRun, outcome: Outcome) -> None:
     """Measure memory, and say so when the run stands still."""
     while True:
         await asyncio.sleep(SAMPLE_S)
-        if outcome.ledger.idle_s > STUCK_S:
-            raise TimeoutError(f"no step for {outcome.ledger.idle_s:.0f} s: {run.workers}, {outcome.lines()}")
         if outcome.ledger.num_steps == 0:
             continue
+        if outcome.ledger.idle_s > STUCK_S:
+            raise TimeoutError(f"no step for {outcome.ledger.idle_s:.0f} s: {run.workers}, {outcome.lines()}")
         outcome.memory["driver"].append(_resident_bytes(os.getpid()))
         if run.saboteur.is_there("replay/0"):
             outcome.memory["buffer"].append(_resident_bytes(run.saboteur.process_id("replay/0")))

@@ -167,7 +167,9 @@ def test_nodes_that_are_lost_take_nothing_with_them(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["struck"] == [f"scoring node/1 {int(KILL)}", f"in_broadcast node/2 {int(KILL)}"]
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
-    assert result["losses"]["rollout_died"] >= 2
+    homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}
+    assert {name: home for name, home in result["homes"].items() if home} == homes
+    assert {"rollout_died": 2, "reference_died": 1}.items() <= result["losses"].items()
     before, after = result["moved"]
     assert before == result["nodes"][1] and after == result["nodes"][0]
     assert left(tmp_path) == []

@@ -88,6 +88,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         max_num_batched_tokens=sampler.max_num_batched_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
+        keeps_kv_cache=config.weight_sync.kv_cache == "keep",
         block_size=sampler.block_size,
         enforce_eager=sampler.enforce_eager,
         banned_ids=processor.media_token_ids,

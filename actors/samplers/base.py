@@ -39,6 +39,7 @@ class EngineSettings:
     max_num_batched_tokens: int
     max_images_per_prompt: int
     kv_cache_bytes: int
+    keeps_kv_cache: bool  # of running requests, over a push
     block_size: int
     enforce_eager: bool
     banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
@@ -66,7 +67,9 @@ class Sampler(Protocol):
     async def sample(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
     ) -> list[SampledSequence]:
-        """All siblings of one prompt in one request; requests of other prompts run beside it."""
+        """All siblings of one prompt in one request; requests of other prompts run beside it. One that samples them one
+        after the other takes them in order of arrival, whatever their priority.
+        """
         ...
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
@@ -88,7 +91,8 @@ class Sampler(Protocol):
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         """Freeze running requests, take a push from the transfer group, stamp `version`, and go on.
 
-        Every cache that depends on weights (KV, prefix, encoder) is empty afterwards.
+        No later request sees a cache of the old weights (KV, prefix, encoder). A running one keeps its KV only with
+        `EngineSettings.keeps_kv_cache`.
         """
         ...
 

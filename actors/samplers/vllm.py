@@ -47,6 +47,8 @@ class VLLMSampler:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._bans = {token_id: BAN for token_id in settings.banned_ids}
+        self._is_replacing = False
+        self._num_replaced = 0
 
     async def start(self) -> None:
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
@@ -126,20 +128,35 @@ class VLLMSampler:
     async def _replace_weights(self, update: dict[str, Any], version: int) -> None:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on.
 
-        An engine whose reload fails stays frozen: its weights are neither old nor new.
+        `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
+        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. An engine whose
+        reload fails stays frozen: its weights are neither old nor new.
         """
+        self._is_replacing = True
         await self._pause()
         await self._engine.start_weight_update()
         await self._engine.update_weights(WeightTransferUpdateRequest(update))
         await self._engine.finish_weight_update(weight_version=str(version))
+        await self._engine.reset_mm_cache()
         await self._engine.reset_encoder_cache()
         await self._engine.reset_prefix_cache()
+        self._num_replaced += 1
+        self._is_replacing = False
         await self._engine.resume_generation()
 
     async def _pause(self) -> None:
         """`AsyncLLM.pause_generation` without the 20 ms that it sleeps afterwards for the order of events in a log."""
         await self._engine.renderer.clear_mm_cache_async()
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        clear_cache = not self._settings.keeps_kv_cache
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
+
+    def _cache_salt(self) -> str | None:
+        """Requests with equal salts share the KV of equal prefixes. Where the KV of old weights outlives a push, only
+        requests between the same two pushes may; one that arrives in a push does not know its weights and shares none.
+        """
+        if not self._settings.keeps_kv_cache:
+            return None
+        return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
     async def _generate(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], params: SamplingParams, request_id: str
@@ -154,8 +171,9 @@ class VLLMSampler:
 
     def _engine_input(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> Any:
         ids = prompt.expanded_ids.tolist()
+        salt = self._cache_salt()
         if not media:
-            return tokens_input(ids)
+            return tokens_input(ids, cache_salt=salt)
         features = BatchFeature(
             {key: torch.from_numpy(np.concatenate([m.inputs[key] for m in media])) for key in media[0].inputs}
         )
@@ -164,6 +182,7 @@ class VLLMSampler:
             MultiModalKwargsItems.from_hf_inputs(features, self._fields_of(features, {})),
             mm_hashes={"image": [handle.key for handle in prompt.media]},
             mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
+            cache_salt=salt,
         )
 
 

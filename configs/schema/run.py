@@ -84,6 +84,9 @@ class WeightSyncConfig(Section):
     """Deadline for one push to one wave; what did not answer is named."""
     wave_size: NonNegativeInt
     """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
+    kv_cache: Literal["recompute", "keep"]
+    """What running requests go on with after a push: KV of the new weights, or what they have, which is faster and
+    leaves later tokens to see earlier ones through old weights. Later requests never see it."""
     max_attempts: PositiveInt
     """Transfer groups that one push may use up on one wave when members of it are lost."""
     canary_interval: NonNegativeInt

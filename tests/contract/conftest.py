@@ -16,12 +16,14 @@ ENGINES = {"vllm-untied": ("vllm", "untied"), "vllm-tied": ("vllm", "tied"), "hu
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    """One model with an output layer of its own, and one that shares it with the input embedding."""
+    """One model with an output layer of its own, and one that shares it with the input embedding and whose engine keeps
+    the KV of running requests over a push."""
     found = {}
     for name in ("untied", "tied"):
         folder = tmp_path_factory.mktemp(name)
         write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name == "tied")
-        found[name] = open_model(folder / "model")
+        kv_cache = "keep" if name == "tied" else "recompute"
+        found[name] = open_model(folder / "model", f"weight_sync.kv_cache={kv_cache}")
     return found
 
 

@@ -83,21 +83,50 @@ async def test_tokens_carry_the_version_of_the_push(engine: Engine, learner: Lea
         assert group.summary().tokens_by_version == {version: sum(t.num_steps for t in group.trajectories)}
 
 
-@pytest.mark.parametrize("engine_name", ["vllm-untied", "vllm-tied"])
-async def test_a_push_in_the_middle_of_a_response_leaves_an_exact_boundary_in_it(
+async def pushed_within(
     engine: Engine, learner: Learner
-) -> None:
-    """Running responses are frozen, go on with the new weights, and every token is one of the version it claims."""
+) -> tuple[TrajectoryGroup, dict[int, dict[str, torch.Tensor]], list[float]]:
+    """A group that saw pushes while it was sampled, the weights of each version, and the largest log-prob difference of
+    what was sampled of the same prompt and picture after each push, beside it."""
     sync = weight_sync(engine, LocalSender(learner), canary_interval=0)
-    weights = {0: copied(learner)}
-    running = asyncio.ensure_future(engine.sample(engine.model.probe, num_samples=16, max_tokens=400))
-    while not running.done():
+    weights, beside = {0: copied(learner)}, []
+    prompt = engine.model.prompts[2]  # long enough to fill a block of KV, which later requests would share
+    assert prompt.num_tokens > engine.model.config.sampler.block_size
+    running = asyncio.ensure_future(engine.sample(prompt, num_samples=16, max_tokens=400))
+    while not running.done() and len(weights) < 8:
         version = len(weights)
         perturb(learner, seed=version)
         weights[version] = copied(learner)
         await sync.publish(version)
-        await asyncio.sleep(0.1)
-    group = await running
+        new = await engine.sample(prompt)
+        beside.append(float(gaps(learner, engine.model, [new]).max()))
+    return await running, weights, beside
+
+
+@pytest.mark.parametrize("engine_name", ["vllm-tied"])
+async def test_an_engine_that_keeps_kv_stamps_versions_and_lends_old_kv_to_no_later_request(
+    engine: Engine, learner: Learner
+) -> None:
+    group, weights, beside = await pushed_within(engine, learner)
+    assert max(beside) <= 10 * EXACT, "requests of the same prompt and picture see the new weights alone"
+    expected = expected_logprobs(learner, engine, group, weights)
+    differences = [np.abs(e - t.behavior_logprobs) for e, t in zip(expected, group.trajectories, strict=True)]
+    first, later = [], []
+    for trajectory, difference in zip(group.trajectories, differences, strict=True):
+        end = trajectory.weight_spans[0].end
+        first += difference[:end].tolist()
+        later += difference[end:].tolist()
+    assert max(first) <= 10 * EXACT
+    assert max(later) > VISIBLE, "later tokens see earlier ones through the KV of old weights"
+
+
+@pytest.mark.parametrize("engine_name", ["vllm-untied"])
+async def test_a_push_in_the_middle_of_a_response_leaves_an_exact_boundary_in_it(
+    engine: Engine, learner: Learner
+) -> None:
+    """Running responses are frozen, go on with the new weights, and every token is one of the version it claims."""
+    group, weights, beside = await pushed_within(engine, learner)
+    assert max(beside) <= 10 * EXACT
     mixed = [t for t in group.trajectories if len(t.weight_spans) > 1]
     assert mixed, f"no response saw a push: {[t.weight_spans for t in group.trajectories]}"
     for trajectory in group.trajectories:

@@ -3,7 +3,7 @@
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
 tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine there.
+every worker, which registers the engine there and has pictures kept (`vllm_pictures`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from actors.samplers.vllm_pictures import keep_pictures
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
@@ -110,3 +111,4 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, MobulaWeightTransferEngine)
+keep_pictures()

@@ -293,6 +293,16 @@ class _Nothing:
 
     async def maybe_run(self, version: int) -> None: ...
 
+    async def finish(self) -> None: ...
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        yield
+
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         yield

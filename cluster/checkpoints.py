@@ -16,12 +16,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.errors import CheckpointError, PreflightError
+from cluster.supervision import background_tasks
 from configs.schema.run import Resume, RunConfig
 
 _logger = logging.getLogger(__name__)
@@ -34,7 +36,13 @@ _MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
 class Durable(Protocol):
     """The learner group as a checkpoint sees it; `folder` is on a file system that every rank and the driver share."""
 
-    async def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path) -> None:
+        """Take a copy of the state as it is now, which is written to `folder` beside whatever comes next."""
+        ...
+
+    async def finish_save(self) -> bool:
+        """Wait until the last copy is on disk; False if it was lost with a learner that had to be restored."""
+        ...
 
     async def load(self, folder: Path) -> int:
         """Returns the version that was loaded."""
@@ -123,6 +131,9 @@ class Checkpoints:
         self._resume = resume
         self._schedule = schedule
         self._recovery = recovery or CheckpointAlone()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: asyncio.Task[Path | None] | None = None
+        self._is_overdue = False
 
     async def resume(self) -> int:
         """The version to go on from: what the newest complete checkpoint and the journal after it lead to, else 0 after
@@ -151,11 +162,35 @@ class Checkpoints:
             await self.maybe_save(reached)  # the part that was killed may not have come to it
         return reached
 
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Write checkpoints beside the body.
+
+        Raises:
+            CheckpointError: one could not be written; the body was cancelled.
+        """
+        async with background_tasks() as self._tasks:
+            try:
+                yield
+                await self._finish_write()
+            finally:
+                self._tasks = None
+
     async def maybe_save(self, version: int) -> None:
-        """Save `version` if it is due, and finish the run with the last one."""
-        if self._schedule.is_due(version):
-            await self.save(version)
-        if version == self._schedule.total_steps:
+        """Save `version` if it is due, and finish the run with the last one.
+
+        Within `writing` it returns once the state is copied, and one checkpoint is written at a time. The last one is
+        waited for. One that was lost with a learner rank is made up for at the next step.
+        """
+        is_last = version == self._schedule.total_steps
+        await self._finish_write(is_waiting=is_last or self._schedule.is_due(version))
+        if self._schedule.is_due(version) or self._is_overdue:
+            if is_last or self._tasks is None:
+                await self.save(version)
+            else:
+                draft, state = await self._copy(version)
+                self._running = self._tasks.create_task(self._write(draft, state), name=f"write step {version}")
+        if is_last:
             await self._finish()
 
     async def save(self, version: int) -> Path:
@@ -164,23 +199,52 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
+        while True:
+            path = await self._write(*await self._copy(version))
+            if path is not None:
+                return path
+
+    async def _finish_write(self, *, is_waiting: bool = True) -> None:
+        """Take note of the checkpoint that is being written, once it is."""
+        if self._running is not None and (is_waiting or self._running.done()):
+            self._is_overdue = await self._running is None
+            self._running = None
+
+    async def _copy(self, version: int) -> tuple[Path, Mapping[str, Any]]:
+        """Copies of the learner's state, on its way to the folder that is returned, and of the driver's."""
         state = {
             "version": version,
             "identity": self._identity,
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         draft = self._folder / f".tmp-{version}-{secrets.token_hex(4)}"
-        try:
+        with self._explained(version):
             (draft / _LEARNER).mkdir(parents=True)
             await self._learner.save(draft / _LEARNER)
+        return draft, state
+
+    async def _write(self, draft: Path, state: Mapping[str, Any]) -> Path | None:
+        """Complete a checkpoint; None if the learner's copy was lost."""
+        version = state["version"]
+        with self._explained(version):
+            if not await self._learner.finish_save():
+                _logger.warning("the checkpoint of step %d was lost with a learner rank: another one follows", version)
+                await asyncio.to_thread(shutil.rmtree, draft)
+                return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
+        self._is_overdue = False
+        await self._recovery.saved(version)
+        return path
+
+    @contextmanager
+    def _explained(self, version: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {version} could not be written below {self._folder}: {error}; "
                 "free the disk or set folder=... to another one, then go on with resume=auto"
             ) from error
-        await self._recovery.saved(version)
-        return path
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
         (draft / _STATE).write_text(json.dumps(state, indent=1))

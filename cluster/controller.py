@@ -16,13 +16,25 @@ class RunCheckpoints(Protocol):
 
     async def resume(self) -> int: ...
 
+    def writing(self) -> AbstractAsyncContextManager[None]:
+        """Write beside the body; what it saves last is on disk before it ends."""
+        ...
+
     async def maybe_save(self, version: int) -> None: ...
 
 
 class HeldOutEvaluator(Protocol):
     """Evaluates the published weights; knows its own schedule."""
 
-    async def maybe_run(self, version: int) -> None: ...
+    def evaluating(self) -> AbstractAsyncContextManager[None]:
+        """Evaluate beside the body."""
+        ...
+
+    async def maybe_run(self, version: int) -> None:
+        """Begin with `version`, if it is due; it stays published until `finish` has returned."""
+        ...
+
+    async def finish(self) -> None: ...
 
 
 class RoleSupervisor(Protocol):
@@ -79,7 +91,12 @@ class Controller:
         """
         version = await self.checkpoints.resume()
         await self.weights.publish(version)
-        async with self.supervisor.watching(), self.rollouts.streaming():
+        async with (
+            self.supervisor.watching(),
+            self.rollouts.streaming(),
+            self.evaluator.evaluating(),
+            self.checkpoints.writing(),
+        ):
             await self.evaluator.maybe_run(version)
             while version < self.total_steps:
                 with self.metrics.step(version + 1) as step:
@@ -89,12 +106,13 @@ class Controller:
                         groups = await self.reference.score(groups)
                     with step.timed("update"):
                         update = await self.learner.update(groups)
+                    with step.timed("evaluation"):
+                        await self.evaluator.finish()  # with the weights that the push replaces
                     with step.timed("weight_sync"):
                         version = await self.weights.publish(update.version)
                     await self.replay.release(groups)
                     step.record(groups, update, await self.replay.stats())
-                    with step.timed("evaluation"):
-                        await self.evaluator.maybe_run(version)
+                    await self.evaluator.maybe_run(version)
                     with step.timed("checkpoint"):
                         await self.checkpoints.maybe_save(version)
         return version

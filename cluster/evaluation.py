@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,8 +45,12 @@ class EvaluationSchedule:
 class Evaluator:
     """Samples every held-out prompt, `max_concurrent` at a time, and averages the accuracy component.
 
-    A response that could not be scored is left out of the means and counted; it is never taken for wrong. `on_result`
-    is told each result once; a version that was evaluated before a resume is not evaluated again.
+    It runs beside training, and yields to it where an engine has to choose (`settings.priority`). Weights stay as they
+    are until it is done: `finish` comes before the next push.
+
+    A response that could not be scored is left out of the means and counted; it is never taken for wrong. So is one of
+    newer weights, of an engine that joined with what the learner had made meanwhile. `on_result` is told each result
+    once; a version whose result a checkpoint holds is not evaluated again.
     """
 
     def __init__(
@@ -69,11 +74,40 @@ class Evaluator:
         self._max_concurrent = max_concurrent
         self._schedule = schedule
         self._on_result = on_result
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        """Evaluate beside the body.
+
+        Raises:
+            RewardError, RolloutError: an evaluation failed; the body was cancelled.
+        """
+        async with background_tasks() as self._tasks:
+            yield
+            await self.finish()
 
     async def maybe_run(self, version: int) -> None:
-        """Evaluate `version`, which every rollout actor serves now, if it is due and was not evaluated yet."""
-        if self._schedule.is_due(version) and version not in self.results:
-            self._on_result(await self.run(version))
+        """Begin to evaluate `version`, which every rollout actor serves now, if it is due and was not evaluated yet. The
+        last version is waited for: there is nothing to run beside.
+        """
+        if not self._schedule.is_due(version) or version in self.results:
+            return
+        await self.finish()
+        assert self._tasks is not None, "an evaluation runs within evaluating()"
+        self._running = self._tasks.create_task(self._run_and_tell(version), name=f"evaluate version {version}")
+        if version == self._schedule.total_steps:
+            await self.finish()
+
+    async def finish(self) -> None:
+        """Wait for the evaluation that runs, if one does."""
+        if self._running is not None:
+            await self._running
+            self._running = None
+
+    async def _run_and_tell(self, version: int) -> None:
+        self._on_result(await self.run(version))
 
     async def run(self, version: int) -> EvaluationResult:
         """Evaluate `version`, which every rollout actor serves now.
@@ -83,7 +117,7 @@ class Evaluator:
         """
         slots = asyncio.Semaphore(self._max_concurrent)
         async with background_tasks() as tasks:
-            running = [tasks.create_task(self._score(prompt, slots)) for prompt in self._prompts]
+            running = [tasks.create_task(self._score(prompt, version, slots)) for prompt in self._prompts]
             answers = [reward for task in running for reward in await task]
         self.results[version] = self._summarise(version, answers)
         return self.results[version]
@@ -96,10 +130,11 @@ class Evaluator:
         """Know the results of an earlier part of this run."""
         self.results = {row["version"]: EvaluationResult(**row) for row in state["results"]}
 
-    async def _score(self, prompt: Prompt, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
+    async def _score(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
         async with slots:
-            group, _ = await self._rollouts.generate(prompt, self._settings)
-            return await self._rewards.score(group)
+            group, summary = await self._rollouts.generate(prompt, self._settings)
+            rewards = await self._rewards.score(group)
+        return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
 
     def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:
         scored = [reward for reward in answers if reward is not None]

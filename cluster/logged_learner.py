@@ -27,6 +27,8 @@ class DurableLearner(Protocol):
 
     async def save(self, folder: Path) -> None: ...
 
+    async def finish_save(self) -> bool: ...
+
     async def load(self, folder: Path) -> int: ...
 
 
@@ -58,6 +60,9 @@ class LoggedLearner:
     async def save(self, folder: Path) -> None:
         await self._drain(0)
         await self._learner.save(folder)
+
+    async def finish_save(self) -> bool:
+        return await self._learner.finish_save()
 
     async def load(self, folder: Path) -> int:
         return await self._learner.load(folder)

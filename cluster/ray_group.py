@@ -23,6 +23,7 @@ from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
 
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
+BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
 
 
 def spawn(
@@ -41,7 +42,7 @@ def spawn(
     """
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
-    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, worker.name)).options(
+    actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, worker.name)).options(
         num_cpus=worker.num_cpus,
         num_gpus=worker.num_gpus,
         max_restarts=0,
@@ -83,6 +84,11 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
+
+
+def beside(method: Any) -> Any:
+    """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
+    return method.options(concurrency_group=BESIDE)
 
 
 async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:

@@ -56,6 +56,8 @@ class Ranks(Protocol):
 
     async def save(self, folder: Path) -> None: ...
 
+    async def finish_save(self) -> bool: ...
+
     async def load(self, folder: Path) -> int: ...
 
     async def export(self, folder: Path) -> None: ...
@@ -82,6 +84,8 @@ class RestoringLearner:
         self._newest = newest
         self._restoration = Restoration("learner", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
+        self._generation = 0  # of ranks
+        self._saved_by = 0  # the generation that has the last copy
         self.num_steps_taken_again = 0
 
     def lose(self, error: Exception) -> None:
@@ -95,9 +99,15 @@ class RestoringLearner:
 
     async def save(self, folder: Path) -> None:
         await self._outliving(lambda: self._ranks.save(folder))
+        self._saved_by = self._generation
         newest = await asyncio.to_thread(self._newest)
         if newest is not None:  # what it holds need not be taken again; this save is not complete yet
             self._trained = [(version, groups) for version, groups in self._trained if version > newest[0]]
+
+    async def finish_save(self) -> bool:
+        """Wait until the last copy is on disk; False if it was lost with the ranks that had it."""
+        saved_by = self._saved_by
+        return await self._outliving(self._ranks.finish_save) and self._generation == saved_by
 
     async def load(self, folder: Path) -> int:
         return await self._outliving(lambda: self._ranks.load(folder))
@@ -139,6 +149,7 @@ class RestoringLearner:
         if newest is None:
             raise BeyondRestoring(f"the learner was lost before its first checkpoint: {error}") from error
         version, folder = newest
+        self._generation += 1
         await self._ranks.respawn()
         loaded = await self._ranks.load(folder)
         if loaded != version:

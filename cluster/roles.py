@@ -21,6 +21,7 @@ class SamplingSettings:
     temperature: float  # 0 is greedy (evaluation only)
     max_tokens: int
     seed: int
+    priority: int = 0  # where an engine has to choose, a smaller number goes first
 
 
 @dataclass(frozen=True)

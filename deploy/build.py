@@ -44,6 +44,7 @@ CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
+AFTER_TRAINING = 1  # priority of held-out prompts
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
@@ -255,7 +256,9 @@ def build_evaluator(
         prompts=held_out.prompts,
         rollouts=rollouts,
         rewards=rewards,
-        settings=SamplingSettings(1, config.evaluation.temperature, config.sampler.max_tokens, config.seed),
+        settings=SamplingSettings(
+            1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, AFTER_TRAINING
+        ),
         accuracy_component=config.rewards.accuracy_component,
         max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),

@@ -32,7 +32,7 @@ from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import TokenPolicy
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
-from learner.state import load_state, save_state
+from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedExample, SupervisedTrainer
 from learner.weight_publisher import WeightPublisher
 
@@ -40,7 +40,7 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class Learner:
-    """Trains the policy. Every method but `rendezvous_address` and `close` is collective: all ranks call it alike.
+    """Trains the policy. Every method but `rendezvous_address`, `finish_save` and `close` is collective: all ranks call it alike.
 
     Example:
         address = ranks[0].rendezvous_address()
@@ -92,6 +92,7 @@ class Learner:
             self._reader,
             self._device,
         )
+        self._states = StateWriter(self._rank)
         self.weights = self._publisher()
 
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
@@ -148,11 +149,16 @@ class Learner:
         return self.version, self.weights.export(bucket_bytes)
 
     def save(self, folder: Path) -> None:
-        """Write the learner's state for an exact resume."""
-        save_state(folder, self._backend, self._optimizer, self.version, self._rank)
+        """Copy the learner's state for an exact resume; it is written while training goes on."""
+        self._states.save(folder, self._backend, self._optimizer, self.version)
+
+    def finish_save(self) -> None:
+        """Wait until the copy is on disk; not collective, and may be called beside any other method."""
+        self._states.finish()
 
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
+        self._states.finish()
         self.version = load_state(folder, self._backend, self._optimizer, self._rank)
         return self.version
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.ray_group import answer, kill, stop
+from cluster.ray_group import answer, beside, kill, stop
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
@@ -98,8 +98,15 @@ class LearnerGroup:
         return version, calls[0][1]
 
     async def save(self, folder: Path) -> None:
+        """Take a copy of the state and begin to write it; `finish_save` waits for that."""
         calls = [w.save.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to save to {folder}")
+        await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
+
+    async def finish_save(self) -> bool:
+        """Wait until every rank has written the copy that it has, if it has one."""
+        calls = [beside(w.finish_save).remote() for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
+        return True
 
     async def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""

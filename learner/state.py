@@ -3,6 +3,7 @@ frozen comes from `policy.model` again."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -10,11 +11,34 @@ import torch
 from learner.backends.base import Backend, Optimizer
 
 
-def save_state(folder: Path, backend: Backend, optimizer: Optimizer, version: int, rank: int) -> None:
-    """Write this rank's part into `folder`. Collective."""
-    folder.mkdir(parents=True, exist_ok=True)
-    backend.save(folder, optimizer, version)
-    torch.save(torch.get_rng_state(), _rng_file(folder, rank))
+class StateWriter:
+    """Writes one rank's part of the learner's state on a thread of its own, from a copy of it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+
+    def save(self, folder: Path, backend: Backend, optimizer: Optimizer, version: int) -> None:
+        """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective."""
+        self.finish()
+        folder.mkdir(parents=True, exist_ok=True)
+        write, random_state = backend.save(folder, optimizer, version), torch.get_rng_state()
+
+        def write_all() -> None:
+            write()
+            torch.save(random_state, _rng_file(folder, self._rank))
+
+        self._writing = self._thread.submit(write_all)
+
+    def finish(self) -> None:
+        """Wait until the last copy is on disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._writing is not None:
+            self._writing.result()
 
 
 def load_state(folder: Path, backend: Backend, optimizer: Optimizer, rank: int) -> int:

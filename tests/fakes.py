@@ -177,6 +177,9 @@ class FakeLearner:
             state = {"version": self.version, "rank": rank, "weights": self.weights}
             (folder / f"rank{rank}.json").write_text(json.dumps(state))
 
+    async def finish_save(self) -> bool:
+        return True
+
     async def load(self, folder: Path) -> int:
         first, second = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         assert {**first, "rank": 1} == second
@@ -241,9 +244,15 @@ class FakeEvaluator:
         self.offered: list[int] = []
         self._due = due
 
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        yield
+
     async def maybe_run(self, version: int) -> None:
         self.offered.append(version)
         self._due(version)
+
+    async def finish(self) -> None: ...
 
 
 class NoCheckpoints:
@@ -251,6 +260,10 @@ class NoCheckpoints:
 
     async def resume(self) -> int:
         return 0
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        yield
 
     async def maybe_save(self, version: int) -> None: ...
 

@@ -72,7 +72,7 @@ class VLLMSampler:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate(prompt, media, params, request_id)
+        output = await self._generate(prompt, media, params, request_id, settings.priority)
         ordered = sorted(output.outputs, key=lambda completion: completion.index)
         return [_to_sequence(completion) for completion in ordered]
 
@@ -159,11 +159,16 @@ class VLLMSampler:
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
     async def _generate(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], params: SamplingParams, request_id: str
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
     ) -> Any:
-        final = None
+        final, inputs = None, self._engine_input(prompt, media)
         with _failing(f"prompt {prompt.prompt_id}"):
-            async for output in self._engine.generate(self._engine_input(prompt, media), params, request_id):
+            async for output in self._engine.generate(inputs, params, request_id, priority=priority):
                 final = output
         if final is None:
             raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
@@ -222,6 +227,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         mm_device_do_normalize=False,  # ... normalised included
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="actors.samplers.vllm_weights.WorkerExtension",
+        scheduling_policy="priority",  # held-out prompts after those of training
         enable_log_requests=False,
         disable_log_stats=True,
     )

@@ -64,8 +64,12 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, folder: Path, optimizer: Optimizer, version: int) -> None:
-        """Write this rank's part of what is trained and of the optimizer's state. Collective."""
+    def save(self, folder: Path, optimizer: Optimizer, version: int) -> Callable[[], None]:
+        """Copy this rank's part of what is trained and of the optimizer's state. Collective.
+
+        What is returned writes the copy, on another thread and beside training. A backend that can only write itself
+        has done so by then.
+        """
         ...
 
     def load(self, folder: Path, optimizer: Optimizer) -> int:

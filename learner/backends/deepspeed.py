@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -89,12 +89,13 @@ class DeepSpeedBackend:
                 whole = [(name, tensor.detach().clone()) for name, tensor in bucket]
             yield from whole
 
-    def save(self, folder: Path, optimizer: _Turn, version: int) -> None:
+    def save(self, folder: Path, optimizer: _Turn, version: int) -> Callable[[], None]:
         self._take_turn(optimizer)
         (folder / TAG).mkdir(exist_ok=True)
         self._engine.save_checkpoint(str(folder), TAG, {"version": version}, exclude_frozen_parameters=True)
         if dist.get_rank() == 0:
             (folder / RANKS_FILE).write_text(json.dumps(self._layout()))
+        return lambda: None  # DeepSpeed writes on the calling thread alone
 
     def load(self, folder: Path, optimizer: _Turn) -> int:
         if not (folder / RANKS_FILE).is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.gather import gather_whole
-from learner.backends.sharded import load_sharded, save_sharded
+from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.token import TokenPolicy
 
@@ -39,6 +39,7 @@ class FSDP2Backend:
 
     def wrap(self, policy: TokenPolicy) -> TokenPolicy:
         self._num_ranks = dist.get_world_size()
+        self._states = ShardedWriter()
         mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         policy.to(self._device)
@@ -76,8 +77,8 @@ class FSDP2Backend:
         state = self._policy.model.state_dict()
         yield from gather_whole({name: tensor for name, tensor in state.items() if wanted(name)})
 
-    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> None:
-        save_sharded(folder, self._policy, optimizer, version)
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
+        return self._states.save(folder, self._policy, optimizer, version)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
         return load_sharded(folder, self._policy, optimizer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from cluster.errors import CheckpointError
@@ -16,10 +18,24 @@ from learner.policies.token import TokenPolicy
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
 
 
-def save_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer, version: int) -> None:
-    """Write this rank's part of what is trained. Collective."""
-    state = {**_trained_state(policy, optimizer), "version": version}
-    dcp.save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+class ShardedWriter:
+    """Writes this rank's part of what is trained, from a copy in host memory.
+
+    The ranks agree on who writes what in a process group of their own: on another thread they must never meet the
+    collectives of training. Its constructor is collective.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def save(
+        self, folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer, version: int
+    ) -> Callable[[], None]:
+        """Copy the state; what is returned writes it."""
+        state = {**_trained_state(policy, optimizer), "version": version}
+        copy = BlockingAsyncStager(cache_staged_state_dict=False).stage(state)
+        no_dist = self._group is None
+        return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
 
 
 def load_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> int:

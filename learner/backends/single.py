@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
-from learner.backends.sharded import load_sharded, save_sharded
+from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.token import TokenPolicy
 
@@ -29,6 +29,7 @@ class SingleBackend:
         self._policy = policy.to(self._device)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
+        self._states = ShardedWriter()
         return policy
 
     def optimizer(self) -> torch.optim.AdamW:
@@ -52,8 +53,8 @@ class SingleBackend:
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in self._policy.model.state_dict().items() if wanted(name))
 
-    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> None:
-        save_sharded(folder, self._policy, optimizer, version)
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
+        return self._states.save(folder, self._policy, optimizer, version)
 
     def load(self, folder: Path, optimizer: torch.optim.Optimizer) -> int:
         return load_sharded(folder, self._policy, optimizer)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.live_groups import LiveGroups
-from cluster.ray_group import HEALTH, _hosted, answer, stop
+from cluster.ray_group import BESIDE, HEALTH, _hosted, answer, stop
 from cluster.recovery import JournalledLearner, JournalRecovery
 from cluster.replay_client import ReplayClient, ReplayDeadlines
 from cluster.restarts import RestartBudget, RestartPolicy
@@ -74,7 +75,7 @@ class Shape:
 
 def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: Anywhere, **settings: Any) -> Any:
     """The role in an actor of its own that books nothing."""
-    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name))
+    actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, name))
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     bare = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency, "runtime_env": {"env_vars": env}}
     return actor.options(**bare, **options).remote((), *args, **settings)
@@ -101,8 +102,14 @@ class Visitor:
     def __init__(self, visit: Callable[[int], Awaitable[None]]) -> None:
         self._visit = visit
 
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        yield
+
     async def maybe_run(self, version: int) -> None:
         await self._visit(version)
+
+    async def finish(self) -> None: ...
 
 
 class SmallRun:

@@ -171,6 +171,8 @@ class SmallLearner:
             self._saboteur.moment("in_checkpoint")
         torch.save(self._state, folder / f"rank{self._rank}.pt")
 
+    def finish_save(self) -> None: ...
+
     def load(self, folder: Path) -> int:
         self._state = torch.load(folder / f"rank{self._rank}.pt")
         return self._state["version"]

@@ -1,5 +1,6 @@
 """Run checkpoints: complete or absent, wherever a save is killed, and refused where they are of another run."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -268,3 +269,86 @@ async def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     await setup.save(2)
     manifest = json.loads((setup.folder / "step-000002/manifest.json").read_text())
     assert sorted(manifest["files"]) == ["learner/rank0.json", "learner/rank1.json", "state.json"]
+
+
+class SlowLearner(FakeLearner):
+    """Has a copy on disk once `is_free` is set; `num_lost` copies are lost instead."""
+
+    def __init__(self, num_lost: int = 0) -> None:
+        super().__init__()
+        self.is_free = asyncio.Event()
+        self.calls: list[str] = []
+        self._num_lost = num_lost
+
+    async def save(self, folder: Path) -> None:
+        await super().save(folder)
+        self.calls.append(f"save {self.version}")
+
+    async def finish_save(self) -> bool:
+        await self.is_free.wait()
+        self.calls.append("finish")
+        self._num_lost -= 1
+        return self._num_lost < 0
+
+
+def beside(tmp_path: Path, num_lost: int = 0) -> tuple[Setup, SlowLearner]:
+    setup, learner = Setup(tmp_path, keep=100), SlowLearner(num_lost)
+    setup.learner = setup.checkpoints._learner = learner
+    return setup, learner
+
+
+async def test_the_run_goes_on_while_a_checkpoint_is_written_and_it_holds_the_state_of_its_step(tmp_path: Path) -> None:
+    setup, learner = beside(tmp_path)
+    async with asyncio.timeout(5), setup.checkpoints.writing():
+        for version in (1, 2, 3):
+            learner.version = setup.part.value = version
+            await setup.checkpoints.maybe_save(version)
+        assert latest_complete(setup.folder) is None and learner.calls == ["save 2"]
+        learner.is_free.set()
+    assert setup.calls == ["saved 2"], "it is complete before the run ends"
+    after = Setup(tmp_path)
+    assert (await after.checkpoints.resume(), after.learner.version, after.part.value) == (2, 2, 2)
+
+
+async def test_one_checkpoint_is_written_at_a_time_and_the_last_one_is_waited_for(tmp_path: Path) -> None:
+    setup, learner = beside(tmp_path)
+    learner.is_free.set()
+    async with setup.checkpoints.writing():
+        for version in range(1, 10):
+            learner.version = version
+            await setup.checkpoints.maybe_save(version)
+        assert setup.num_finished == 1 and setup.names()[-1] == "step-000009"
+    assert learner.calls == [call for version in (2, 4, 6, 8, 9) for call in (f"save {version}", "finish")]
+
+
+async def test_a_copy_that_was_lost_with_a_rank_is_made_up_for_at_the_next_step(tmp_path: Path) -> None:
+    setup, learner = beside(tmp_path, num_lost=1)
+    learner.is_free.set()
+    async with setup.checkpoints.writing():
+        for version in (2, 3):
+            learner.version = version
+            await setup.checkpoints.maybe_save(version)
+            await asyncio.sleep(0.05)
+    assert setup.names() == ["step-000003"] and setup.calls == ["saved 3"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_next_action(tmp_path: Path) -> None:
+    setup, learner = beside(tmp_path)
+
+    async def fail() -> bool:
+        raise OSError(28, "No space left on device")
+
+    learner.finish_save = fail
+    with pytest.raises(CheckpointError, match="step 2 could not be written.*No space left"):
+        async with asyncio.timeout(5), setup.checkpoints.writing():
+            await setup.checkpoints.maybe_save(2)
+            await asyncio.Event().wait()
+
+
+async def test_a_run_that_fails_does_not_wait_for_its_checkpoint(tmp_path: Path) -> None:
+    setup, _ = beside(tmp_path)
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(5), setup.checkpoints.writing():
+            await setup.checkpoints.maybe_save(2)
+            raise KeyError("the learner failed")
+    assert latest_complete(setup.folder) is None

@@ -1,5 +1,6 @@
 """Held-out evaluation: schedule, means, interval, and what could not be scored."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -57,19 +58,66 @@ async def test_no_more_prompts_are_in_flight_than_allowed() -> None:
 async def test_it_runs_before_after_and_at_the_interval(interval_steps: int, due: list[int]) -> None:
     results: list[EvaluationResult] = []
     evaluator = make_evaluator(FakeRollouts(), results, interval_steps=interval_steps)
-    for version in range(8):
-        await evaluator.maybe_run(version)
+    async with evaluator.evaluating():
+        for version in range(8):
+            await evaluator.maybe_run(version)
     assert [result.version for result in results] == due
 
 
 async def test_a_version_that_was_evaluated_before_a_resume_is_not_evaluated_again() -> None:
     first, results = make_evaluator(FakeRollouts(), []), []
-    await first.maybe_run(0)
+    async with first.evaluating():
+        await first.maybe_run(0)
     second = make_evaluator(FakeRollouts(), results)
     second.restore(0, first.state())
-    await second.maybe_run(0)
+    async with second.evaluating():
+        await second.maybe_run(0)
     assert results == []
     assert second.results == first.results
+
+
+async def test_it_runs_beside_the_body_until_it_is_waited_for_and_the_last_one_is() -> None:
+    results: list[EvaluationResult] = []
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 3)
+    evaluator = make_evaluator(rollouts, results)
+    async with evaluator.evaluating():
+        await evaluator.maybe_run(0)
+        assert results == []
+        while not rollouts.num_in_flight:
+            await asyncio.sleep(0)
+        await evaluator.finish()
+        assert [result.version for result in results] == [0]
+        await evaluator.maybe_run(7)
+        assert [result.version for result in results] == [0, 7], "a checkpoint of the last version holds its result"
+
+
+async def test_one_that_fails_cancels_the_body_and_one_that_runs_is_cancelled_with_it() -> None:
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError(prompt_id))
+    with pytest.raises(RolloutError, match="test/"):
+        failing = make_evaluator(rollouts, [])
+        async with asyncio.timeout(5), failing.evaluating():
+            await failing.maybe_run(0)
+            await asyncio.Event().wait()
+    endless = FakeRollouts(pauses=lambda prompt_id: 10**9)
+    evaluator = make_evaluator(endless, [])
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(5), evaluator.evaluating():
+            await evaluator.maybe_run(0)
+            while not endless.num_in_flight:
+                await asyncio.sleep(0)
+            raise KeyError("the learner failed")
+    assert endless.num_in_flight == 0
+
+
+async def test_a_response_of_newer_weights_is_left_out() -> None:
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 2)
+    running = asyncio.ensure_future(make_evaluator(rollouts, []).run(0))
+    while sum(rollouts.attempts.values()) < 6:
+        await asyncio.sleep(0)
+    rollouts.version = 1
+    result = await running
+    assert result.num_scored + result.num_unscored == 20
+    assert 0 < result.num_unscored < 20
 
 
 async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:

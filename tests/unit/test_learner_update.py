@@ -220,6 +220,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path) -> N
     first.update(steps[0], 1)
     first.update(steps[1], 2)
     first.save(tmp_path / "state")
+    first.finish_save()
     first.update(steps[2], 3)
     second = connected(tiny_config(folder))
     assert second.load(tmp_path / "state") == 2

@@ -89,6 +89,7 @@ async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for
     await run.recovery.begin()
     await run.train(steps[0])
     first.rank.save(tmp_path / "state")
+    first.rank.finish_save()
     after_checkpoint = first.weights()
     for groups in steps[1:]:
         await run.train(groups)

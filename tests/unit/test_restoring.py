@@ -48,6 +48,10 @@ class FakeRanks:
         self._answer("save")
         self.saved[folder] = (self.version, list(self.weights))
 
+    async def finish_save(self) -> bool:
+        self._answer("finish_save")
+        return True
+
     async def load(self, folder: Path) -> int:
         self._answer("load")
         self.version, weights = self.saved[folder]
@@ -214,3 +218,19 @@ async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
         await bench.train("0/0/s")
     assert bench.ranks.num_respawns == 0
 
+
+
+async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None:
+    bench = Bench()
+    await bench.save()
+    assert await bench.learner.finish_save()
+    await bench.train("0/0/s")
+    await bench.learner.save(Path("step-1"))
+    bench.ranks.dies_in["finish_save"] = 1
+    assert not await bench.learner.finish_save()
+    await bench.learner.save(Path("step-1"))
+    bench.ranks.dies_in["update"] = 1
+    await bench.train("0/1/s")
+    assert not await bench.learner.finish_save(), "an update had them restored meanwhile"
+    await bench.learner.save(Path("step-2"))
+    assert await bench.learner.finish_save()

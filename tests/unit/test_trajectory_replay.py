@@ -40,6 +40,7 @@ def live(groups: Sequence[ScoredGroup]) -> LiveGroups:
 class Saving(OneRank):
     async def save(self, folder: Path) -> None:
         self.rank.save(folder)
+        self.rank.finish_save()
 
     async def load(self, folder: Path) -> int:
         return self.rank.load(folder)

@@ -164,7 +164,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Write checkpoints beside the body.
+        """Write checkpoints beside the body; what is being written when the body ends is completed, however it ends.
 
         Raises:
             CheckpointError: one could not be written; the body was cancelled.
@@ -175,6 +175,8 @@ class Checkpoints:
                 await self._finish_write()
             finally:
                 self._tasks = None
+                if self._running is not None:  # its state was copied before whatever has failed
+                    await asyncio.wait({self._running})
 
     async def maybe_save(self, version: int) -> None:
         """Save `version` if it is due, and finish the run with the last one.

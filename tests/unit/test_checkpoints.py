@@ -345,10 +345,11 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_the_next_ac
             await asyncio.Event().wait()
 
 
-async def test_a_run_that_fails_does_not_wait_for_its_checkpoint(tmp_path: Path) -> None:
-    setup, _ = beside(tmp_path)
+async def test_a_run_that_fails_completes_the_checkpoint_that_it_is_writing(tmp_path: Path) -> None:
+    setup, learner = beside(tmp_path)
     with pytest.raises(KeyError):
         async with asyncio.timeout(5), setup.checkpoints.writing():
             await setup.checkpoints.maybe_save(2)
-            raise KeyError("the learner failed")
-    assert latest_complete(setup.folder) is None
+            asyncio.get_running_loop().call_later(0.01, learner.is_free.set)
+            raise KeyError("a reward function failed")
+    assert latest_complete(setup.folder) == setup.folder / "step-000002"

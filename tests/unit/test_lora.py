@@ -170,6 +170,7 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resumed_learner_goes_on_bit_fo
     groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4, seed=9)
     first = trained(folder)
     first.save(tmp_path / "state")
+    first.finish_save()
     first.update(groups, 3)
     second = connected(tiny_config(folder, *LORA))
     assert second.load(tmp_path / "state") == 2

@@ -85,6 +85,11 @@ class ReplayBuffer:
             self._num_waiting -= 1
         self._write_down(group)
 
+    async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
+        """Reserve one group after the other."""
+        for group in groups:
+            await self.reserve(group)
+
     async def restore(self, holdings: Holdings) -> None:
         """Take over what a buffer before this one held, before any other call. The journal may lack some of it."""
         now = self._clock()

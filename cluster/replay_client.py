@@ -43,6 +43,9 @@ class ReplayClient:
     async def reserve(self, group: ScoredGroup) -> None:
         await self._room(self._handle.reserve.remote(group), f"make room for group {group.summary.group_id}")
 
+    async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
+        await self._call(self._handle.reserve_all.remote(list(groups)), f"hold {len(groups)} groups for which there is room")
+
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
         first = groups[0].summary.group_id if groups else "of no prompt"
         await self._call(self._handle.put.remote(list(groups)), f"store {len(groups)} groups, the first {first}")

@@ -34,6 +34,7 @@ class ReplayLedger:
         self._leased: dict[str, ScoredGroup] = {}
         self._seen: set[str] = set()
         self.num_rejected: Counter[str] = Counter()
+        self.num_bytes = 0  # of all groups that are held
 
     def has_seen(self, group_id: str) -> bool:
         return group_id in self._seen
@@ -44,6 +45,7 @@ class ReplayLedger:
     def reserve(self, group: ScoredGroup) -> None:
         self._seen.add(group.summary.group_id)
         self._reserved[group.summary.group_id] = group
+        self.num_bytes += group.summary.num_bytes
 
     def put(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
@@ -52,7 +54,8 @@ class ReplayLedger:
 
     def reject(self, group_id: str, reason: str) -> None:
         self._seen.add(group_id)
-        self._reserved.pop(group_id, None)
+        if (group := self._reserved.pop(group_id, None)) is not None:
+            self.num_bytes -= group.summary.num_bytes
         self.num_rejected[reason] += 1
 
     def take(self, group_ids: Iterable[str]) -> None:
@@ -62,7 +65,7 @@ class ReplayLedger:
 
     def release(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
-            del self._leased[group_id]
+            self.num_bytes -= self._leased.pop(group_id).summary.num_bytes
 
     def abort(self, group_ids: Sequence[str]) -> None:
         self._ready = {**{group_id: self._leased.pop(group_id) for group_id in group_ids}, **self._ready}

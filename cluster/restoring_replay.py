@@ -7,6 +7,7 @@ twice says nothing new.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +23,8 @@ from cluster.trajectory import ScoredGroup
 
 _logger = logging.getLogger(__name__)
 
+GATHER_S = 0.01  # how long a finished group waits for others before the buffer hears of them together
+
 
 class Buffer(Replay, Protocol):
     """One process that plays the buffer: `cluster.replay_client.ReplayClient`."""
@@ -31,6 +34,8 @@ class Buffer(Replay, Protocol):
         ...
 
     async def restore(self, holdings: Holdings) -> None: ...
+
+    async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None: ...
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
 
@@ -52,7 +57,9 @@ class Buffer(Replay, Protocol):
 class RestoringReplay:
     """Implements `cluster.roles.Replay` and `cluster.recovery.JournalledReplay`.
 
-    Groups are put one after the other, so that the buffer's order is known. `take` and `reserve` may wait for others,
+    Steps are put one after the other, so that the buffer's order is known. The ledger knows of everything that the
+    buffer holds, so where it sees room for a finished group there is room: the buffer then hears of the group a moment
+    later, together with others, or by the `put` of its step. `take` and `reserve` may wait for others,
     so a deadline of theirs travels; any other call that is not answered in time means that the buffer hangs.
     """
 
@@ -61,31 +68,44 @@ class RestoringReplay:
         buffer: Buffer,
         spawn: Callable[[], Awaitable[Buffer]],
         *,
+        max_bytes: float,
         budget: RestartBudget,
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spawn()` starts the process of another buffer; `on_lost` is told `replay_died` or `replay_hung`."""
+        """`spawn()` starts the process of another buffer; `on_lost` is told `replay_died` or `replay_hung`.
+
+        `max_bytes` is the buffer's own budget.
+        """
         self._buffer = buffer
         self._spawn = spawn
+        self._max_bytes = max_bytes
         self._ledger = ReplayLedger()
+        self._untold: dict[str, ScoredGroup] = {}  # reserved in the ledger; the buffer may not have heard of them
+        self._telling: asyncio.Task[None] | None = None
         self._restoration = Restoration("replay", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
 
     async def reserve(self, group: ScoredGroup) -> None:
         if self._ledger.has_seen(group.summary.group_id):
             self._ledger.num_rejected[DUPLICATE] += 1
             return
-        await self._restoration.outliving(lambda: self._buffer.reserve(group), is_patient=True)
-        self._ledger.reserve(group)
+        if self._ledger.num_bytes + group.summary.num_bytes <= self._max_bytes:
+            self._ledger.reserve(group)
+            self._tell_soon(group)
+        else:
+            await self._restoration.outliving(lambda: self._buffer.reserve(group), is_patient=True)
+            self._ledger.reserve(group)
 
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
         for group in groups:
             if not self._ledger.is_reserved(group.summary.group_id):
                 await self.reserve(group)
-        await self._restoration.outliving(lambda: self._buffer.put(groups))
+        sent = [self._untold.pop(g.summary.group_id, None) or replace(g, group=None) for g in groups]
+        await self._restoration.outliving(lambda: self._buffer.put(sent))
         self._ledger.put(_ids(groups))
 
     async def reject(self, group_id: str, reason: str) -> None:
+        self._untold.pop(group_id, None)
         await self._restoration.outliving(lambda: self._buffer.reject(group_id, reason))
         self._ledger.reject(group_id, reason)
 
@@ -113,6 +133,7 @@ class RestoringReplay:
 
     async def stats(self) -> ReplayStats:
         """Of the process that plays the buffer now; rejected groups are those of the whole run."""
+        await self._tell()
         stats = await self._restoration.outliving(lambda: self._buffer.stats())
         return replace(stats, num_rejected=dict(self._ledger.num_rejected))
 
@@ -130,7 +151,30 @@ class RestoringReplay:
                 raise
 
     async def close(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
         await self._buffer.close()
+
+    def _tell_soon(self, group: ScoredGroup) -> None:
+        """Raises: WorkerDiedError: the buffer was beyond restoring when it was told of groups before this one."""
+        self._untold[group.summary.group_id] = group
+        if self._telling is not None and not self._telling.done():
+            return
+        if self._telling is not None:
+            self._telling.result()
+        self._telling = asyncio.create_task(self._tell_after_a_moment(), name="tell the buffer of finished groups")
+
+    async def _tell_after_a_moment(self) -> None:
+        await asyncio.sleep(GATHER_S)
+        await self._tell()
+
+    async def _tell(self) -> None:
+        """Groups that are put or rejected meanwhile are duplicates to the buffer, which it passes over."""
+        groups = list(self._untold.values())
+        if groups:
+            await self._restoration.outliving(lambda: self._buffer.reserve_all(groups))
+        for group in groups:
+            self._untold.pop(group.summary.group_id, None)
 
     async def _bring_back(self, error: Exception) -> None:
         self._buffer.kill()

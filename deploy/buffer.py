@@ -39,7 +39,13 @@ def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], 
 
     [place] = spawner.workers("replay")
     first = ReplayClient(start(place), deadlines)
-    return RestoringReplay(first, spawn, budget=RestartBudget(restart_policy(config)), on_lost=on_lost)
+    return RestoringReplay(
+        first,
+        spawn,
+        max_bytes=config.replay.max_bytes,
+        budget=RestartBudget(restart_policy(config)),
+        on_lost=on_lost,
+    )
 
 
 def _start_replay(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> Any:

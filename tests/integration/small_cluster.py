@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections import Counter
@@ -173,7 +174,11 @@ class SmallRun:
             on_lost=self._lost,
         )
         self.replay = RestoringReplay(
-            self._new_buffer(), self._spawn_buffer, budget=RestartBudget(POLICY), on_lost=self._lost
+            self._new_buffer(),
+            self._spawn_buffer,
+            max_bytes=math.inf,
+            budget=RestartBudget(POLICY),
+            on_lost=self._lost,
         )
         self.rewards = self._reward_pool()
         self.reference = self._reference_pool()

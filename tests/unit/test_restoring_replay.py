@@ -27,16 +27,18 @@ POLICY = RestartPolicy(max_restarts=200, window_s=1000, backoff_s=0.0001, max_ba
 class Process:
     """One buffer, and how it fails: a call that comes when it is dead fails, one that finds it hung waits."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, max_bytes: float) -> None:
         self.journal = Journal(folder, {"seed": 0}) if folder else None
         writer = JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if self.journal else None
-        self.buffer = ReplayBuffer(journal=writer, max_bytes=float("inf"))
+        self.buffer = ReplayBuffer(journal=writer, max_bytes=max_bytes)
+        self.calls: list[str] = []
         self.is_dead = False
         self.is_hung = False
         self.dies_after: str | None = None  # the call that it carries out, but does not answer
 
     def __getattr__(self, name: str):
         async def call(*args):
+            self.calls.append(name)
             if self.is_hung:
                 await asyncio.Event().wait()
             self._refuse_if_dead()
@@ -65,19 +67,24 @@ class Client(ReplayClient):
 
 
 class Bench:
-    def __init__(self, folder: Path | None = None, policy: RestartPolicy = POLICY) -> None:
+    def __init__(
+        self, folder: Path | None = None, policy: RestartPolicy = POLICY, max_bytes: float = float("inf")
+    ) -> None:
         self.processes: list[Process] = []
         self.losses: list[str] = []
         self._folder = folder
+        self._max_bytes = max_bytes
         first = self._start()
-        self.replay = RestoringReplay(first, self._spawn, budget=RestartBudget(policy), on_lost=self.losses.append)
+        self.replay = RestoringReplay(
+            first, self._spawn, max_bytes=max_bytes, budget=RestartBudget(policy), on_lost=self.losses.append
+        )
 
     @property
     def process(self) -> Process:
         return self.processes[-1]
 
     def _start(self) -> Client:
-        self.processes.append(Process(self._folder))
+        self.processes.append(Process(self._folder, self._max_bytes))
         return Client(self.process)
 
     async def _spawn(self) -> Client:
@@ -108,13 +115,14 @@ async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_le
     assert bench.losses == ["replay_died"]
 
 
-@pytest.mark.parametrize("call", ["reserve", "put", "take", "release", "abort", "reject", "commit"])
+@pytest.mark.parametrize("call", ["reserve_all", "put", "take", "release", "abort", "reject", "commit"])
 async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: str) -> None:
     bench = Bench()
     await bench.replay.put(scored(0, 1))
     leased = await bench.replay.take(1)
     bench.process.dies_after = call
     await bench.replay.reserve(*scored(2))
+    await bench.replay.stats()
     await bench.replay.put(scored(2))
     await bench.replay.reject("0/9/s9", "stale")
     await bench.replay.commit(1, leased)
@@ -124,6 +132,43 @@ async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: st
     assert ids(first) + ids(await bench.replay.take(1)) == ["0/0/s0", "0/1/s1", "0/2/s2"]
     assert (await bench.replay.stats()).num_rejected == {"stale": 1}
     assert len(bench.processes) == 2
+
+
+async def test_a_reserve_that_waited_for_room_and_was_not_answered_counts_once() -> None:
+    bench = Bench(max_bytes=1)
+    bench.process.dies_after = "reserve"
+    await bench.replay.reserve(*scored(0))
+    assert "reserve" in bench.processes[0].calls
+    await bench.replay.put(scored(0))
+    assert ids(await bench.replay.take(1)) == ["0/0/s0"]
+    assert len(bench.processes) == 2
+
+
+async def test_groups_that_finish_within_a_moment_are_told_together() -> None:
+    bench = Bench()
+    for group in scored(0, 1, 2):
+        await bench.replay.reserve(group)
+    assert bench.process.calls == []
+    async with asyncio.timeout(5):
+        while not bench.process.calls:
+            await asyncio.sleep(0.001)
+    assert (await bench.replay.stats()).num_bytes == sum(group.summary.num_bytes for group in scored(0, 1, 2))
+    assert bench.process.calls == ["reserve_all", "stats"]
+    await bench.replay.reserve(*scored(3))
+    await bench.replay.reject("0/3/s3", "stale")
+    assert bench.process.calls == ["reserve_all", "stats", "reject"]
+
+
+async def test_a_step_that_is_put_brings_those_of_its_groups_that_the_buffer_has_not_heard_of() -> None:
+    bench = Bench()
+    await bench.replay.reserve(*scored(0))
+    await bench.replay.stats()
+    await bench.replay.reserve(*scored(1))
+    await bench.replay.put(scored(1, 0))
+    assert bench.process.calls == ["reserve_all", "stats", "put"]
+    taken = await bench.replay.take(2)
+    assert ids(taken) == ["0/1/s1", "0/0/s0"]
+    assert all(group.group is not None for group in taken)
 
 
 async def test_a_take_that_waits_is_asked_for_again_and_gets_what_comes_later() -> None:
@@ -155,8 +200,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
 
 
 async def test_a_reserve_that_waits_for_room_too_long_says_nothing_of_the_buffer() -> None:
-    bench = Bench()
-    bench.process.buffer._max_bytes = 1
+    bench = Bench(max_bytes=1)
     await bench.replay.put(scored(0))
     with pytest.raises(DeadlineError, match="backpressure_s"):
         await bench.replay.reserve(*scored(1))
@@ -244,7 +288,7 @@ def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_
                 if rng.random() < 0.5:
                     bench.process.is_dead = True
                 else:
-                    bench.process.dies_after = rng.choice(["reserve", "put", "take", "release", "restore"])
+                    bench.process.dies_after = rng.choice(["reserve_all", "put", "take", "release", "restore"])
                 if rng.random() < 0.5:
                     bench.replay.lose(WorkerDiedError("replay/0 died"))
                 await asyncio.sleep(0.001)

@@ -24,14 +24,13 @@ from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
 from cluster.ray_group import answer
 from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient, ReplayDeadlines
 from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import StalenessGate
 from cluster.trajectory import GroupSummary, Prompt, Reward, TrajectoryGroup
 from configs.schema import RunConfig
-from deploy.buffer import REPLAY_CALLS
+from deploy.buffer import replay_buffer
 from rewards.pool import RewardPool
 from rewards.worker import GroupScore
 
@@ -70,11 +69,9 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
     async with staged(config, ROLES) as stage:
-        [place] = stage.spawner.workers("replay")
-        buffer = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
         others = ray.remote(_Others).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
         rewards = _reward_pool(others)
-        replay = ReplayClient(buffer, ReplayDeadlines(*(TIMEOUT_S,) * 6))
+        replay = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
         return await interleave(_sides("ray", lambda mean_s: _Roles(_Engines(others, mean_s), rewards, replay)), effort)
 
 

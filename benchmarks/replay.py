@@ -17,8 +17,7 @@ from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rate
 from cluster.actions import TokenActions
 from cluster.objects import fetch
 from cluster.ray_group import answer
-from cluster.replay_buffer import ReplayBuffer
-from cluster.replay_client import ReplayClient, ReplayDeadlines
+from cluster.restoring_replay import RestoringReplay
 from cluster.trajectory import (
     FinishReason,
     GroupSummary,
@@ -32,9 +31,9 @@ from cluster.trajectory import (
     group_num_bytes,
 )
 from configs.schema import RunConfig
-from deploy.buffer import REPLAY_CALLS
+from deploy.buffer import replay_buffer
 
-SETTINGS = ("resources.object_store_bytes=1073741824",)
+SETTINGS = ("resources.object_store_bytes=1073741824", "replay.max_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
 TIMEOUT_S = 120.0
 TARGET = 0.8
@@ -125,9 +124,7 @@ def _touch(array: np.ndarray) -> int:
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
     found: dict[str, tuple[float, ...]] = {}
     async with staged(config, ROLES) as stage:
-        [place] = stage.spawner.workers("replay")
-        handle = stage.spawner.start(ReplayBuffer, worker=place, max_concurrency=REPLAY_CALLS)
-        buffer = ReplayClient(handle, ReplayDeadlines(*(TIMEOUT_S,) * 6))
+        buffer = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
         consumer = _actor(Consumer)
         for load in (LARGE, SMALL):
             wire = _Wire(load, _actor(Producer, load), consumer, buffer)
@@ -147,7 +144,7 @@ class _Wire:
     load: Load
     producer: ray.actor.ActorHandle
     consumer: ray.actor.ActorHandle
-    buffer: ReplayClient
+    buffer: RestoringReplay
 
     async def through_buffer(self, round_number: int) -> float:
         """Producer returns groups; driver puts references, takes and hands them on; consumer fetches; driver releases."""

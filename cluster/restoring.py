@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cluster.errors import CheckpointError
+from cluster.errors import CheckpointError, DeadlineError, WeightSyncError
 from cluster.restarts import RestartBudget
 from cluster.restoration import BeyondRestoring, Restoration
 from cluster.roles import UpdateReport
@@ -86,6 +86,7 @@ class RestoringLearner:
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
         self._generation = 0  # of ranks
         self._saved_by = 0  # the generation that has the last copy
+        self._opened: set[int] = set()  # transfer epochs of the ranks that are there now
         self.num_steps_taken_again = 0
 
     def lose(self, error: Exception) -> None:
@@ -122,12 +123,29 @@ class RestoringLearner:
         return await self._outliving(self._ranks.manifest)
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        return await self._outliving(lambda: self._ranks.open_transfer(epoch, num_receivers))
+        rendezvous = await self._outliving(lambda: self._ranks.open_transfer(epoch, num_receivers))
+        self._opened.add(epoch)
+        return rendezvous
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        await self._outliving(lambda: self._ranks.join_transfer(rendezvous))
+        """A learner that waits in vain for a receiver is not the one that is lost.
+
+        Raises:
+            WeightSyncError: the group did not come together, or went with the ranks that had opened it.
+        """
+
+        async def join() -> None:
+            if rendezvous.epoch not in self._opened:
+                raise WeightSyncError(f"transfer epoch {rendezvous.epoch} went with the ranks that had opened it")
+            await self._ranks.join_transfer(rendezvous)
+
+        try:
+            await self._restoration.outliving(join, is_patient=True)
+        except DeadlineError as error:
+            raise WeightSyncError(f"transfer epoch {rendezvous.epoch} did not come together: {error}") from error
 
     async def leave_transfer(self, epoch: int) -> None:
+        self._opened.discard(epoch)
         await self._outliving(lambda: self._ranks.leave_transfer(epoch))
 
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
@@ -150,6 +168,7 @@ class RestoringLearner:
             raise BeyondRestoring(f"the learner was lost before its first checkpoint: {error}") from error
         version, folder = newest
         self._generation += 1
+        self._opened.clear()
         await self._ranks.respawn()
         loaded = await self._ranks.load(folder)
         if loaded != version:

@@ -15,6 +15,7 @@ from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.restoring import RestoringLearner
 from cluster.roles import UpdateReport
 from cluster.trajectory import ScoredGroup
+from cluster.weight_sync.transport import Rendezvous
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 
@@ -30,6 +31,7 @@ class FakeRanks:
         self.epochs: set[int] = set()
         self.dies_in: dict[str, int] = {}  # method -> how many of its next calls find a rank dead
         self.is_silent = False
+        self.is_alone = False  # no receiver comes to a transfer group
 
     async def respawn(self) -> None:
         self.num_respawns += 1
@@ -58,8 +60,14 @@ class FakeRanks:
         self.weights = list(weights)
         return self.version
 
-    async def join_transfer(self, epoch: Any) -> None:
-        self.epochs.add(epoch)
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        return Rendezvous("here", 1, epoch, num_receivers + 1, "gloo", 1.0)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        if self.is_alone:
+            raise DeadlineError("waited 1 s for learner/0 to join a transfer group")
+        self._answer("join_transfer")
+        self.epochs.add(rendezvous.epoch)
 
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
         self._answer("send_weights")
@@ -95,6 +103,9 @@ class Bench:
         version = self.ranks.version
         await self.learner.save(folder)
         self.checkpoint = (version, folder)
+
+    async def meet(self, epoch: int) -> None:
+        await self.learner.join_transfer(await self.learner.open_transfer(epoch, 1))
 
     async def train(self, *prompt_ids: str) -> int:
         return (await self.learner.update([make_scored(prompt_id) for prompt_id in prompt_ids])).version
@@ -141,12 +152,31 @@ async def test_a_death_while_it_is_restored_is_restored_again() -> None:
 async def test_a_push_ends_in_an_error_that_asks_for_a_new_epoch() -> None:
     bench = Bench()
     await bench.save()
-    await bench.learner.join_transfer(1)
+    await bench.meet(1)
     bench.ranks.dies_in["send_weights"] = 1
     with pytest.raises(WeightSyncError, match="not in transfer group 1"):
         await bench.learner.send_weights(64, 1)
-    await bench.learner.join_transfer(2)
+    await bench.meet(2)
     await bench.learner.send_weights(64, 2)
+
+
+async def test_a_learner_that_waits_in_vain_for_a_receiver_is_not_lost() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.is_alone = True
+    with pytest.raises(WeightSyncError, match="transfer epoch 1 did not come together"):
+        await bench.meet(1)
+    assert (bench.ranks.num_respawns, bench.lost) == (0, [])
+
+
+async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_new_ones() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.dies_in["join_transfer"] = 1
+    with pytest.raises(WeightSyncError, match="epoch 1 went with the ranks that had opened it"):
+        await bench.meet(1)
+    assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
+    await bench.meet(2)
 
 
 async def test_a_silent_rank_is_not_waited_for_once_somebody_has_noticed() -> None:

@@ -34,7 +34,7 @@ from deploy.buffer import replay_buffer
 from rewards.pool import RewardPool
 from rewards.worker import GroupScore
 
-SETTINGS = ("resources.object_store_bytes=1073741824",)
+SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
 IN_FLIGHT = (8, 64, 256, 1024)  # groups
 STEPS_IN_FLIGHT = 2  # a step takes half of what is in flight

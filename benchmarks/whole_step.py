@@ -1,4 +1,8 @@
-"""Whole step: samples/s of the loop over the serial sum of its raw parts, at 8 prompts x 8 samples x 8 tokens."""
+"""Whole step at 8 prompts x 8 samples x 8 tokens: samples/s of the loop over what its raw parts allow.
+
+The parts one after the other (their serial sum) bound the synchronous loop; with one engine and one learner rank on a
+core each, side by side, the slower of the two (the overlapped limit) bounds the asynchronous one.
+"""
 
 from __future__ import annotations
 
@@ -42,31 +46,43 @@ NUM_WARMUP_STEPS = 5
 STEPS_A_BLOCK = 5  # one value of the loop's series
 CALLS = 4  # generate calls, each of a whole step's fresh prompts, in one measurement
 TRAIN_STEPS = 4  # optimizer steps in one measurement
+OVERLAPPED = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
 TARGET = 0.6
+OVERLAPPED_TARGET = 0.75
 UNIT = "samples/s"
+LOOPS = {
+    "staleness_0": "max_staleness=0",
+    "staleness_1": "max_staleness=1",
+    "overlapped": "max_staleness=1, one engine on one core and one learner rank on the other",
+}
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """The raw parts, the loop, then the raw parts again, all on the same cores and never two at a time."""
-    steps: dict[int, list[StepRecord]] = {}
+    steps: dict[str, list[StepRecord]] = {}
     half = replace(effort, repeats=-(-effort.repeats // 2))
-    with scratch_config(SETTINGS, overrides) as config, private_ray(config):
+    with ExitStack() as stack:
+        config = stack.enter_context(scratch_config(SETTINGS, overrides))
+        overlapped = stack.enter_context(scratch_config((*SETTINGS, *OVERLAPPED), overrides))
+        stack.enter_context(private_ray(config))
         raw = [asyncio.run(_raw_parts(half, config))]
         for staleness in (0, 1):
-            steps[staleness] = _loop(config, effort.num_steps, staleness)
+            steps[f"staleness_{staleness}"] = _loop(_with_staleness(config, staleness), effort.num_steps)
+        if config.resources.device == "cpu":
+            steps["overlapped"] = _loop(overlapped, effort.num_steps)
         raw.append(asyncio.run(_raw_parts(half, config)))
     parts = {name: raw[0][name] + raw[1][name] for name in raw[0]}
     return _findings(config, parts, steps)
 
 
-def _loop(config: RunConfig, num_steps: int, max_staleness: int) -> list[StepRecord]:
+def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
+    algorithm = config.algorithm.model_copy(update={"max_staleness": max_staleness})
+    return config.model_copy(update={"name": f"staleness-{max_staleness}", "algorithm": algorithm})
+
+
+def _loop(config: RunConfig, num_steps: int) -> list[StepRecord]:
     """The steps of a run that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
-    changes = {
-        "name": f"staleness-{max_staleness}",
-        "num_steps": NUM_WARMUP_STEPS + num_steps + 1,
-        "algorithm": config.algorithm.model_copy(update={"max_staleness": max_staleness}),
-    }
-    run = config.model_copy(update=changes)
+    run = config.model_copy(update={"num_steps": NUM_WARMUP_STEPS + num_steps + 1})
     run_training(run, Console(stderr=True))
     return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])
 
@@ -89,13 +105,16 @@ async def _raw_parts(effort: Effort, config: RunConfig) -> dict[str, tuple[float
 
 
 def _engines(stage: Stage) -> dict[str, list[PlacedWorker]]:
-    """The ways to lay raw engines over the machine: one with all cores, or one a rollout actor. GPUs: one engine."""
+    """The ways to lay raw engines over the machine: one with all cores, one a rollout actor, or one alone on one core.
+    GPUs: one engine.
+    """
     workers = stage.spawner.workers("rollout")
     cores = tuple(core for worker in workers for core in worker.cores)
     one = replace(workers[0], num_threads=sum(worker.num_threads for worker in workers), cores=cores)
     ways = {"generate_one_engine": [one]}
     if stage.prepared.config.resources.device == "cpu" and len(workers) > 1:
         ways["generate_engine_a_core"] = list(workers)
+        ways["generate_one_core"] = workers[:1]
     return ways
 
 
@@ -138,18 +157,19 @@ def _blocks(steps: Sequence[StepRecord]) -> tuple[float, ...]:
 
 
 def _findings(
-    config: RunConfig, parts: dict[str, tuple[float, ...]], steps: dict[int, list[StepRecord]]
+    config: RunConfig, parts: dict[str, tuple[float, ...]], steps: dict[str, list[StepRecord]]
 ) -> Findings:
     what = {
         "generate_one_engine": "LLM.generate, one engine with all cores; pictures processed beforehand",
         "generate_engine_a_core": "the same, with an engine on every core and the prompts shared out",
+        "generate_one_core": "the same, with a single engine on one core",
         "train_1_threads": "forward, backward, clip and AdamW of all sequences in plain transformers, 1 thread",
         "train_2_threads": "the same with 2 threads",
     }
     series = {name: Series(what[name], UNIT, values) for name, values in parts.items()}
-    for staleness, records in steps.items():
-        text = f"the loop with max_staleness={staleness}, {STEPS_A_BLOCK} steps a value"
-        series[f"loop_staleness_{staleness}"] = Series(text, UNIT, _blocks(records))
+    for name, records in steps.items():
+        text = f"the loop, {LOOPS[name]}, {STEPS_A_BLOCK} steps a value"
+        series[f"loop_{name}"] = Series(text, UNIT, _blocks(records))
     generate, train = (max(s.median for n, s in series.items() if n.startswith(p)) for p in ("generate", "train"))
     serial = serial_rate((generate, train))
     settings = {
@@ -160,13 +180,18 @@ def _findings(
         "serial_samples_per_s": serial,
         "learner_ranks": config.resources.learner.num_workers,
         "rollout_actors": config.resources.rollout.num_workers,
-        "seconds_of_a_step": {str(lag): _mean_phases(records) for lag, records in steps.items()},
+        "seconds_of_a_step": {name: _mean_phases(records) for name, records in steps.items()},
     }
-    claims = (
+    claims = [
         Claim("loop / serial sum of raw parts", series["loop_staleness_0"].median / serial, TARGET),
         Claim("loop with max_staleness=1 / serial sum", series["loop_staleness_1"].median / serial),
-    )
-    return Findings(settings, series, claims)
+    ]
+    if "loop_overlapped" in series:
+        ours = series["loop_overlapped"].median
+        limit = settings["overlapped_limit"] = min(series["generate_one_core"].median, series["train_1_threads"].median)
+        claims.append(Claim("overlapped loop / overlapped limit of raw parts", ours / limit, OVERLAPPED_TARGET))
+        claims.append(Claim("overlapped loop / loop", ours / series["loop_staleness_0"].median))
+    return Findings(settings, series, tuple(claims))
 
 
 def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:

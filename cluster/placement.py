@@ -254,5 +254,5 @@ def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) 
             f"{num_cores} cores: set resources.{role}.num_threads={max(1, num_cores)} or "
             f"resources.{role}.bind_cores=false"
         )
-    first = seat * workers.num_threads
+    first = workers.first_core + seat * workers.num_threads
     return tuple((first + offset) % num_cores for offset in range(workers.num_threads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.schema.base import Section
 
@@ -23,7 +23,9 @@ class WorkerResources(Section):
     num_threads: PositiveInt
     """Threads of one worker process (OMP, torch)."""
     bind_cores: bool
-    """Bind worker i to its own cores [i * num_threads, (i + 1) * num_threads) of its node, modulo the node's cores."""
+    """Bind worker i to cores of its own: `num_threads` from `first_core` + i * `num_threads` on, modulo the node's."""
+    first_core: NonNegativeInt
+    """Where on its node the role's first worker is bound: roles that work at the same time want different cores."""
 
 
 class ResourcesConfig(Section):

@@ -1,4 +1,5 @@
-"""Weight sync: bytes/s of a push over those of a raw broadcast of the same bytes between the same two processes."""
+"""Weight sync: bytes/s of a push over those of a raw broadcast of the same bytes between the same processes; pushes to
+several receivers and of adapters, and what a running generation notices of one."""
 
 from __future__ import annotations
 
@@ -11,27 +12,25 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from benchmarks.apart import Peer, apart
+from benchmarks.fan_out import NUM_RECEIVERS, adapters_of, fan_out
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
-from benchmarks.stage import Stage, private_ray, scratch_config, staged
-from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
-from cluster.weight_sync.publish import Receiver
+from benchmarks.push_pause import into_engine
+from benchmarks.stage import private_ray, scratch_config
+from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup
 from configs.schema import RunConfig
-from deploy.build import spawn_inference
 from learner.weight_publisher import WeightPublisher
 
-SETTINGS = ("resources.rollout.num_workers=1",)
-ROLES = ("rollout", "reward")
+SETTINGS = ("resources.rollout.num_workers=1", "policy.lora.rank=8", "sampler.max_model_len=768")
 MIB = 2**20
 SIZES = {256: 1, 64: 4, 1: 64}  # MiB of one push -> pushes within one measurement
 CLAIMED = 256
 TARGET = 0.5
 TIMEOUT_S = 60.0
 SENDER, RECEIVER = 0, 1
-EPOCH = 1  # of the only transfer group with an engine
+FAN_OUT = 64  # MiB of weights in a push to several receivers
 UNIT = "GB/s"
 
 
@@ -39,9 +38,10 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """Two processes on a core each; then, as information, a push of the run's model into a vLLM engine."""
     with scratch_config(SETTINGS, overrides) as config:
         found = asyncio.run(_between_processes(effort, config))
+        delivered = asyncio.run(fan_out(effort, config, transformer_manifest(FAN_OUT * MIB)))
         with private_ray(config):
-            reload, num_bytes = asyncio.run(_into_engine(effort, config))
-    return _findings(config, found, reload, num_bytes)
+            pushed = asyncio.run(into_engine(effort, config))
+    return _findings(config, found, delivered, pushed)
 
 
 @dataclass(frozen=True)
@@ -230,57 +230,8 @@ def _side(members: tuple[Peer, Peer], job: Push, num_bytes: int) -> Callable:
     return run
 
 
-async def _into_engine(effort: Effort, config: RunConfig) -> tuple[tuple[float, ...], int]:
-    """Seconds of each push of the run's model into a vLLM engine, and the bytes of one push."""
-    async with staged(config, ROLES) as stage:
-        inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
-        await inference.rollouts.start()
-        [client] = inference.rollouts.receivers()
-        manifest, publisher = _model_publisher(stage)
-        rendezvous = publisher.open_transfer(EPOCH, num_receivers=1)
-        await asyncio.gather(
-            asyncio.to_thread(publisher.join_transfer, rendezvous), client.join_transfer(rendezvous, RECEIVER)
-        )
-        seconds = [
-            await _push_into(client, publisher, manifest, config.weight_sync.bucket_bytes, version)
-            for version in range(effort.warmups + effort.repeats)
-        ]
-        publisher.close()
-        await inference.rollouts.close()
-        for role in inference.watched:
-            await role.close()
-    return tuple(seconds[effort.warmups :]), manifest.num_bytes
-
-
-def _model_publisher(stage: Stage) -> tuple[Manifest, WeightPublisher]:
-    """A publisher of the checkpoint's tensors, as the run would send them."""
-    resources, folder = stage.prepared.config.resources, stage.prepared.model_folder
-    manifest = checkpoint_manifest(folder, resources.dtype)
-    files = [load_file(file, device=resources.device) for file in folder.glob("*.safetensors")]
-    tensors = {name: tensor for file in files for name, tensor in file.items()}
-    publisher = WeightPublisher(
-        manifest,
-        lambda: ((spec.name, tensors[spec.name]) for spec in manifest.tensors),
-        rank=SENDER,
-        device=torch.device(resources.device),
-        transport=resources.transport,
-        timeout_s=TIMEOUT_S,
-    )
-    return manifest, publisher
-
-
-async def _push_into(
-    client: Receiver, publisher: WeightPublisher, manifest: Manifest, bucket_bytes: int, version: int
-) -> float:
-    started = time.perf_counter()
-    await asyncio.gather(
-        asyncio.to_thread(publisher.send, bucket_bytes, EPOCH), client.receive_weights(manifest, bucket_bytes, version)
-    )
-    return time.perf_counter() - started
-
-
 def _findings(
-    config: RunConfig, found: dict[str, tuple[float, ...]], reload: tuple[float, ...], num_bytes: int
+    config: RunConfig, found: dict[str, tuple[float, ...]], delivered: dict[str, Series], pushed: dict[str, Series]
 ) -> Findings:
     transport = config.resources.transport
     what = {
@@ -292,16 +243,37 @@ def _findings(
         for size in SIZES
         for side in what
     }
-    series["engine_reload"] = Series(f"push of {num_bytes} bytes into a vLLM engine, pause to resume", "s", reload)
+    series |= delivered | pushed
     claims = tuple(
         Claim(f"push / raw broadcast, {size} MiB", rates(series[f"push_{size}"], series[f"raw_{size}"]), target)
         for size, target in ((size, TARGET if size == CLAIMED else None) for size in SIZES)
+    )
+    claims += _fan_out_claims(series)
+    claims += tuple(
+        Claim(f"pause of a running generation / push, {kind}", series[f"pause_{kind}"].median / series[name].median)
+        for kind, name in (("weights", "engine_reload"), ("adapters", "engine_adapters"))
     )
     settings = {
         "transport": transport,
         "bucket_bytes": config.weight_sync.bucket_bytes,
         "threads": 1,
         "pushes_in_one_measurement": {str(size): n for size, n in SIZES.items()},
+        "fan_out_mib": FAN_OUT,
         "tensors": {str(size): len(transformer_manifest(size * MIB).tensors) for size in SIZES},
     }
     return Findings(settings, series, claims)
+
+
+def _fan_out_claims(series: dict[str, Series]) -> tuple[Claim, ...]:
+    """Bytes delivered in a second over those of a raw broadcast to as many receivers, and what adapters save."""
+    manifest = transformer_manifest(FAN_OUT * MIB)
+    saved = manifest.num_bytes / adapters_of(manifest).num_bytes
+    claims = []
+    for n in NUM_RECEIVERS:
+        ways = {"at_once": "all at once", "rolling": "one after another"}
+        for way, words in ((way, words) for way, words in ways.items() if f"{way}_to_{n}" in series):
+            ratio = rates(series[f"{way}_to_{n}"], series[f"raw_to_{n}"])
+            claims.append(Claim(f"push to {n} {words} / raw broadcast to {n}, {FAN_OUT} MiB", ratio))
+        ratio = saved * rates(series[f"adapters_to_{n}"], series[f"at_once_to_{n}"])
+        claims.append(Claim(f"pushes of adapters in a second / pushes of weights, to {n} at once", ratio))
+    return tuple(claims)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fan_out import RANK, adapters_of
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, rates, serial_rate
 from benchmarks.recovery import windows
 from benchmarks.report import Report, problems, read, target_text, write
@@ -126,3 +127,11 @@ def test_idle_is_what_a_process_did_not_use_of_one_core_and_only_those_that_live
     first, second, dead = Process("rollout", 1, "n"), Process("rollout", 2, "n"), Process("rollout", 3, "n")
     shares = idle_shares({first: 1.0, second: 1.0, dead: 1.0}, {first: 3.0, second: 1.0}, 4.0)
     assert shares == {"rollout": pytest.approx(0.75)}
+
+
+def test_a_push_of_adapters_holds_two_factors_a_matrix_and_nothing_of_vectors() -> None:
+    manifest = transformer_manifest(MIB)
+    matrices = [spec for spec in manifest.tensors if len(spec.shape) == 2]
+    assert 0 < len(matrices) < len(manifest.tensors)
+    expected = sum(4 * RANK * sum(spec.shape) for spec in matrices)
+    assert adapters_of(manifest).num_bytes == expected

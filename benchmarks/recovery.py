@@ -29,7 +29,9 @@ from deploy.runtime import run_training
 
 SETTINGS = (  # a random model hardly ever stops before its tokens are full, and hardly learns to at this rate
     "algorithm.max_staleness=1",
-    "sampler.max_tokens=32",
+    "algorithm.prompts_per_step=8",
+    "algorithm.samples_per_prompt=8",
+    "sampler.max_tokens=8",
     "learner.learning_rate=1e-6",
     "warm_start.num_steps=0",
     "evaluation.num_prompts=8",

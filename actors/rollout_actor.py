@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from actors.outbox import Outbox
 from actors.samplers import build_sampler
-from actors.samplers.base import EngineSettings, SampledSequence
+from actors.samplers.base import EngineSettings
 from cluster.actions import TokenActions
 from cluster.media import MediaReader, ProcessedMedia
 from cluster.roles import SamplingSettings
+from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import FinishReason, GroupSummary, Prompt, Response, Trajectory, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
@@ -29,6 +31,7 @@ class RolloutActor:
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
         self._sampler = build_sampler(sampler, settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self._outbox = Outbox()
         self._media = MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY)
 
     async def start(self) -> None:
@@ -43,11 +46,22 @@ class RolloutActor:
         """Sample one token: whoever can do that is well."""
         await self._sampler.probe()
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
-        """Sample all siblings of one prompt. Two results, so that the bytes can stay where they were made."""
-        sequences = await self._sampler.sample(prompt, await self._read(prompt), settings, prompt.prompt_id)
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, GroupSummary]:
+        """Sample all siblings of one prompt, from where an earlier attempt left them.
+
+        Two results, so that the bytes can stay where they were made.
+        """
+        media = await self._read(prompt)
+        sequences = await self._sampler.sample(prompt, media, settings, attempt, self._outbox.put)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, group.summary()
+
+    async def chunks(self) -> AsyncIterator[list[TokenChunk]]:
+        """What all running prompts report, as it comes, for ever; the newest caller gets it."""
+        async for batch in self._outbox.batches():
+            yield batch
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
@@ -74,7 +88,8 @@ class RolloutActor:
         return await asyncio.to_thread(self._media.read, prompt.media) if prompt.media else []
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
-        num_tokens = int(sequence.token_ids.shape[0])
+        assert sequence.finish_reason is not None
+        num_tokens = sequence.num_tokens
         is_truncated = sequence.finish_reason is FinishReason.LENGTH
         text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
         return Trajectory(

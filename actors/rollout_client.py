@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from cluster.ray_group import answer, stop
+from actors.chunk_listener import ChunkListener
+from cluster.concurrency import Patience
+from cluster.errors import WorkerDiedError
+from cluster.leases import LeaseTable
+from cluster.ray_group import answer, patient_answer, stop
 from cluster.roles import SamplingSettings
+from cluster.sampled import TokenChunk
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
@@ -21,6 +27,7 @@ class RolloutClient:
         handle: Any,
         name: str,
         *,
+        leases: LeaseTable,
         start_s: float,
         rollout_s: float,
         sync_s: float,
@@ -28,9 +35,14 @@ class RolloutClient:
         probe_s: float,
         stop_s: float,
     ) -> None:
-        """`handle` is the Ray handle of a `RolloutActor`."""
+        """`handle` is the Ray handle of a `RolloutActor`; what it streams goes to `leases`.
+
+        `rollout_s` bounds the wait for a group, or for its next chunk.
+        """
         self.name = name
         self._handle = handle
+        self._leases = leases
+        self._chunks = ChunkListener(handle, name)
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
@@ -42,10 +54,26 @@ class RolloutClient:
         await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
-        """A reference to the group, which the caller owns and which outlives the actor, and its summary."""
-        group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings)
-        what = f"{self.name} to generate prompt {prompt.prompt_id}"
-        return group, await answer(summary, timeout_s=self._rollout_s, what=what)
+        """A reference to the group, which the caller owns and which outlives the actor, and its summary.
+
+        The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come.
+        """
+        lease, patience = self._leases.of(prompt, settings), Patience(self._rollout_s)
+        attempt = lease.next_attempt()
+
+        def take(chunk: TokenChunk) -> None:
+            lease.add(chunk)
+            patience.renew()
+
+        is_reported = settings.max_tokens > self._leases.chunk_tokens
+        with self._chunks.heard(attempt.request_id, take) if is_reported else nullcontext():
+            group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings, attempt)
+            what = f"{self.name} to generate prompt {prompt.prompt_id}"
+            try:
+                return group, await patient_answer(summary, patience=patience, what=what)
+            except WorkerDiedError:
+                await self._chunks.drain(self._sign_s)  # what it had sent before it died
+                raise
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
@@ -76,6 +104,7 @@ class RolloutClient:
 
     async def close(self) -> None:
         """End the process, whatever state it is in."""
+        self._chunks.close()
         await stop(self._handle, timeout_s=self._stop_s, what=self.name)
 
     async def weight_version(self) -> int:

@@ -1,9 +1,9 @@
-"""Structured concurrency in one call: await several coroutines side by side."""
+"""Structured concurrency in one call: await several coroutines side by side, or one for as long as it makes progress."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 
@@ -15,6 +15,27 @@ async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     except* Exception as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
     return [task.result() for task in running]
+
+
+class Patience:
+    """How long one wait may last: `timeout_s` from its begin, and from every sign of progress."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._deadline: asyncio.Timeout | None = None
+
+    def renew(self) -> None:
+        """There was a sign of progress."""
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
+
+    async def wait_for(self, awaitable: Awaitable[Any]) -> Any:
+        """Raises: TimeoutError."""
+        try:
+            async with asyncio.timeout(self.timeout_s) as self._deadline:
+                return await awaitable
+        finally:
+            self._deadline = None
 
 
 async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from cluster.errors import MobulaError
 from cluster.ray_group import answer
 from cluster.roles import ReplayStats
-from cluster.status import Progress, RoleOutcome, RunStatus, Scalable, ScaleRequest
+from cluster.status import InFlight, Progress, RoleOutcome, RunStatus, Scalable, ScaleRequest
 from cluster.supervision import background_tasks
 
 _logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class ControlLoop:
         spawn_panel: Callable[[], Any],
         end_panel: Callable[[Any], Awaitable[None]],
         progress: Callable[[], Progress],
+        in_flight: Callable[[], InFlight],
         replay: Callable[[], Awaitable[ReplayStats]],
         roles: Mapping[str, Scalable],
         on_panel_lost: Callable[[str], None],
@@ -90,6 +91,7 @@ class ControlLoop:
         self._spawn_panel = spawn_panel
         self._end_panel = end_panel
         self._progress = progress
+        self._in_flight = in_flight
         self._replay = replay
         self._roles = roles
         self._on_panel_lost = on_panel_lost
@@ -152,6 +154,7 @@ class ControlLoop:
             run=self._run,
             progress=self._progress(),
             total_steps=self._total_steps,
+            in_flight=self._in_flight(),
             replay=await self._replay_stats(),
             workers=tuple(worker for role in self._roles.values() for worker in role.status()),
             num_panels_lost=self._num_panels_lost,

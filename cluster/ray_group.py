@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.concurrency import Patience
 from cluster.errors import DeadlineError, DependencyError, WorkerDiedError
 from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
@@ -74,14 +75,19 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
         DependencyError: the role itself waited in vain, or lost somebody: it is not the one to replace.
         Exception: whatever else the role raised, as it raised it.
     """
+    return await patient_answer(reference, patience=Patience(timeout_s), what=what)
+
+
+async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: str) -> Any:
+    """`answer`, whose deadline is put off whenever somebody renews `patience`."""
     try:
-        return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout_s)
+        return await patience.wait_for(asyncio.wrap_future(reference.future()))
     except RayTaskError as error:  # first: it may be an instance of its cause's class as well
         if isinstance(error.cause, (DeadlineError, WorkerDiedError)):
             raise DependencyError(str(error.cause)) from None
         raise error.as_instanceof_cause() from None
     except TimeoutError as error:
-        raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
+        raise DeadlineError(f"waited {patience.timeout_s:g} s for {what}") from error
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
 
@@ -89,6 +95,24 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
 def beside(method: Any) -> Any:
     """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
     return method.options(concurrency_group=BESIDE)
+
+
+async def items(stream: ray.ObjectRefGenerator, *, what: str) -> AsyncIterator[Any]:
+    """The values of a call that streams, as they come; they are the caller's and outlive the actor.
+
+    Waits without a deadline, for nobody may depend on it: who needs the values has a deadline.
+
+    Raises:
+        WorkerDiedError: the actor died; everything that it had sent has come before, but what was lost with its node.
+        Exception: whatever the role raised.
+    """
+    try:
+        async for reference in stream:
+            yield await asyncio.wrap_future(reference.future())
+    except RayTaskError as error:
+        raise error.as_instanceof_cause() from None
+    except (RayActorError, ObjectLostError) as error:
+        raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
 
 
 async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cluster.errors import DeadlineError, DependencyError, LostObjectError, RewardError, RolloutError, WorkerDiedError
+from cluster.leases import LeaseTable
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
@@ -68,18 +69,26 @@ class AdmissionFilter:
 class RetryingRollouts:
     """Rollouts that try a prompt again, on whichever actor the pool then picks, before they give up.
 
-    `on_retry` is told the kind of each failure that is tried again.
+    The prompt's lease is held over all tries, so that each goes on from the tokens that are known. `on_retry` is told
+    the kind of each failure that is tried again.
     """
 
     RETRIED = (RolloutError, WorkerDiedError, DeadlineError, DependencyError)
 
-    def __init__(self, rollouts: Rollouts, *, max_retries: int, on_retry: Callable[[str], None]) -> None:
+    def __init__(
+        self, rollouts: Rollouts, leases: LeaseTable, *, max_retries: int, on_retry: Callable[[str], None]
+    ) -> None:
         self._rollouts = rollouts
+        self._leases = leases
         self._max_retries = max_retries
         self._on_retry = on_retry
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
         """Raises: RolloutError, caused by the last failure, once all tries have failed."""
+        with self._leases.held(prompt, settings):
+            return await self._try(prompt, settings)
+
+    async def _try(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
         num_failed = 0
         while True:
             try:

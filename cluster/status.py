@@ -51,6 +51,15 @@ class Scalable(Protocol):
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """How many prompts are being sampled, and which of them for longest."""
+
+    num_prompts: int
+    oldest_id: str | None  # None where nothing is in flight
+    oldest_age_s: float
+
+
+@dataclass(frozen=True)
 class Progress:
     """What the loop does now, and since when."""
 
@@ -66,6 +75,7 @@ class RunStatus:
     run: str
     progress: Progress
     total_steps: int
+    in_flight: InFlight
     replay: ReplayStats | None  # None while the buffer does not answer
     workers: tuple[WorkerStatus, ...]
     num_panels_lost: int  # how often what holds this status had to be started again

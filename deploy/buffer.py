@@ -60,6 +60,11 @@ def _start_replay(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> 
 
 
 def _take_deadline(config: RunConfig) -> float:
-    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward."""
-    a_try = config.timeouts.rollout_s + config.supervision.no_worker_s
-    return (config.max_rollout_retries + 1) * a_try + config.timeouts.reward_s
+    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward.
+
+    Each chunk of a response puts off a try's deadline, and none is sampled twice.
+    """
+    timeouts, sampler = config.timeouts, config.sampler
+    tries = (config.max_rollout_retries + 1) * (timeouts.rollout_s + config.supervision.no_worker_s)
+    num_chunks = config.algorithm.samples_per_prompt * ((sampler.max_tokens - 1) // sampler.chunk_tokens)
+    return tries + num_chunks * timeouts.rollout_s + timeouts.reward_s

@@ -14,6 +14,7 @@ from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_
 from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
 from cluster.fleet import RolloutFleet
+from cluster.leases import LeaseTable
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
@@ -53,6 +54,7 @@ class Inference:
     """The roles that answer and judge; all that evaluation needs."""
 
     rollouts: RolloutFleet
+    leases: LeaseTable  # of the prompts that it samples
     rewards: RewardPool
     watched: tuple[Watched, ...]
 
@@ -72,8 +74,10 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
     config = prepared.config
     pool = reward_pool(config, spawner)
+    leases = LeaseTable(config.sampler.chunk_tokens)
     return Inference(
-        rollouts=rollout_fleet(prepared, spawner, on_lost),
+        rollouts=rollout_fleet(prepared, spawner, leases, on_lost),
+        leases=leases,
         rewards=pool,
         watched=(watched_pool("reward", pool.check, pool.close),),
     )
@@ -117,13 +121,14 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
     rollouts = RetryingRollouts(
         inference.rollouts,
+        inference.leases,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
     stream = _stream(config, source, rollouts, inference, training, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
-    observe = partial(_observe, prepared, source, inference.rewards, training.reference, metrics)
+    observe = partial(_observe, prepared, source, inference, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     records = build_records(config, training.learner, source, stream, training.replay, metrics)
     checkpoints = Checkpoints(
@@ -314,13 +319,14 @@ async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, ob
 def _observe(
     prepared: Prepared,
     source: PromptSource,
-    rewards: RewardPool,
+    inference: Inference,
     reference: ReferencePool | NullReference,
     metrics: Metrics,
 ) -> None:
     """What the driver's own parts have counted since the step before."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
-    metrics.count_up_to(CounterName.REWARD_FAILURES, rewards.failures)
+    metrics.count_up_to(CounterName.RESUMED, inference.leases.resumed)
+    metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
     metrics.count_up_to(CounterName.RESTARTS, reference.losses)
     prepared.late_skips[:] = source.skipped
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

@@ -10,6 +10,7 @@ from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
 from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.leases import LeaseTable
 from cluster.placement import PlacedWorker
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.schema import RunConfig
@@ -24,13 +25,15 @@ SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before th
 CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
 
 
-def rollout_fleet(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> RolloutFleet:
+def rollout_fleet(
+    prepared: Prepared, spawner: Spawner, leases: LeaseTable, on_lost: Callable[[str], None]
+) -> RolloutFleet:
     """The fleet; it starts its engines when it is started itself. `on_lost` is told the kind of each loss."""
     config, supervision = prepared.config, prepared.config.supervision
     hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
 
     async def spawn(index: int) -> RolloutClient:
-        return _rollout_client(config, f"rollout/{index}", await hosts.start(index))
+        return _rollout_client(config, f"rollout/{index}", await hosts.start(index), leases)
 
     return RolloutFleet(
         spawn,
@@ -60,11 +63,12 @@ def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -
     )
 
 
-def _rollout_client(config: RunConfig, name: str, handle: Any) -> RolloutClient:
+def _rollout_client(config: RunConfig, name: str, handle: Any, leases: LeaseTable) -> RolloutClient:
     timeouts, supervision = config.timeouts, config.supervision
     return RolloutClient(
         handle,
         name,
+        leases=leases,
         start_s=timeouts.start_s,
         rollout_s=timeouts.rollout_s,
         sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
@@ -86,6 +90,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         max_model_len=sampler.max_model_len,
         max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,
+        chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",

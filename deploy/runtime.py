@@ -152,7 +152,10 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         training = spawn_training(cluster.prepared, spawner, on_lost)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
         roles = scalable_roles(inference, training)
-        async with control_loop(cluster.prepared.config, spawner, roles, training.replay, metrics).running():
+        control = control_loop(
+            cluster.prepared.config, spawner, roles, inference.leases, training.replay, metrics
+        )
+        async with control.running():
             try:
                 await run_all(training.ranks.start(), inference.rollouts.start())
             except ValueError as error:  # the configuration does not fit the model

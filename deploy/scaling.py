@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from cluster.control import CONTROL, ControlLoop, ControlPanel
+from cluster.leases import LeaseTable
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
@@ -68,7 +69,12 @@ class RoomFirst:
 
 
 def control_loop(
-    config: RunConfig, spawner: Spawner, roles: Mapping[str, Scalable], replay: Replay, metrics: Metrics
+    config: RunConfig,
+    spawner: Spawner,
+    roles: Mapping[str, Scalable],
+    leases: LeaseTable,
+    replay: Replay,
+    metrics: Metrics,
 ) -> ControlLoop:
     """What answers `mobula status` and `mobula scale` for this run."""
     stop_s = config.timeouts.stop_s
@@ -78,6 +84,7 @@ def control_loop(
         spawn_panel=partial(spawner.start_named, ControlPanel, CONTROL),
         end_panel=lambda panel: stop(panel, timeout_s=stop_s, what="the control panel"),
         progress=metrics.progress,
+        in_flight=leases.in_flight,
         replay=replay.stats,
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.status import RunStatus, WorkerState, WorkerStatus
+from cluster.status import InFlight, RunStatus, WorkerState, WorkerStatus
 
 if TYPE_CHECKING:
     from cluster.roles import ReplayStats
@@ -37,9 +37,16 @@ def _lines(status: RunStatus, now: float) -> Iterator[Text]:
     yield _line("phase", f"{progress.phase}, for {progress.seconds:.1f} s")
     if age_s > LATE_S:
         yield Text(f"this was {age_s:.0f} s ago: the driver is busy, or hangs", style="yellow")
+    yield from _in_flight_lines(status.in_flight)
     yield from _replay_lines(status.replay)
     if status.num_panels_lost:
         yield _line("control", f"started again {status.num_panels_lost} times")
+
+
+def _in_flight_lines(in_flight: InFlight) -> Iterator[Text]:
+    if in_flight.oldest_id is not None:
+        oldest = f"{in_flight.oldest_id} for {in_flight.oldest_age_s:.1f} s"
+        yield _line("sampling", f"{in_flight.num_prompts} prompts, {oldest}")
 
 
 def _replay_lines(replay: ReplayStats | None) -> Iterator[Text]:

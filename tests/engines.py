@@ -22,6 +22,7 @@ from actors.processors.chat import ChatProcessor
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
+from cluster.leases import LeaseTable
 from cluster.media import MediaReader, MediaStore
 from cluster.objects import fetch
 from cluster.placement import PlacedWorker
@@ -43,6 +44,7 @@ TEMPERATURE = 0.8
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0")
 SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
 CALLS_IN_FLIGHT = 64
+CHUNK_TOKENS = 8  # responses of more tokens are reported while they grow
 ENGINE_TIMEOUTS_S = {
     "start_s": 600.0,
     "rollout_s": 120.0,
@@ -87,17 +89,18 @@ class Engine:
     kind: str
     model: Model
     client: RolloutClient
+    leases: LeaseTable
     handle: Any
 
     async def sample(
         self, prompt: Prompt, *, num_samples: int = 4, max_tokens: int = 8, seed: int = 7
     ) -> TrajectoryGroup:
         """One group as training samples it."""
-        return await self._generate(prompt, SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed))
+        return await self.generate(prompt, SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed))
 
     async def decode(self, prompt: Prompt, *, max_tokens: int = 8) -> Trajectory:
         """One response as evaluation samples it: greedily."""
-        group = await self._generate(prompt, SamplingSettings(1, 0.0, max_tokens, 0))
+        group = await self.generate(prompt, SamplingSettings(1, 0.0, max_tokens, 0))
         return group.trajectories[0]
 
     async def serve(self, learner: Learner, version: int) -> None:
@@ -109,7 +112,8 @@ class Engine:
     async def close(self) -> None:
         await stop(self.handle, timeout_s=30, what=self.client.name)
 
-    async def _generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
+        """One group, from where the prompt's lease says that an earlier attempt left it."""
         reference, summary = await self.client.generate(prompt, settings)
         [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
         assert group.summary() == summary
@@ -155,6 +159,7 @@ def open_model(folder: Path, *overrides: str) -> Model:
         f"sampler.temperature={TEMPERATURE}",
         "sampler.kv_cache_bytes=134217728",
         "sampler.max_num_seqs=64",
+        f"sampler.chunk_tokens={CHUNK_TOKENS}",
         "data.max_prompt_tokens=128",
         "weight_sync.bucket_bytes=1048576",
         "weight_sync.timeout_s=30",
@@ -177,7 +182,9 @@ def start_actor(model: Model, kind: str, index: int) -> Engine:
         num_cpus=0, num_gpus=num_gpus, max_concurrency=CALLS_IN_FLIGHT, runtime_env={"env_vars": environment}
     )
     handle = actor.remote(kind, engine_settings(model, index), object_timeout_s=30)
-    return Engine(kind, model, RolloutClient(handle, f"{kind}/{index}", **ENGINE_TIMEOUTS_S), handle)
+    leases = LeaseTable(model.config.sampler.chunk_tokens)
+    client = RolloutClient(handle, f"{kind}/{index}", leases=leases, **ENGINE_TIMEOUTS_S)
+    return Engine(kind, model, client, leases, handle)
 
 
 def engine_settings(model: Model, index: int = 0) -> EngineSettings:
@@ -193,6 +200,7 @@ def engine_settings(model: Model, index: int = 0) -> EngineSettings:
         max_model_len=sampler.max_model_len,
         max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,
+        chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
         keeps_kv_cache=model.config.weight_sync.kv_cache == "keep",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,14 @@ class LocalMethod:
     """`handle.method`. As in Ray, several results are taken apart and a single one is left as it is."""
 
     function: Callable[..., Any]
-    num_returns: int = 1
+    num_returns: int | str = 1
 
-    def options(self, *, num_returns: int) -> LocalMethod:
+    def options(self, *, num_returns: int | str) -> LocalMethod:
         return LocalMethod(self.function, num_returns)
 
     def remote(self, *args: Any) -> Any:
+        if self.num_returns == "streaming":
+            return self._stream(args)
         whole = asyncio.ensure_future(self._call(args))
         if self.num_returns == 1:
             return LocalReference(whole)
@@ -38,6 +40,12 @@ class LocalMethod:
     async def _call(self, args: tuple[Any, ...]) -> Any:
         result = self.function(*args)
         return await result if inspect.isawaitable(result) else result
+
+    async def _stream(self, args: tuple[Any, ...]) -> AsyncIterator[LocalReference]:
+        async for item in self.function(*args):
+            found = asyncio.get_running_loop().create_future()
+            found.set_result(item)
+            yield LocalReference(found)
 
     async def _part(self, whole: asyncio.Future[Any], index: int) -> Any:
         results = await whole

@@ -25,6 +25,7 @@ from cluster.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.controller import Controller
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
+from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
 from cluster.recovery import JournalledLearner, JournalRecovery
 from cluster.replay_buffer import ReplayBuffer
@@ -105,7 +106,9 @@ class Run:
         self.stream = RolloutStream(
             prompts=self.prompts,
             gate=self.gate,
-            rollouts=RetryingRollouts(self.rollouts, max_retries=max_retries, on_retry=lambda kind: None),
+            rollouts=RetryingRollouts(
+                self.rollouts, LeaseTable(64), max_retries=max_retries, on_retry=lambda kind: None
+            ),
             rewards=rewards or FakeRewards(values),
             replay=self.replay,
             settings=SETTINGS,

@@ -1,4 +1,4 @@
-"""What every sampler gives and can: sampled sequences, and weights that are replaced under a version."""
+"""What every sampler can: sample responses and say how far it is, and have its weights replaced under a version."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ import numpy as np
 
 from cluster.media import ProcessedMedia
 from cluster.roles import SamplingSettings
-from cluster.trajectory import FinishReason, Prompt, WeightSpan
+from cluster.sampled import Attempt, Emit, SampledSequence
+from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.lora import AdapterPush
-
-
-@dataclass(frozen=True)
-class SampledSequence:
-    """One response as the engine sampled it."""
-
-    token_ids: np.ndarray  # int32 [T], EOS included if the policy sampled it
-    logprobs: np.ndarray  # float32 [T], of the distribution that was sampled from
-    weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
-    finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
@@ -37,6 +28,7 @@ class EngineSettings:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    chunk_tokens: int  # after so many new tokens of a response the sampler reports them
     max_images_per_prompt: int
     kv_cache_bytes: int
     keeps_kv_cache: bool  # of running requests, over a push
@@ -65,10 +57,18 @@ class Sampler(Protocol):
         ...
 
     async def sample(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
     ) -> list[SampledSequence]:
-        """All siblings of one prompt in one request; requests of other prompts run beside it. One that samples them one
-        after the other takes them in order of arrival, whatever their priority.
+        """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
+
+        `emit` is given the news of the siblings every `chunk_tokens` tokens. The tokens that were kept stay as they are,
+        with their log-probs and versions. A sampler that takes prompts one after the other takes them in order of
+        arrival, whatever their priority.
         """
         ...
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import SuppressTokensLogitsProcessor
+from transformers import StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation import LogitsProcessorList
 
-from actors.samplers.base import EngineSettings, SampledSequence
+from actors.samplers.base import EngineSettings
+from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from cluster.errors import WeightSyncError
 from cluster.media import ProcessedMedia
 from cluster.roles import SamplingSettings
+from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
@@ -40,10 +44,18 @@ class HuggingFaceSampler:
         self._parameters = {names[name]: p for name, p in self._model.named_parameters() if name in names}
 
     async def sample(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
     ) -> list[SampledSequence]:
+        emit_here = partial(asyncio.get_running_loop().call_soon_threadsafe, emit)
+        progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit_here)
         async with self._turn:
-            return await asyncio.to_thread(self._sample, prompt, media, settings)
+            await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+        return progress.finished()
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         async with self._turn:
@@ -101,13 +113,35 @@ class HuggingFaceSampler:
         for name, tensor in tensors:
             self._parameters[name].copy_(tensor)
 
-    @torch.no_grad()
     def _sample(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
-    ) -> list[SampledSequence]:
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        progress: GroupProgress,
+    ) -> None:
+        if not attempt.siblings:
+            self._generate(prompt, media, settings, range(settings.num_samples), progress)
+        for sibling in progress.unfinished():
+            so_far = attempt.siblings[sibling]
+            rest = settings_to_continue(settings, sibling, so_far)
+            self._generate(continued(prompt, so_far), media, rest, [sibling], progress)
+
+    @torch.no_grad()
+    def _generate(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        siblings: Sequence[int],
+        progress: GroupProgress,
+    ) -> None:
+        """Sample these siblings side by side; `progress` hears of them as they grow."""
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
+        reader = _Reader(self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._version, progress)
         output = self._model.generate(
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,
@@ -118,21 +152,11 @@ class HuggingFaceSampler:
             eos_token_id=list(self._settings.stop_ids),
             pad_token_id=self._settings.pad_id,
             logits_processor=LogitsProcessorList(bans if self._settings.banned_ids else []),
+            stopping_criteria=StoppingCriteriaList([reader]),
             output_scores=True,
             return_dict_in_generate=True,
         )
-        tokens = output.sequences[:, prompt.num_tokens :]  # [n, T]
-        scores = torch.stack(output.scores, dim=1).float()  # [n, T, V], temperature and bans applied
-        logprobs = scores.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [n, T]
-        return [self._sequence(t, l) for t, l in zip(tokens.cpu().numpy(), logprobs.cpu().numpy(), strict=True)]
-
-    def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray) -> SampledSequence:
-        """Cut the padding off: a response ends with its first stop token, if it has one."""
-        stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
-        length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
-        reason = FinishReason.STOP if stops.size else FinishReason.LENGTH
-        spans = (WeightSpan(self._version, 0, length),)
-        return SampledSequence(tokens[:length].astype(np.int32), logprobs[:length].astype(np.float32), spans, reason)
+        reader.read(output.sequences, output.scores)
 
     @torch.no_grad()
     def _sample_one_token(self) -> None:
@@ -160,3 +184,55 @@ class HuggingFaceSampler:
                 values = torch.from_numpy(np.concatenate([m.inputs[key] for m in media]))
                 inputs[key] = values.repeat(num_copies, *(1 for _ in values.shape[1:]))
         return {key: value.to(self._device) for key, value in inputs.items()}
+
+
+class _Reader(StoppingCriteria):
+    """Sits in generate() as a criterion that never stops, and passes on what was sampled every `chunk_tokens` steps."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        siblings: Sequence[int],
+        version: int,
+        progress: GroupProgress,
+    ) -> None:
+        self._settings = settings
+        self._num_prompt_tokens = num_prompt_tokens
+        self._max_tokens = max_tokens
+        self._siblings = siblings  # by row
+        self._version = version
+        self._progress = progress
+        self._num_read = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if len(scores) % self._settings.chunk_tokens == 0:
+            self.read(input_ids, scores)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def read(self, input_ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> None:
+        """Take what is new: `input_ids` [n, P + T] with the prompt, `scores` T times [n, V], bans and temperature in."""
+        start, self._num_read = self._num_read, len(scores)
+        if start == len(scores):
+            return
+        tokens = input_ids[:, self._num_prompt_tokens + start :]  # [n, new]
+        logits = torch.stack(list(scores[start:]), dim=1).float()  # [n, new, V]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [n, new]
+        goes_on = set(self._progress.unfinished())
+        for sibling, *row in zip(self._siblings, tokens.cpu().numpy(), logprobs.cpu().numpy(), strict=True):
+            if sibling in goes_on:
+                self._progress.add(sibling, self._piece(*row))
+        self._progress.report()
+
+    def _piece(self, tokens: np.ndarray, logprobs: np.ndarray) -> SampledSequence:
+        """Cut the padding off: a response ends with its first stop token, if it has one."""
+        stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
+        length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
+        at_limit = FinishReason.LENGTH if self._num_read == self._max_tokens else None
+        return SampledSequence(
+            tokens[:length].astype(np.int32),
+            logprobs[:length].astype(np.float32),
+            (WeightSpan(self._version, 0, length),),
+            FinishReason.STOP if stops.size else at_limit,
+        )

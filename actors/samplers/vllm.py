@@ -21,24 +21,25 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, Wei
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from actors.samplers.base import EngineSettings, SampledSequence
+from actors.samplers.base import EngineSettings
+from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.vllm_inproc import in_process_engine
+from actors.samplers.vllm_outputs import OutputReader
 from actors.samplers.vllm_weights import BACKEND
+from cluster.concurrency import run_all
 from cluster.errors import RolloutError, WeightSyncError
 from cluster.media import ProcessedMedia
 from cluster.roles import SamplingSettings
-from cluster.trajectory import FinishReason, MediaSpan, Prompt, WeightSpan
+from cluster.sampled import Attempt, Emit, SampledSequence
+from cluster.trajectory import MediaSpan, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
 BAN = -100.0  # logit bias that leaves a banned id a probability of about e**-100
-
-FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 
 class VLLMSampler:
@@ -58,23 +59,20 @@ class VLLMSampler:
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
 
     async def sample(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, request_id: str
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
     ) -> list[SampledSequence]:
-        params = SamplingParams(
-            n=settings.num_samples,
-            temperature=settings.temperature,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed,
-            logprobs=0,
-            flat_logprobs=True,
-            logit_bias=self._bans,
-            stop_token_ids=list(self._settings.stop_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._generate(prompt, media, params, request_id, settings.priority)
-        ordered = sorted(output.outputs, key=lambda completion: completion.index)
-        return [_to_sequence(completion) for completion in ordered]
+        progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit)
+        if attempt.siblings:
+            parts = (self._continue(n, prompt, media, settings, attempt, progress) for n in progress.unfinished())
+            await run_all(*parts)
+        else:
+            await self._sample(prompt, media, settings, attempt.request_id, 0, progress)
+        return progress.finished()
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         params = SamplingParams(
@@ -158,17 +156,66 @@ class VLLMSampler:
             return None
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
+    async def _continue(
+        self,
+        sibling: int,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        progress: GroupProgress,
+    ) -> None:
+        """One sibling goes on from what is known of it, in a request of its own."""
+        so_far = attempt.siblings[sibling]
+        rest = settings_to_continue(settings, sibling, so_far)
+        await self._sample(continued(prompt, so_far), media, rest, f"{attempt.request_id}#{sibling}", sibling, progress)
+
+    async def _sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        request_id: str,
+        first: int,
+        progress: GroupProgress,
+    ) -> None:
+        """Sample `settings.num_samples` siblings, `first` and those after it, as one request.
+
+        Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
+        """
+        chunk_tokens = self._settings.chunk_tokens
+        is_reported = settings.max_tokens > chunk_tokens
+        params = SamplingParams(
+            n=settings.num_samples,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            seed=settings.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            logit_bias=self._bans,
+            stop_token_ids=list(self._settings.stop_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
+            stream_interval=chunk_tokens,
+        )
+        reader = OutputReader(self._engine, request_id)
+        with _failing(f"prompt {prompt.prompt_id}"):
+            inputs = self._engine_input(prompt, media)
+            async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
+                for index, piece in reader.read(output):
+                    progress.add(first + index, piece)
+                progress.report()
+
     async def _generate(
         self,
         prompt: Prompt,
         media: Sequence[ProcessedMedia],
         params: SamplingParams,
         request_id: str,
-        priority: int = 0,
     ) -> Any:
         final, inputs = None, self._engine_input(prompt, media)
         with _failing(f"prompt {prompt.prompt_id}"):
-            async for output in self._engine.generate(inputs, params, request_id, priority=priority):
+            async for output in self._engine.generate(inputs, params, request_id):
                 final = output
         if final is None:
             raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
@@ -231,15 +278,6 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         enable_log_requests=False,
         disable_log_stats=True,
     )
-
-
-def _to_sequence(completion: CompletionOutput) -> SampledSequence:
-    token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-    logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
-    if logprobs.shape != token_ids.shape:
-        raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
-    spans = tuple(WeightSpan(int(s.version), s.start, s.end) for s in completion.weight_versions)
-    return SampledSequence(token_ids, logprobs, spans, FINISH_REASONS[completion.finish_reason])
 
 
 def _placeholder(span: MediaSpan) -> PlaceholderRange:

@@ -61,6 +61,7 @@ class CounterName(StrEnum):
     RESTARTS = "restarts"
     WEIGHT_SYNCS = "weight_syncs"
     ROLLOUT_RETRIES = "rollout_retries"
+    RESUMED = "resumed"
     REWARD_FAILURES = "reward_failures"
     DROPPED_SINKS = "dropped_sinks"
     DROPPED_SAMPLES = "dropped_samples"
@@ -122,6 +123,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.RESTARTS: Metric("", "Workers that were started again after a failure"),
     CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),
     CounterName.ROLLOUT_RETRIES: Metric("", "Prompts that were sent out again after a failure"),
+    CounterName.RESUMED: Metric("", "Prompts that were tried again, and their sampled tokens kept and lost thereby"),
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),

@@ -111,6 +111,8 @@ class SamplerConfig(Section):
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: PositiveInt
     """Tokens that one engine step processes at most."""
+    chunk_tokens: PositiveInt
+    """A response that is being sampled is reported every so many tokens; fewer are lost when its rollout actor dies."""
     kv_cache_bytes: PositiveInt
     """KV cache of one engine."""
     enforce_eager: bool

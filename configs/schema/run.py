@@ -126,7 +126,7 @@ class TimeoutsConfig(Section):
     start_s: PositiveFloat
     """Starting one role, engine load included."""
     rollout_s: PositiveFloat
-    """Generating one group."""
+    """Generating one group; anew from every `sampler.chunk_tokens` tokens that a response has grown."""
     reward_s: PositiveFloat
     """Scoring one group."""
     reference_s: PositiveFloat

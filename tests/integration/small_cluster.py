@@ -28,6 +28,7 @@ from cluster.controller import Controller, RunMetrics
 from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
+from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
 from cluster.ray_group import BESIDE, HEALTH, _hosted, answer, stop
 from cluster.recovery import JournalledLearner, JournalRecovery
@@ -124,6 +125,7 @@ class SmallRun:
         self.losses: Counter[str] = Counter()
         self.saboteur = Saboteur(folder)
         self.recovered: dict[str, int] = {}
+        self.leases = LeaseTable(64)
         self._on_version = on_version
         self._metrics = metrics or FakeMetrics()
 
@@ -241,7 +243,7 @@ class SmallRun:
         return RolloutStream(
             prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(self.fleet, max_retries=20, on_retry=lambda kind: None),
+            rollouts=RetryingRollouts(self.fleet, self.leases, max_retries=20, on_retry=lambda kind: None),
             rewards=self.rewards,
             replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
@@ -315,7 +317,7 @@ class SmallRun:
         name = f"rollout/{index}"
         handle = self._spawn(SmallRollout, name, self.shape.token_s, self.shape.answer_bytes, max_concurrency=32)
         deadlines = {"start_s": START_S, "rollout_s": 6, "sync_s": 2 * TRANSFER_S, "sign_s": 2, "probe_s": 4, "stop_s": 1}
-        return RolloutClient(handle, name, **deadlines)
+        return RolloutClient(handle, name, leases=self.leases, **deadlines)
 
     def _spawn_ranks(self) -> list[Any]:
         return [self._spawn(SmallLearner, f"learner/{rank}", rank, NUM_RANKS) for rank in range(NUM_RANKS)]

@@ -22,6 +22,7 @@ from small_workers import OBJECT_S
 
 from cluster.objects import fetch
 from cluster.roles import SamplingSettings, UpdateReport
+from cluster.sampled import Attempt
 from cluster.trajectory import GroupSummary, Prompt, Response, ScoredGroup, TrajectoryGroup
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
@@ -54,7 +55,9 @@ class SmallRollout:
 
     async def probe(self) -> None: ...
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, GroupSummary]:
         versions = []
         for _ in range(3):
             await asyncio.sleep(self._token_s)

@@ -17,6 +17,7 @@ import ray
 from cluster.actions import TokenActions
 from cluster.control import CONTROL, ControlLoop
 from cluster.errors import RunOverError
+from cluster.leases import LeaseTable
 from cluster.placement import plan_placement
 from cluster.placement_groups import cluster_nodes, create_placement_groups
 from cluster.ray_group import spawn_named
@@ -69,7 +70,8 @@ class Parts:
         self.losses: list[str] = []
 
     def control(self) -> ControlLoop:
-        return control_loop(self.config, self.spawner, {"reward": self.rewards}, FakeReplay(), FakeMetrics(self.losses))
+        roles, metrics = {"reward": self.rewards}, FakeMetrics(self.losses)
+        return control_loop(self.config, self.spawner, roles, LeaseTable(64), FakeReplay(), metrics)
 
     async def status(self) -> RunStatus:
         return await asyncio.to_thread(read_status, self.address, ASK_S)

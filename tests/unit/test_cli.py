@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
-from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from cluster.status import InFlight, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
 from configs.load import dump_config, load_config, load_resolved
 from configs.schema import RunConfig
 from deploy import doctor, leftovers, run_client
@@ -246,7 +246,7 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
 
 
 STATUS = RunStatus(
-    "digits", Progress(3, "update", 1.5), 10, None, (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),), 0, 1, 2.0
+    "digits", Progress(3, "update", 1.5), 10, InFlight(0, None, 0.0), None, (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),), 0, 1, 2.0
 )
 DIGITS = RunAddress("digits", "10.0.0.1:6379", "digits")
 

@@ -12,8 +12,9 @@ from handles import LocalHandle, never
 from cluster.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
 from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
 from cluster.roles import ReplayStats
-from cluster.status import Progress, RoleOutcome, ScaleRequest, WorkerState, WorkerStatus
+from cluster.status import InFlight, Progress, RoleOutcome, ScaleRequest, WorkerState, WorkerStatus
 
+IN_FLIGHT = InFlight(num_prompts=5, oldest_id="0/7/s7", oldest_age_s=2.5)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
 
 
@@ -60,6 +61,7 @@ def control(desk: Desk, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "spawn_panel": desk.spawn,
         "end_panel": desk.end,
         "progress": lambda: Progress(step=4, phase="update", seconds=1.5),
+        "in_flight": lambda: IN_FLIGHT,
         "replay": stats,
         "roles": {role.name: role for role in roles},
         "on_panel_lost": desk.losses.append,

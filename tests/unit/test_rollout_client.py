@@ -12,7 +12,9 @@ from handles import LocalHandle, never
 
 from actors.rollout_client import RolloutClient
 from cluster.errors import DeadlineError
+from cluster.leases import LeaseTable
 from cluster.roles import SamplingSettings
+from cluster.sampled import Attempt
 from cluster.trajectory import GroupSummary, Prompt, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
@@ -31,7 +33,9 @@ class FakeActor:
         self.prompts: list[str] = []
         self.calls: list[tuple] = []
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, GroupSummary]:
         self.prompts.append(prompt.prompt_id)
         await self.gate.wait()
         group = make_group(prompt)
@@ -50,8 +54,10 @@ class FakeActor:
         self.calls.append(args)
 
 
-def client(actor: object, name: str = "rollout/0", **deadlines: float) -> RolloutClient:
-    return RolloutClient(LocalHandle(actor), name, **DEADLINES_S | deadlines)
+def client(
+    actor: object, name: str = "rollout/0", leases: LeaseTable | None = None, **deadlines: float
+) -> RolloutClient:
+    return RolloutClient(LocalHandle(actor), name, leases=leases or LeaseTable(64), **DEADLINES_S | deadlines)
 
 
 async def test_a_group_comes_back_as_a_reference_beside_its_summary() -> None:

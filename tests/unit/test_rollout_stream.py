@@ -7,6 +7,7 @@ import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
 
 from cluster.errors import DatasetError, DeadlineError, LostObjectError, RewardError, RolloutError, WorkerDiedError
+from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream, prompt_seed
@@ -41,7 +42,7 @@ class Bench:
         self.stream = RolloutStream(
             prompts=self.prompts,
             gate=self.gate,
-            rollouts=RetryingRollouts(rollouts, max_retries=max_retries, on_retry=self.retries.append),
+            rollouts=RetryingRollouts(rollouts, LeaseTable(64), max_retries=max_retries, on_retry=self.retries.append),
             rewards=rewards,
             replay=self.replay,
             settings=SETTINGS,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from cluster.roles import ReplayStats
-from cluster.status import Progress, RunStatus, WorkerState, WorkerStatus
+from cluster.status import InFlight, Progress, RunStatus, WorkerState, WorkerStatus
 from deploy.status_view import as_json, as_table
 
 WORKERS = (
@@ -21,6 +21,7 @@ STATUS = RunStatus(
     run="digits-20260102-030405",
     progress=Progress(42, "wait_for_rollouts", 12.34),
     total_steps=200,
+    in_flight=InFlight(17, "3/1100/train-1100", 8.25),
     replay=ReplayStats(3, 8, 5 * 2**20, 61.5, {"uniform": 4, "stale": 1}, "3/1045/train-1045"),
     workers=WORKERS,
     num_panels_lost=1,
@@ -40,6 +41,7 @@ def test_everything_that_is_known_is_shown_in_80_columns() -> None:
     for said in (
         "digits-20260102-030405, step 42 of 200, driver 4711",
         "wait_for_rollouts, for 12.3 s",
+        "17 prompts, 3/1100/train-1100 for 8.2 s",
         "3 ready, 8 taken, 5.0 MiB",
         "3/1045/train-1045, for 61.5 s",
         "stale 1, uniform 4",
@@ -61,9 +63,9 @@ def test_workers_stand_in_columns_and_long_details_are_folded_not_cut() -> None:
 
 
 def test_what_is_not_known_or_not_there_is_said_or_left_out() -> None:
-    text = shown(replace(STATUS, replay=None, workers=(), num_panels_lost=0))
+    text = shown(replace(STATUS, in_flight=InFlight(0, None, 0.0), replay=None, workers=(), num_panels_lost=0))
     assert "does not answer" in text and "no worker can be scaled" in text
-    assert "rejected" not in text and "started again" not in text
+    assert "rejected" not in text and "sampling" not in text and "started again" not in text
     empty = shown(replace(STATUS, replay=ReplayStats(0, 0, 0, 0.0)))
     assert "0 ready" in empty and "oldest" not in empty and "rejected" not in empty
 

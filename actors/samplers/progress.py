@@ -1,0 +1,78 @@
+"""GroupProgress: the siblings of one prompt while they are sampled, and what the driver has been told of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from cluster.errors import RolloutError
+from cluster.roles import SamplingSettings
+from cluster.sampled import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
+from cluster.trajectory import Prompt
+
+
+class GroupProgress:
+    """Puts pieces of siblings together and reports them in chunks.
+
+    Whenever some sibling has `chunk_tokens` that were not reported, the news of all siblings go out together: so a
+    sibling never has more than `chunk_tokens - 1` tokens that only its actor knows, and siblings that run side by side
+    cost one report. A finished group is not reported: it is returned.
+    """
+
+    def __init__(self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit) -> None:
+        self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * num_samples
+        self._request_id = attempt.request_id
+        self._chunk_tokens = chunk_tokens
+        self._emit = emit
+        self._told = list(self.siblings)
+
+    def add(self, sibling: int, piece: SampledSequence) -> None:
+        """`piece` comes next in `sibling`."""
+        self.siblings[sibling] = self.siblings[sibling].followed_by(piece)
+
+    def unfinished(self) -> list[int]:
+        """Siblings that go on."""
+        return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
+
+    def report(self) -> None:
+        """Emit the news if they are due."""
+        news = list(self._news())
+        is_due = any(chunk.tokens.num_tokens >= self._chunk_tokens for chunk in news)
+        if is_due and self.unfinished():
+            self._told = list(self.siblings)
+            self._emit(news)
+
+    def finished(self) -> list[SampledSequence]:
+        """All siblings, once each has ended.
+
+        Raises:
+            RolloutError: some sibling has not.
+        """
+        if unfinished := self.unfinished():
+            raise RolloutError(f"the engine ended request {self._request_id} without an end of siblings {unfinished}")
+        return self.siblings
+
+    def _news(self) -> Iterator[TokenChunk]:
+        for index, (sibling, told) in enumerate(zip(self.siblings, self._told, strict=True)):
+            if sibling is not told:
+                yield TokenChunk(self._request_id, index, told.num_tokens, sibling.since(told.num_tokens))
+
+
+def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:
+    """The prompt with the first tokens of a response behind it; its media stay where they were."""
+    return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.token_ids]))
+
+
+def settings_to_continue(settings: SamplingSettings, sibling: int, so_far: SampledSequence) -> SamplingSettings:
+    """How one sibling is sampled from `so_far` on.
+
+    An engine cannot take up a generator of random numbers in its middle, so the rest is another draw than it would have
+    been, from the same distribution. Its seed depends on where it begins: the seed of the first tokens would repeat
+    their random numbers. Greedy decoding goes on exactly.
+    """
+    digest = hashlib.sha256(f"{settings.seed}/{sibling}/{so_far.num_tokens}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big") >> 1
+    return replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)

@@ -13,6 +13,8 @@ from cluster.sampled import TokenChunk
 
 Take = Callable[[TokenChunk], None]
 
+BATCHES_A_STREAM = 1000  # Ray keeps about 100 bytes for each value of a stream until the stream ends
+
 
 class ChunkListener:
     """One stream for all prompts of an actor; it is opened with the first one that may have chunks."""
@@ -51,14 +53,25 @@ class ChunkListener:
         if self._listening is not None and self._listening.done() and not self._listening.cancelled():
             self._listening.result()
         if self._listening is None or self._listening.done():
-            stream = self._handle.chunks.options(num_returns="streaming").remote()  # before the request that reports
+            stream = self._stream()  # asked for before the request that reports
             self._listening = asyncio.create_task(self._listen(stream), name=f"listen to {self._name}")
+
+    def _stream(self) -> Any:
+        return self._handle.chunks.options(num_returns="streaming").remote(BATCHES_A_STREAM)
 
     async def _listen(self, stream: Any) -> None:
         try:
-            async for batch in items(stream, what=f"chunks of {self._name}"):
-                for chunk in batch:
-                    if chunk.request_id in self._takers:
-                        self._takers[chunk.request_id](chunk)
+            while await self._take_all(stream) == BATCHES_A_STREAM:
+                stream = self._stream()
         except WorkerDiedError:
             pass  # everybody who waits for a group of it is told so as well
+
+    async def _take_all(self, stream: Any) -> int:
+        """Hand out every chunk of one stream; how many batches there were."""
+        num_batches = 0
+        async for batch in items(stream, what=f"chunks of {self._name}"):
+            num_batches += 1
+            for chunk in batch:
+                if chunk.request_id in self._takers:
+                    self._takers[chunk.request_id](chunk)
+        return num_batches

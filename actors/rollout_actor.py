@@ -58,9 +58,9 @@ class RolloutActor:
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, group.summary()
 
-    async def chunks(self) -> AsyncIterator[list[TokenChunk]]:
-        """What all running prompts report, as it comes, for ever; the newest caller gets it."""
-        async for batch in self._outbox.batches():
+    async def chunks(self, num_batches: int) -> AsyncIterator[list[TokenChunk]]:
+        """What all running prompts report, as it comes, until there were so many batches or somebody else asks."""
+        async for batch in self._outbox.batches(num_batches):
             yield batch
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:

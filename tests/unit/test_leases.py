@@ -10,6 +10,7 @@ from fakes import make_prompt
 from handles import LocalHandle
 from interrupted import KnownSampler, content, for_ever, token_at
 
+from actors import chunk_listener
 from actors.outbox import Outbox
 from actors.rollout_client import RolloutClient
 from benchmarks.virtual_time import run_virtually
@@ -107,8 +108,8 @@ class Actor:
         self.attempts.append(attempt)
         return await self._sampler.sample(prompt, (), settings, attempt, self._outbox.put), "summary"
 
-    async def chunks(self):
-        async for batch in self._outbox.batches():
+    async def chunks(self, num_batches: int):
+        async for batch in self._outbox.batches(num_batches):
             yield batch
 
 
@@ -170,7 +171,7 @@ def test_a_rollout_that_makes_progress_is_not_late(chunk_tokens: int, is_late: b
 
 async def test_short_answers_open_no_stream() -> None:
     class Mute(Actor):
-        def chunks(self):
+        def chunks(self, num_batches: int):
             raise AssertionError("nobody should listen")
 
     leases = LeaseTable(SETTINGS.max_tokens)
@@ -184,10 +185,10 @@ async def test_the_newest_listener_gets_the_chunks_and_the_one_before_is_let_go(
     attempt = Attempt("a")
 
     async def listen(name: str) -> None:
-        async for batch in outbox.batches():
+        async for batch in outbox.batches(100):
             got.append((name, [news.start for news in batch]))
 
-    outbox.put([chunk(attempt, 0, 1)])  # nobody listens: nobody would ever take it
+    outbox.put([chunk(attempt, 0, 1)])  # nobody has asked yet: nobody may ever take it
     old = asyncio.create_task(listen("old"))
     await asyncio.sleep(0)
     outbox.put([chunk(attempt, 1, 1)])
@@ -201,10 +202,20 @@ async def test_the_newest_listener_gets_the_chunks_and_the_one_before_is_let_go(
     assert got == [("old", [1, 2]), ("new", [3])]
 
 
+async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_listener, "BATCHES_A_STREAM", 2)
+    leases = LeaseTable(1)
+    streaming = client(Actor(KnownSampler((20, 13), 1)), leases)
+    with leases.held(PROMPT, SETTINGS) as lease:
+        await streaming.generate(PROMPT, SETTINGS)
+        await asyncio.sleep(0.01)
+        assert [sibling.num_tokens for sibling in lease.siblings] == [19, 13]
+
+
 async def test_a_stream_that_broke_off_fails_the_next_prompt_by_its_own_error() -> None:
     class Doubling(Actor):
-        async def chunks(self):
-            async for batch in super().chunks():
+        async def chunks(self, num_batches: int):
+            async for batch in super().chunks(num_batches):
                 yield [*batch, *batch]
 
     leases = LeaseTable(CHUNK)

@@ -11,6 +11,7 @@ from engines import ENGINE_TIMEOUTS_S, OFFLINE, Engine, Model, engine_settings
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from cluster.errors import MobulaError, RolloutError
+from cluster.leases import LeaseTable
 from cluster.placement import PlacedWorker
 from cluster.roles import SamplingSettings
 from deploy.spawner import engine_environment
@@ -61,4 +62,6 @@ def start(model: Model) -> Engine:
     handle = actor.options(num_cpus=0, max_concurrency=16, runtime_env={"env_vars": env}).remote(
         "vllm", engine_settings(model), object_timeout_s=30
     )
-    return Engine("vllm", model, RolloutClient(handle, "vllm/broken", **ENGINE_TIMEOUTS_S), handle)
+    leases = LeaseTable(model.config.sampler.chunk_tokens)
+    client = RolloutClient(handle, "vllm/broken", leases=leases, **ENGINE_TIMEOUTS_S)
+    return Engine("vllm", model, client, leases, handle)

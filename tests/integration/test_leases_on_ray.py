@@ -37,7 +37,7 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
 
     async def spawn(index: int) -> RolloutClient:
         role = (tmp_path, LENGTHS, CHUNK, DIES_AT, 0.03)
-        handles.append(start(KnownRollout, f"rollout/{index}", *role, max_concurrency=8))
+        handles.append(start(KnownRollout, f"rollout/{index}", *role, max_concurrency=8, options={}))
         return RolloutClient(handles[-1], f"rollout/{index}", leases=leases, **DEADLINES_S)
 
     fleet = RolloutFleet(

@@ -51,6 +51,7 @@ SAMPLER = SamplerConfig(
     max_images_per_prompt=3,
     max_num_seqs=8,
     max_num_batched_tokens=512,
+    chunk_tokens=64,
     kv_cache_bytes=1,
     enforce_eager=True,
     block_size=16,

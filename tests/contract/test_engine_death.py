@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 
 import pytest
 import ray
@@ -58,7 +60,7 @@ async def test_an_engine_whose_core_dies_fails_what_is_in_flight_and_every_probe
 def start(model: Model) -> Engine:
     worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
     actor = ray.remote(Breakable)
-    env = OFFLINE | engine_environment(model.config, worker)
+    env = OFFLINE | engine_environment(model.config, worker) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     handle = actor.options(num_cpus=0, max_concurrency=16, runtime_env={"env_vars": env}).remote(
         "vllm", engine_settings(model), object_timeout_s=30
     )

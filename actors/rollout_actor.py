@@ -13,7 +13,7 @@ from actors.samplers import build_sampler
 from actors.samplers.base import EngineSettings
 from cluster.actions import TokenActions
 from cluster.media import MediaReader, ProcessedMedia
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import FinishReason, GroupSummary, Prompt, Response, Trajectory, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
@@ -45,6 +45,18 @@ class RolloutActor:
     async def probe(self) -> None:
         """Sample one token: whoever can do that is well."""
         await self._sampler.probe()
+
+    async def sleep(self) -> None:
+        """Give the device's memory back."""
+        await self._sampler.sleep()
+
+    async def wake_up(self, tag: str) -> None:
+        """Take the memory of `weights` or of the `kv_cache` again."""
+        await self._sampler.wake_up(tag)
+
+    async def load(self, name: str) -> EngineLoad:
+        """How loaded its engine is; `name` is this actor's."""
+        return self._sampler.load(name)
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt

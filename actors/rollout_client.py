@@ -12,7 +12,7 @@ from cluster.concurrency import Patience
 from cluster.errors import WorkerDiedError
 from cluster.leases import LeaseTable
 from cluster.ray_group import answer, patient_answer, stop
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import TokenChunk
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.manifest import Manifest
@@ -101,6 +101,17 @@ class RolloutClient:
         """Sample one token with the engine itself."""
         what = f"{self.name} to sample one token"
         await answer(self._handle.probe.remote(), timeout_s=self._probe_s, what=what)
+
+    async def sleep(self) -> None:
+        await self._sync(self._handle.sleep.remote(), "go to sleep")
+
+    async def wake_up(self, tag: str) -> None:
+        await self._sync(self._handle.wake_up.remote(tag), f"wake up ({tag})")
+
+    async def load(self) -> EngineLoad:
+        """How loaded the engine is, as of its newest step."""
+        what = f"{self.name} to say how loaded it is"
+        return await answer(self._handle.load.remote(self.name), timeout_s=self._sign_s, what=what)
 
     async def close(self) -> None:
         """End the process, whatever state it is in."""

@@ -54,6 +54,10 @@ class Ranks(Protocol):
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]: ...
 
+    async def offload(self, part: str) -> None: ...
+
+    async def onload(self) -> None: ...
+
     async def save(self, folder: Path) -> None: ...
 
     async def finish_save(self) -> bool: ...
@@ -97,6 +101,12 @@ class RestoringLearner:
         report = await self._outliving(lambda: self._ranks.update(groups))
         self._trained.append((report.version, groups))
         return report
+
+    async def offload(self, part: str) -> None:
+        await self._outliving(lambda: self._ranks.offload(part))
+
+    async def onload(self) -> None:
+        await self._outliving(self._ranks.onload)
 
     async def save(self, folder: Path) -> None:
         await self._outliving(lambda: self._ranks.save(folder))

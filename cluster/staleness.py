@@ -73,6 +73,11 @@ class StalenessGate:
         ahead = num_steps * self.prompts_per_step - (self.num_accepted + running)
         return min(self._max_concurrent - running, ahead)
 
+    def set_max_concurrent(self, num_groups: int) -> None:
+        """From now on so many groups may be under way; those that are beyond it stay."""
+        self._max_concurrent = num_groups
+        self._changed.set()
+
     async def wait_for_slot(self) -> None:
         """Wait until a group may start; call `start` before the next await, or another may take the slot."""
         while self.capacity <= 0:

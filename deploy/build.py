@@ -31,9 +31,10 @@ from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.buffer import replay_buffer
+from deploy.colocation import sharing
 from deploy.preparation import TRAIN, Prepared
-from deploy.records import age_limit, build_journal_writer, build_records
-from deploy.rollouts import rollout_fleet
+from deploy.records import age_limit, build_records
+from deploy.rollouts import adaptive_concurrency, rollout_fleet
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
 from deploy.spawner import Spawner
 from deploy.warm_start import warm_start
@@ -119,13 +120,15 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     """The loop with everything that it asks of others."""
     config = prepared.config
     source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
+    shared = sharing(config, inference.rollouts, training.learner)
     rollouts = RetryingRollouts(
-        inference.rollouts,
+        shared.rollouts(inference.rollouts),
         inference.leases,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
-    stream = _stream(config, source, rollouts, inference, training, metrics)
+    gate = _gate(config)
+    stream = _stream(config, gate, source, rollouts, inference, training, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference, training.reference, metrics)
@@ -146,17 +149,17 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         total_steps=config.num_steps,
         groups_per_step=config.algorithm.prompts_per_step,
         checkpoints=checkpoints,
-        weights=weights,
+        weights=shared.weights(weights),
         supervisor=Supervisor(
             [*training.watched, *inference.watched],
-            [inference.rollouts],
+            [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
             interval_s=config.supervision.interval_s,
             deadline_s=config.supervision.sign_timeout_s,
         ),
         rollouts=stream,
         replay=training.replay,
         reference=training.reference,
-        learner=records.learner,
+        learner=shared.learner(records.learner, before=evaluator.finish),
         evaluator=evaluator,
         metrics=metrics,
     )
@@ -215,8 +218,18 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestoringLearner, co
     return Watched(name, ping, close, on_lost=learner.lose)
 
 
+def _gate(config: RunConfig) -> StalenessGate:
+    return StalenessGate(
+        prompts_per_step=config.algorithm.prompts_per_step,
+        max_staleness=config.algorithm.max_staleness,
+        max_concurrent=config.algorithm.max_concurrent_groups,
+        total_steps=config.num_steps,
+    )
+
+
 def _stream(
     config: RunConfig,
+    gate: StalenessGate,
     source: PromptSource,
     rollouts: Rollouts,
     inference: Inference,
@@ -224,12 +237,6 @@ def _stream(
     metrics: Metrics,
 ) -> RolloutStream:
     algorithm = config.algorithm
-    gate = StalenessGate(
-        prompts_per_step=algorithm.prompts_per_step,
-        max_staleness=algorithm.max_staleness,
-        max_concurrent=algorithm.max_concurrent_groups,
-        total_steps=config.num_steps,
-    )
     return RolloutStream(
         prompts=source,
         gate=gate,

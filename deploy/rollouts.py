@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
+from cluster.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.leases import LeaseTable
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
+from cluster.roles import EngineLoad
+from cluster.staleness import StalenessGate
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.schema import RunConfig
 from deploy.preparation import Prepared
@@ -48,6 +53,31 @@ def rollout_fleet(
         ),
         on_lost=on_lost,
     )
+
+
+def adaptive_concurrency(
+    config: RunConfig, fleet: RolloutFleet, gate: StalenessGate, metrics: Metrics
+) -> list[AdaptiveConcurrency]:
+    """Who moves the gate's limit: nobody, or one that follows the engines' load."""
+    found = config.concurrency
+    if found.kind == "fixed":
+        return []
+    policy = AimdPolicy(
+        min_groups=found.min_groups,
+        max_groups=config.algorithm.max_concurrent_groups,
+        increase=found.increase_groups,
+        decrease=found.decrease_factor,
+        calm_kv_usage=found.calm_kv_usage,
+        high_kv_usage=found.high_kv_usage,
+        max_waiting=found.max_waiting_responses,
+    )
+
+    def note(limit: int, loads: Sequence[EngineLoad]) -> None:
+        metrics.observe(MetricName.CONCURRENCY_LIMIT, limit)
+        metrics.observe(MetricName.KV_USAGE_MAX, max((load.kv_usage for load in loads), default=0.0))
+
+    limit = AimdLimit(policy, start=found.start_groups)
+    return [AdaptiveConcurrency(fleet.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
 
 
 def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -> Any:
@@ -93,6 +123,8 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
+        sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
+        reports_load=config.concurrency.kind == "aimd",
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
         block_size=sampler.block_size,
         enforce_eager=sampler.enforce_eager,

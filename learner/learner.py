@@ -32,6 +32,7 @@ from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import TokenPolicy
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
+from learner.residence import Residence
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedExample, SupervisedTrainer
 from learner.weight_publisher import WeightPublisher
@@ -92,6 +93,7 @@ class Learner:
             self._reader,
             self._device,
         )
+        self._residence = Residence(self._policy, self._optimizer, self._device)
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
 
@@ -146,7 +148,16 @@ class Learner:
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         """The version and, on rank 0, its packed buckets; for engines that are in no transfer group yet."""
-        return self.version, self.weights.export(bucket_bytes)
+        with self._residence.policy_here():
+            return self.version, self.weights.export(bucket_bytes)
+
+    def offload(self, part: str) -> None:
+        """Move `policy` or `optimizer` to host memory, so that an engine can use the device."""
+        self._residence.offload(part)
+
+    def onload(self) -> None:
+        """Move everything to the device."""
+        self._residence.onload()
 
     def save(self, folder: Path) -> None:
         """Copy the learner's state for an exact resume; it is written while training goes on."""
@@ -165,9 +176,10 @@ class Learner:
     def export(self, folder: Path) -> None:
         """Write the policy in the Hugging Face layout; rank 0 does the writing."""
         state = {}
-        for name, tensor in self._outgoing.plain_state(self._backend):
-            if self._rank == 0:
-                state[name] = tensor.cpu()
+        with self._residence.policy_here():
+            for name, tensor in self._outgoing.plain_state(self._backend):
+                if self._rank == 0:
+                    state[name] = tensor.cpu()
         if self._rank == 0:
             save_policy(self._policy.model, self._config.policy.model, folder, state)
 

@@ -97,6 +97,14 @@ class LearnerGroup:
         version = await self._all([version for version, _ in calls], self._timeouts.update_s, "to gather its weights")
         return version, calls[0][1]
 
+    async def offload(self, part: str) -> None:
+        calls = [w.offload.remote(part) for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, f"to move its {part} to the host")
+
+    async def onload(self) -> None:
+        calls = [w.onload.remote() for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, "to move back to its device")
+
     async def save(self, folder: Path) -> None:
         """Take a copy of the state and begin to write it; `finish_save` waits for that."""
         calls = [w.save.remote(folder) for w in self._workers]

@@ -203,6 +203,8 @@ def engine_settings(model: Model, index: int = 0) -> EngineSettings:
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
+        sleep_level=model.config.resources.sleep_level if model.config.resources.colocated else 0,
+        reports_load=model.config.concurrency.kind == "aimd",
         keeps_kv_cache=model.config.weight_sync.kv_cache == "keep",
         block_size=sampler.block_size,
         enforce_eager=sampler.enforce_eager,

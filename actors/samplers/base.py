@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from cluster.media import ProcessedMedia
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest
@@ -32,6 +32,8 @@ class EngineSettings:
     max_images_per_prompt: int
     kv_cache_bytes: int
     keeps_kv_cache: bool  # of running requests, over a push
+    sleep_level: int  # of an engine that shares its device with the learner; 0: it never sleeps
+    reports_load: bool  # keep account of queue, KV cache and preemptions, at a little cost a step
     block_size: int
     enforce_eager: bool
     banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
@@ -78,6 +80,18 @@ class Sampler(Protocol):
 
     async def probe(self) -> None:
         """Show that the engine works: sample one token of a prompt of one token. One that is busy need not."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back; nothing may be sampled until both parts are awake. No request is under way."""
+        ...
+
+    async def wake_up(self, tag: str) -> None:
+        """Take memory again: `weights`, then `kv_cache`. At `sleep_level` 2 the weights are dead until the next push."""
+        ...
+
+    def load(self, name: str) -> EngineLoad:
+        """How loaded the engine is now; `name` is what it is called. Needs `EngineSettings.reports_load`."""
         ...
 
     async def check_manifest(self, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from cluster.errors import WeightSyncError
 from cluster.media import ProcessedMedia
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.weight_sync.manifest import Manifest
@@ -34,6 +34,8 @@ class HuggingFaceSampler:
         self._settings = settings
         self._device = torch.device(settings.device)
         self._turn = asyncio.Lock()
+        self._num_asked = 0  # groups
+        self._is_asleep = False
         self._version = -1
         self._group: TransferGroup | None = None
 
@@ -53,8 +55,12 @@ class HuggingFaceSampler:
     ) -> list[SampledSequence]:
         emit_here = partial(asyncio.get_running_loop().call_soon_threadsafe, emit)
         progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit_here)
-        async with self._turn:
-            await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+        self._num_asked += 1
+        try:
+            async with self._turn:
+                await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+        finally:
+            self._num_asked -= 1
         return progress.finished()
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
@@ -62,9 +68,24 @@ class HuggingFaceSampler:
             return await asyncio.to_thread(self._prompt_logprobs, prompt, media)
 
     async def probe(self) -> None:
-        if not self._turn.locked():
+        if not self._is_asleep and not self._turn.locked():
             async with self._turn:
                 await asyncio.to_thread(self._sample_one_token)
+
+    async def sleep(self) -> None:
+        async with self._turn:
+            self._is_asleep = True
+            self._model.to("cpu")
+
+    async def wake_up(self, tag: str) -> None:
+        if tag == "weights":
+            async with self._turn:
+                self._model.to(self._device)
+                self._is_asleep = False
+
+    def load(self, name: str) -> EngineLoad:
+        num_running = min(self._num_asked, 1)
+        return EngineLoad(name, 0.0, num_running, self._num_asked - num_running, num_preemptions=0)
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected_by(manifest))

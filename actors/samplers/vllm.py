@@ -28,17 +28,19 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.vllm_inproc import in_process_engine
+from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_outputs import OutputReader
 from actors.samplers.vllm_weights import BACKEND
 from cluster.concurrency import run_all
 from cluster.errors import RolloutError, WeightSyncError
 from cluster.media import ProcessedMedia
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import MediaSpan, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
+LAST_TO_WAKE = "kv_cache"
 BAN = -100.0  # logit bias that leaves a banned id a probability of about e**-100
 
 
@@ -48,12 +50,15 @@ class VLLMSampler:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._bans = {token_id: BAN for token_id in settings.banned_ids}
+        self._load = LoadLogger()
+        self._is_asleep = False
         self._is_replacing = False
         self._num_replaced = 0
 
     async def start(self) -> None:
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
-        self._engine = start(_engine_args(self._settings))
+        loggers = [lambda config, index: self._load] if self._settings.reports_load else None
+        self._engine = start(_engine_args(self._settings), stat_loggers=loggers)
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
@@ -66,6 +71,8 @@ class VLLMSampler:
         attempt: Attempt,
         emit: Emit,
     ) -> list[SampledSequence]:
+        if self._is_asleep:
+            raise RolloutError(f"prompt {prompt.prompt_id} was asked of an engine that sleeps: its weights may be dead")
         progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit)
         if attempt.siblings:
             parts = (self._continue(n, prompt, media, settings, attempt, progress) for n in progress.unfinished())
@@ -85,6 +92,8 @@ class VLLMSampler:
         )  # [P - 1]
 
     async def probe(self) -> None:
+        if self._is_asleep:
+            return
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -92,6 +101,24 @@ class VLLMSampler:
         with _failing("the probe"):
             async for _ in request:
                 pass
+
+    async def sleep(self) -> None:
+        self._is_asleep = True
+        if self._can_sleep:
+            await self._engine.sleep(self._settings.sleep_level)
+
+    async def wake_up(self, tag: str) -> None:
+        if self._is_asleep and self._can_sleep:  # one that was started meanwhile is awake
+            await self._engine.wake_up([tag])
+        self._is_asleep = self._is_asleep and tag != LAST_TO_WAKE
+
+    @property
+    def _can_sleep(self) -> bool:
+        """In host memory there is nothing to give back."""
+        return self._settings.sleep_level > 0 and self._settings.device == "cuda"
+
+    def load(self, name: str) -> EngineLoad:
+        return self._load.load(name)
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected_by(manifest))
@@ -131,6 +158,7 @@ class VLLMSampler:
         reload fails stays frozen: its weights are neither old nor new.
         """
         self._is_replacing = True
+        self._load.expect_push()
         await self._pause()
         await self._engine.start_weight_update()
         await self._engine.update_weights(WeightTransferUpdateRequest(update))
@@ -274,6 +302,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         mm_device_do_normalize=False,  # ... normalised included
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="actors.samplers.vllm_weights.WorkerExtension",
+        enable_sleep_mode=settings.sleep_level > 0 and settings.device == "cuda",
         scheduling_policy="priority",  # held-out prompts after those of training
         enable_log_requests=False,
         disable_log_stats=True,

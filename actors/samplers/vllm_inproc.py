@@ -30,10 +30,10 @@ BURST_GAP_S = 0.004  # the next request of a burst comes within this
 BURST_S = 0.1  # longest wait for a burst to end
 
 
-def in_process_engine(arguments: AsyncEngineArgs) -> AsyncLLM:
+def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
     """An `AsyncLLM` without a second process; call it in a running event loop."""
     with _clients_made_by(InProcessClient):
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
 
 
 class ThreadedCore(EngineCoreProc):

@@ -49,6 +49,8 @@ class MetricName(StrEnum):
     QUEUE_WAITING = "queue_waiting"
     QUEUE_OVERSIZED = "queue_oversized"
     CANARY = "canary"
+    CONCURRENCY_LIMIT = "concurrency_limit"
+    KV_USAGE_MAX = "kv_usage_max"
 
 
 class CounterName(StrEnum):
@@ -113,6 +115,8 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
     MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
+    MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),
+    MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }
 
 COUNTERS: Mapping[str, Metric] = {

@@ -14,6 +14,7 @@ from configs.schema.rollout import (
 )
 from configs.schema.run import (
     CheckpointConfig,
+    ConcurrencyConfig,
     EvaluationConfig,
     MetricsConfig,
     ReplayConfig,
@@ -27,6 +28,7 @@ from configs.schema.run import (
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ConcurrencyConfig",
     "DataConfig",
     "DataKind",
     "EvaluationConfig",

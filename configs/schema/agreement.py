@@ -48,6 +48,36 @@ def _stragglers_can_be_overtaken(config: RunConfig) -> str | None:
     )
 
 
+def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
+    found, most = config.concurrency, config.algorithm.max_concurrent_groups
+    if found.kind == "fixed" or (found.min_groups <= found.start_groups <= most and found.calm_kv_usage <= found.high_kv_usage):
+        return None
+    return (
+        f"concurrency.kind=aimd needs min_groups <= start_groups <= algorithm.max_concurrent_groups, got "
+        f"{found.min_groups}, {found.start_groups} and {most}, and calm_kv_usage <= high_kv_usage, got "
+        f"{found.calm_kv_usage:g} and {found.high_kv_usage:g}: set concurrency.* in this order"
+    )
+
+
+def _turns_are_synchronous(config: RunConfig) -> str | None:
+    if not config.resources.colocated or config.algorithm.max_staleness == 0:
+        return None
+    return (
+        f"resources.colocated=true lets engines and learner take turns, but algorithm.max_staleness="
+        f"{config.algorithm.max_staleness} has them run at the same time: set algorithm.max_staleness=0, or a preset "
+        "with devices for both"
+    )
+
+
+def _turns_move_the_learner(config: RunConfig) -> str | None:
+    if not config.resources.colocated or config.learner.backend != "deepspeed":
+        return None
+    return (
+        "resources.colocated=true moves the learner to host memory and back, which learner.backend=deepspeed does not "
+        "do: use learner=fsdp2, or a preset with devices for both"
+    )
+
+
 def _groups_have_siblings(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.samples_per_prompt > 1 or not algorithm.is_group_relative:
@@ -293,6 +323,9 @@ def _attention_fits_device(config: RunConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
+    _limits_of_concurrency_are_in_order,
+    _turns_are_synchronous,
+    _turns_move_the_learner,
     _groups_have_siblings,
     _uniform_groups_can_differ,
     _every_rank_gets_samples,

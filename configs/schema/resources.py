@@ -39,6 +39,11 @@ class ResourcesConfig(Section):
     """Compute type of engines, learner and reference."""
     transport: Literal["gloo", "nccl"]
     """Weight transport from learner to engines."""
+    colocated: bool
+    """Engines and learner take turns on the same devices: engines sleep while the learner trains, and the learner is in
+    host memory while they sample. On CPU the turns are taken and nothing moves."""
+    sleep_level: Annotated[int, Field(ge=1, le=2)]
+    """What a sleeping engine keeps in host memory: 1 its weights, 2 nothing, since the next push brings new ones."""
     rollout: WorkerResources
     """The rollout actors, one engine each."""
     learner: WorkerResources

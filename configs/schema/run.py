@@ -95,6 +95,30 @@ class WeightSyncConfig(Section):
     """Largest absolute log-prob difference that the canary accepts."""
 
 
+class ConcurrencyConfig(Section):
+    """How many groups run at once."""
+
+    kind: Literal["fixed", "aimd"]
+    """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm and
+    falls by a factor when one is overloaded, up to the same number."""
+    start_groups: PositiveInt
+    """Limit at the beginning."""
+    min_groups: PositiveInt
+    """The limit never falls below this."""
+    increase_groups: PositiveInt
+    """What the limit grows by at a look, when as many groups run as it allows and every engine is calm."""
+    decrease_factor: Annotated[float, Field(gt=0, lt=1)]
+    """What the limit is multiplied with when an engine is overloaded."""
+    calm_kv_usage: Annotated[float, Field(gt=0, le=1)]
+    """An engine is calm while nothing waits in its queue and less than this share of its KV cache is taken."""
+    high_kv_usage: Annotated[float, Field(gt=0, le=1)]
+    """An engine is overloaded when more than this share of its KV cache is taken, or when it had to preempt."""
+    max_waiting_responses: NonNegativeInt
+    """An engine is overloaded when more responses than this wait in its queue."""
+    interval_s: PositiveFloat
+    """How often the engines are looked at."""
+
+
 class SupervisionConfig(Section):
     """How workers are watched, and how often lost ones are started again."""
 
@@ -176,6 +200,8 @@ class RunConfig(Section):
     """Where the run fits."""
     weight_sync: WeightSyncConfig
     """How the learner's weights reach the rollout actors."""
+    concurrency: ConcurrencyConfig
+    """How many groups run at once."""
     supervision: SupervisionConfig
     """How workers are watched and replaced."""
     replay: ReplayConfig

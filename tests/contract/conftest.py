@@ -17,13 +17,13 @@ ENGINES = {"vllm-untied": ("vllm", "untied"), "vllm-tied": ("vllm", "tied"), "hu
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     """One model with an output layer of its own, and one that shares it with the input embedding and whose engine keeps
-    the KV of running requests over a push."""
+    the KV of running requests over a push and reports its load."""
     found = {}
     for name in ("untied", "tied"):
         folder = tmp_path_factory.mktemp(name)
         write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name == "tied")
-        kv_cache = "keep" if name == "tied" else "recompute"
-        found[name] = open_model(folder / "model", f"weight_sync.kv_cache={kv_cache}")
+        kv_cache, concurrency = ("keep", "aimd") if name == "tied" else ("recompute", "fixed")
+        found[name] = open_model(folder / "model", f"weight_sync.kv_cache={kv_cache}", f"concurrency.kind={concurrency}")
     return found
 
 

@@ -75,6 +75,26 @@ async def test_logprobs_are_the_learners_own_on_text_one_and_two_pictures_mixed(
     assert found.max() <= 2e-5
 
 
+@pytest.mark.parametrize("engine_name", ["vllm-tied", "huggingface"])
+async def test_the_load_is_that_of_the_requests_under_way(engine: Engine) -> None:
+    running = [asyncio.ensure_future(engine.sample(p, num_samples=40, max_tokens=300)) for p in engine.model.prompts]
+    seen = []
+    while not all(task.done() for task in running):
+        seen.append(await engine.client.load())
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*running)
+    idle = await engine.client.load()
+    assert {load.name for load in seen} == {engine.client.name}
+    assert (idle.num_running, idle.num_waiting) == (0, 0)
+    assert max(load.num_waiting for load in seen) > 0, "more is asked for than it decodes at a time"
+    if engine.kind == "huggingface":
+        assert max(load.num_running for load in seen) == 1
+        return
+    assert max(load.num_running for load in seen) == engine.model.config.sampler.max_num_seqs == 64
+    assert max(load.kv_usage for load in seen) > idle.kv_usage >= 0
+    assert idle.num_preemptions == 0, "its KV cache holds them all"
+
+
 async def test_logprobs_depend_on_the_picture(engine: Engine, learner: Learner) -> None:
     """Without this the comparison above could be one of two policies that see nothing."""
     asked = engine.model.probe

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two vLLM engines, two FSDP2 ranks, max_staleness=0."""
+    """Two vLLM engines and two FSDP2 ranks in turns, max_staleness=0."""
     folder = tmp_path_factory.mktemp("on_policy")
-    words = ("experiment=digits", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=4")
+    words = ("experiment=digits", "resources=laptop_colocated", f"data.path={folder / 'digits'}", "num_steps=4")
     job = Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1"))
     try:
         job.finish(job.start())

@@ -26,7 +26,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
     # options that are not there
-    (["resources=latop"], ["did you mean resources=laptop?", "gpu_2, laptop, laptop_overlapped, node_8gpu"]),
+    (["resources=latop"], ["did you mean resources=laptop?", "laptop, laptop_colocated, laptop_overlapped, node_8gpu"]),
     (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
     (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),
@@ -90,6 +90,21 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
         load_config(overrides)
     for words in said:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.stragglers=overtake"], "algorithm.max_staleness=0 admits none"),
+        (["concurrency.kind=aimd", "concurrency.min_groups=32"], "min_groups <= start_groups"),
+        (["concurrency.kind=aimd", "concurrency.calm_kv_usage=1"], "calm_kv_usage <= high_kv_usage"),
+        (["resources=laptop_colocated", "algorithm.max_staleness=1"], "set algorithm.max_staleness=0, or a preset"),
+        (["resources=laptop_colocated", "learner=deepspeed"], "use learner=fsdp2"),
+    ],
+)
+def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(overrides)
 
 
 def test_every_contradiction_is_told_at_once() -> None:

@@ -1,0 +1,42 @@
+"""How loaded a vLLM engine is, from the statistics that it hands to its loggers after each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from cluster.roles import EngineLoad
+
+
+class LoadLogger(StatLoggerBase):
+    """Keeps the newest numbers of one engine. Where one is given vLLM keeps statistics, for Prometheus too."""
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self._kv_usage = 0.0
+        self._num_running = 0
+        self._num_waiting = 0
+        self._num_preemptions = 0
+        self._num_expected = 0  # preemptions that a push causes
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        if scheduler_stats is not None:
+            self._kv_usage = scheduler_stats.kv_cache_usage
+            self._num_running = scheduler_stats.num_running_reqs
+            self._num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        if iteration_stats is not None:
+            num_expected = min(self._num_expected, iteration_stats.num_preempted_reqs)
+            self._num_expected -= num_expected
+            self._num_preemptions += iteration_stats.num_preempted_reqs - num_expected
+
+    def expect_push(self) -> None:
+        """Weights are replaced, which preempts what runs: that says nothing about load."""
+        self._num_expected = self._num_running
+
+    def log_engine_initialized(self) -> None: ...
+
+    def load(self, name: str) -> EngineLoad:
+        """As of the newest step."""
+        return EngineLoad(name, self._kv_usage, self._num_running, self._num_waiting, self._num_preemptions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from cluster.metrics.sinks.jsonl import read_records
 from cluster.metrics.summary import Summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 
 @pytest.fixture(scope="module")
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
@@ -182,7 +184,8 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
     recovered = found.steps[-1].counters["recovered"]
     assert recovered["steps"] >= 1
     assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
-    assert "the journal led from version 2 to" in (resumed.run_folder / "run.log").read_text()
+    # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
+    assert re.search(r"the journal led from version [02] to [3-7]", (resumed.run_folder / "run.log").read_text())
 
 
 def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:

@@ -67,11 +67,16 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Response:
-    """What a reward function reads: the response alone, without prompt and special tokens."""
+    """What a reward function reads: the response alone, without prompt and special tokens.
+
+    `pictures` are what a visual generative policy answered with, each a whole encoded file (PNG, JPEG), a video's
+    frames in order.
+    """
 
     text: str
     num_tokens: int
     is_truncated: bool
+    pictures: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

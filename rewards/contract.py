@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cluster.errors import RewardError
 
@@ -17,20 +18,28 @@ if TYPE_CHECKING:  # the records pull in the object store, which a reward functi
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a reward function may look at: the response alone is scored, the rest says what it should have been."""
+    """What a reward function may look at: the response alone is scored, the rest says what it should have been.
+
+    Pictures, the prompt's in `prompt_pictures` and generated ones in `response.pictures`, are whole encoded files.
+    """
 
     response: Response
     references: tuple[str, ...]
     metadata: Mapping[str, Any]
     prompt_text: str
+    prompt_pictures: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class Score:
-    """One component's value for one response; `reason` is for reports and may be empty."""
+    """One component's value for one response.
+
+    `breakdown` holds the finite parts that made the value, by name; `reason` is for reports and may be empty.
+    """
 
     value: float
     reason: str = ""
+    breakdown: Mapping[str, float] = field(default_factory=dict)
 
 
 RewardFunction = Callable[[RewardRequest], float | Score]
@@ -44,6 +53,26 @@ class FailureKind(StrEnum):
     NOT_FINITE = "not_finite"
     WORKER_DIED = "worker_died"
     WORKER_HUNG = "worker_hung"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one component could not score one response: never a number."""
+
+    kind: FailureKind
+    reason: str
+
+
+Outcome = Score | Failure
+
+
+@runtime_checkable
+class BatchRewardFunction(Protocol):
+    """A reward function that is cheaper for many responses at once: a model, a server, a process that was sent for."""
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> Sequence[float | Outcome]:
+        """One outcome a request, in order; a response that cannot be scored costs no other one its score."""
+        ...
 
 
 class TimedOutError(RewardError):
@@ -70,15 +99,52 @@ def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
         RewardError: it raised something, or returned no number.
     """
     try:
-        result = function(request)
+        return checked(function(request))
     except RewardError:
         raise
     except Exception as error:  # whatever a reward function raises costs its response, never the run
         raise RewardError(f"raised {type(error).__name__}: {error}") from error
+
+
+def evaluate_batch(
+    function: RewardFunction | BatchRewardFunction, requests: Sequence[RewardRequest]
+) -> tuple[Outcome, ...]:
+    """One outcome a request, in order, whatever the function does: nothing raised by it leaves here."""
+    if not isinstance(function, BatchRewardFunction):
+        return tuple(_outcome(partial(evaluate, function, request)) for request in requests)
+    try:
+        results = function.score_batch(requests)
+        if len(results) != len(requests):
+            raise RewardError(f"returned {len(results)} outcomes for {len(requests)} requests")
+    except RewardError as error:
+        return (Failure(failure_kind(error), str(error)),) * len(requests)
+    except Exception as error:  # as in `evaluate`
+        return (Failure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
+    return tuple(
+        result if isinstance(result, Failure) else _outcome(partial(checked, result)) for result in results
+    )
+
+
+def checked(result: float | Score) -> Score:
+    """The result of a reward function as a finite score.
+
+    Raises:
+        NotFiniteError: it, or a part of it, is NaN or an infinity.
+        RewardError: it is no number.
+    """
     score = result if isinstance(result, Score) else Score(result)
-    if not isinstance(score.value, Real):
-        raise RewardError(f"returned {type(score.value).__name__}: return a finite number or a Score")
-    value = float(score.value)
-    if not math.isfinite(value):
-        raise NotFiniteError(f"returned {value}: return a finite number")
-    return Score(value, score.reason)
+    numbers = {"": score.value, **score.breakdown}
+    for name, number in numbers.items():
+        where = f" as {name!r}" if name else ""
+        if not isinstance(number, Real):
+            raise RewardError(f"returned {type(number).__name__}{where}: return a finite number or a Score")
+        if not math.isfinite(number):
+            raise NotFiniteError(f"returned {float(number)}{where}: return a finite number")
+    return Score(float(score.value), score.reason, {name: float(part) for name, part in score.breakdown.items()})
+
+
+def _outcome(score: Callable[[], Score]) -> Outcome:
+    try:
+        return score()
+    except RewardError as error:
+        return Failure(failure_kind(error), str(error))

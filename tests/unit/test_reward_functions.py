@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import example, given
@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from cluster.errors import RewardError
 from cluster.trajectory import Response
-from rewards.contract import NotFiniteError, RewardRequest, Score, evaluate
+from rewards.contract import (
+    Failure,
+    FailureKind,
+    NotFiniteError,
+    Outcome,
+    RewardRequest,
+    Score,
+    evaluate,
+    evaluate_batch,
+)
 from rewards.functions import build_function
 from rewards.functions.boxed import find_boxes, last_boxed
 from rewards.functions.exact import decide, why_no_value
@@ -372,3 +381,36 @@ def test_a_result_is_finite_or_refused() -> None:
             evaluate(lambda _, value=nothing: value, request(""))
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         evaluate(lambda _: 1 / 0, request(""))
+
+
+class Halves:
+    """Scores many at once; what has no number is named, and costs nobody else."""
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        answers: list[float | Outcome] = []
+        for text in (r.response.text for r in requests):
+            answers.append(Failure(FailureKind.TIMED_OUT, "slow") if text == "slow" else float(text) / 2)
+        return answers
+
+
+def test_a_batch_has_one_outcome_a_request() -> None:
+    outcomes = evaluate_batch(Halves(), [request("1"), request("nan"), request("slow"), request("3")])
+    assert [type(outcome) for outcome in outcomes] == [Score, Failure, Failure, Score]
+    assert [o.value for o in outcomes if isinstance(o, Score)] == [0.5, 1.5]
+    assert [o.kind for o in outcomes if isinstance(o, Failure)] == [FailureKind.NOT_FINITE, FailureKind.TIMED_OUT]
+
+
+def test_a_batch_that_raises_fails_every_request() -> None:
+    outcomes = evaluate_batch(Halves(), [request("1"), request("no number")])
+    assert [o.kind for o in outcomes if isinstance(o, Failure)] == [FailureKind.FAILED] * 2
+
+
+def test_functions_of_one_request_are_asked_one_by_one() -> None:
+    outcomes = evaluate_batch(lambda r: float(r.response.text), [request("1"), request("x"), request("inf")])
+    assert outcomes[0] == Score(1.0)
+    assert [o.kind for o in outcomes[1:] if isinstance(o, Failure)] == [FailureKind.FAILED, FailureKind.NOT_FINITE]
+
+
+def test_a_part_that_is_not_finite_is_no_score() -> None:
+    with pytest.raises(NotFiniteError, match="as 'recall'"):
+        evaluate(lambda r: Score(1.0, breakdown={"precision": 1.0, "recall": float("nan")}), request("1"))

@@ -79,6 +79,8 @@ def score(run_folder: Path, config: RunConfig) -> int:
             start_timeout_s=timeouts.start_s,
             function_timeout_s=timeouts.reward_s / 4,
             group_timeout_s=timeouts.reward_s,
+            device=config.resources.device,
+            dtype=config.resources.dtype,
         )
     except ValueError as error:  # a function is unknown, or its options are
         raise PreflightError(str(error)) from error

@@ -78,6 +78,8 @@ def _start_reward(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> 
         start_timeout_s=timeouts.start_s,
         function_timeout_s=timeouts.reward_s / 4,
         group_timeout_s=timeouts.reward_s,
+        device=config.resources.device,
+        dtype=config.resources.dtype,
         worker=worker,
     )
 

@@ -12,7 +12,7 @@ from cluster.trajectory import Reward
 from configs.schema import RewardComponent
 from rewards.contract import FailureKind, RewardFunction, RewardRequest, evaluate, failure_kind
 from rewards.functions import build_function
-from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ComponentError(RewardError):
         return f"reward component {self.component!r} {self.kind}: {self.reason}"
 
 
-def build_components(components: Sequence[RewardComponent], isolated: IsolatedProcess) -> tuple[Component, ...]:
+def build_components(components: Sequence[RewardComponent], tools: Tools) -> tuple[Component, ...]:
     """Components as configured, each name once.
 
     Raises:
@@ -48,7 +48,7 @@ def build_components(components: Sequence[RewardComponent], isolated: IsolatedPr
     name, count = Counter(component.name for component in components).most_common(1)[0]
     if count > 1:
         raise ValueError(f"rewards.components names {name!r} {count} times: give each component its own name")
-    return tuple(_build(component, isolated) for component in components)
+    return tuple(_build(component, tools) for component in components)
 
 
 def score_response(components: Sequence[Component], request: RewardRequest) -> Reward:
@@ -70,9 +70,9 @@ def score_response(components: Sequence[Component], request: RewardRequest) -> R
     )
 
 
-def _build(component: RewardComponent, isolated: IsolatedProcess) -> Component:
+def _build(component: RewardComponent, tools: Tools) -> Component:
     try:
-        function = build_function(component.function, component.options, isolated)
+        function = build_function(component.function, component.options, tools)
     except ValueError as error:
         raise ValueError(f"rewards.components[{component.name}]: {error}") from error
     return Component(component.name, component.weight, function)

@@ -14,6 +14,7 @@ from configs.schema import RewardComponent
 from rewards.combine import ComponentError, build_components, score_response
 from rewards.contract import FailureKind, RewardRequest
 from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ class RewardWorker:
         start_timeout_s: float,
         function_timeout_s: float,
         group_timeout_s: float,
+        device: str,
+        dtype: str,
     ) -> None:
         self._isolated = IsolatedProcess(timeout_s=function_timeout_s, start_timeout_s=start_timeout_s)
-        self._components = build_components(components, self._isolated)
+        self._components = build_components(components, Tools(self._isolated, device, dtype))
         self._object_timeout_s = object_timeout_s
         self._group_timeout_s = group_timeout_s
 

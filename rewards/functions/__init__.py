@@ -8,35 +8,34 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rewards.contract import RewardFunction
-from rewards.functions.exact_match import ExactMatch
-from rewards.functions.format import Format
-from rewards.functions.math_answer import MathAnswer
-from rewards.isolated import IsolatedProcess
+from rewards.contract import BatchRewardFunction, RewardFunction
+from rewards.tools import Tools
 
-BUILT_IN: Mapping[str, Callable[..., RewardFunction]] = {
-    "math_answer": MathAnswer,
-    "format": Format,
-    "exact_match": ExactMatch,
+BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
+    "exact_match": "rewards.functions.exact_match:ExactMatch",
+    "format": "rewards.functions.format:Format",
+    "math_answer": "rewards.functions.math_answer:MathAnswer",
 }
 
 
-def build_function(name: str, options: Mapping[str, Any], isolated: IsolatedProcess) -> RewardFunction:
+def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> RewardFunction | BatchRewardFunction:
     """The reward function that `name` stands for: a built-in one, or a user's `module:function`.
 
-    A user's function is called as `function(request, **options)` in the isolated process, never in this one.
+    A built-in one is made by `factory(tools, **options)`. A user's function is called as `function(request, **options)`
+    in the isolated process, never in this one.
 
     Raises:
         ValueError: there is no such function, or an option is unknown, missing or unfit.
     """
     if ":" in name:
         _check_options(name, _import(name), options)
-        return lambda request: isolated.call(name, request, **options)
+        return lambda request: tools.isolated.call(name, request, **options)
     if name not in BUILT_IN:
         known = f"one of {', '.join(BUILT_IN)}, or module:function"
         raise ValueError(f"there is no reward function {name!r}{_nearest(name, BUILT_IN)}: use {known}")
-    _check_options(name, BUILT_IN[name], options)
-    return BUILT_IN[name](isolated, **options)
+    factory = _import(BUILT_IN[name])
+    _check_options(name, factory, options)
+    return factory(tools, **options)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -51,7 +50,7 @@ def _import(name: str) -> Callable[..., Any]:
 
 
 def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """The first parameter is the request (or the isolated process); the options are the others, by keyword."""
+    """The first parameter is the request (or the tools); the options are the others, by keyword."""
     parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}

@@ -6,7 +6,7 @@ import re
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 
 class ExactMatch:
@@ -16,7 +16,7 @@ class ExactMatch:
     anywhere in the response between word boundaries ("cat" is not in "concatenate").
     """
 
-    def __init__(self, isolated: IsolatedProcess, *, ignore_case: bool, whole_response: bool) -> None:
+    def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool) -> None:
         for option, value in {"ignore_case": ignore_case, "whole_response": whole_response}.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{option}={value!r} is neither true nor false")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from rewards.contract import RewardRequest, Score
 from rewards.functions.boxed import find_boxes
-from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _THINK_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
@@ -22,14 +22,14 @@ class Format:
     `pattern`: the whole response matches it (DOTALL); it runs isolated, since backtracking cannot be interrupted.
     """
 
-    def __init__(self, isolated: IsolatedProcess, *, preset: str | None = None, pattern: str | None = None) -> None:
+    def __init__(self, tools: Tools, *, preset: str | None = None, pattern: str | None = None) -> None:
         if (preset is None) == (pattern is None):
             raise ValueError(f"preset={preset!r} and pattern={pattern!r}: set exactly one of the two")
         if pattern is not None:
             full_match(pattern, "")  # a broken pattern is refused here, not at the first response
         elif preset not in PRESETS:
             raise ValueError(f"preset={preset!r} is unknown: use one of {', '.join(PRESETS)}, or pattern")
-        self._isolated = isolated
+        self._isolated = tools.isolated
         self._preset = preset
         self._pattern = pattern
 

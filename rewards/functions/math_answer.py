@@ -6,7 +6,7 @@ from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
 from rewards.functions.boxed import last_boxed
 from rewards.functions.exact import decide, why_no_value
-from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 MAX_ANSWER_CHARS = 1000  # an answer longer than this, and than twice its reference, is no answer; parsing it would be
 _EQUIVALENT = "rewards.functions.math_verification:equivalent"
@@ -19,10 +19,10 @@ class MathAnswer:
     whole; a number somewhere in its prose never counts.
     """
 
-    def __init__(self, isolated: IsolatedProcess, *, require_boxed: bool) -> None:
+    def __init__(self, tools: Tools, *, require_boxed: bool) -> None:
         if not isinstance(require_boxed, bool):
             raise ValueError(f"require_boxed={require_boxed!r} is neither true nor false")
-        self._isolated = isolated
+        self._isolated = tools.isolated
         self._require_boxed = require_boxed
 
     def __call__(self, request: RewardRequest) -> Score:

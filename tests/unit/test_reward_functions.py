@@ -28,6 +28,7 @@ from rewards.functions.exact_match import ExactMatch
 from rewards.functions.format import Format
 from rewards.functions.math_answer import MathAnswer
 from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 
 
 class NoProcess(IsolatedProcess):
@@ -40,10 +41,13 @@ class NoProcess(IsolatedProcess):
         raise AssertionError(f"{target}{args} went to the isolated process")
 
 
+NO_PROCESS = Tools(NoProcess(), "cpu", "float32")
+
+
 @pytest.fixture(scope="module")
-def isolated() -> Iterator[IsolatedProcess]:
+def tools() -> Iterator[Tools]:
     process = IsolatedProcess(timeout_s=30, start_timeout_s=120)
-    yield process
+    yield Tools(process, "cpu", "float32")
     process.close()
 
 
@@ -87,7 +91,7 @@ def test_ten_megabytes_are_scanned_in_linear_time() -> None:
     assert last_boxed("word " * 2_000_000 + r"\boxed{7}") == "7"
     assert last_boxed(r"\boxed{" * 300_000) is None
     assert find_boxes(r"\boxed{" * 100_000 + "}" * 100_000)[1] == 0
-    assert score(MathAnswer(NoProcess(), require_boxed=False), "7" * 10_000_000, "7") == 0.0
+    assert score(MathAnswer(NO_PROCESS, require_boxed=False), "7" * 10_000_000, "7") == 0.0
     assert time.monotonic() - started < 20
 
 
@@ -124,7 +128,7 @@ def test_ten_megabytes_are_scanned_in_linear_time() -> None:
 )
 def test_plain_answers_are_right_without_computer_algebra(answer: str, reference: str) -> None:
     assert decide(answer, reference) is True
-    assert score(MathAnswer(NoProcess(), require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -177,7 +181,7 @@ def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference
 )
 def test_digits_side_by_side_and_unfinished_sums_are_no_answer(answer: str, reference: str) -> None:
     assert why_no_value(answer, reference)
-    assert score(MathAnswer(NoProcess(), require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -206,8 +210,8 @@ def test_digits_side_by_side_and_unfinished_sums_are_no_answer(answer: str, refe
         ("7", r"so \boxed{7}"),
     ],
 )
-def test_computer_algebra_sees_equal_values(isolated: IsolatedProcess, answer: str, reference: str) -> None:
-    assert score(MathAnswer(isolated, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
+def test_computer_algebra_sees_equal_values(tools: Tools, answer: str, reference: str) -> None:
+    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -234,19 +238,19 @@ def test_computer_algebra_sees_equal_values(isolated: IsolatedProcess, answer: s
         ("7\x00", "8"),
     ],
 )
-def test_computer_algebra_sees_other_values(isolated: IsolatedProcess, answer: str, reference: str) -> None:
-    assert score(MathAnswer(isolated, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
+def test_computer_algebra_sees_other_values(tools: Tools, answer: str, reference: str) -> None:
+    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
 
 
-def test_any_reference_will_do(isolated: IsolatedProcess) -> None:
-    function = MathAnswer(isolated, require_boxed=True)
+def test_any_reference_will_do(tools: Tools) -> None:
+    function = MathAnswer(tools, require_boxed=True)
     assert score(function, r"\boxed{7}", "6", "7") == 1.0
     assert score(function, r"\boxed{\sqrt{49}}", "6", "7") == 1.0
     assert score(function, r"\boxed{8}", "6", "7") == 0.0
 
 
-def test_without_require_boxed_the_whole_response_is_the_answer(isolated: IsolatedProcess) -> None:
-    lenient, strict = MathAnswer(isolated, require_boxed=False), MathAnswer(isolated, require_boxed=True)
+def test_without_require_boxed_the_whole_response_is_the_answer(tools: Tools) -> None:
+    lenient, strict = MathAnswer(tools, require_boxed=False), MathAnswer(tools, require_boxed=True)
     assert score(lenient, " 7 ", "7") == 1.0 and score(strict, "7", "7") == 0.0
     assert score(lenient, "I see 7 fish, or 8.", "7") == 0.0
     assert score(lenient, r"7 \boxed{8}", "7") == 0.0
@@ -256,16 +260,16 @@ def test_without_require_boxed_the_whole_response_is_the_answer(isolated: Isolat
 @pytest.mark.parametrize("references", [(), ("",), (" ",)])
 def test_a_prompt_without_reference_is_refused_not_scored_zero(references: tuple[str, ...]) -> None:
     with pytest.raises(RewardError, match="no reference"):
-        score(MathAnswer(NoProcess(), require_boxed=True), r"\boxed{}", *references)
+        score(MathAnswer(NO_PROCESS, require_boxed=True), r"\boxed{}", *references)
     with pytest.raises(RewardError, match="no reference"):
-        score(ExactMatch(NoProcess(), ignore_case=True, whole_response=True), "", *references)
+        score(ExactMatch(NO_PROCESS, ignore_case=True, whole_response=True), "", *references)
 
 
 @given(st.integers(-10**30, 10**30), st.integers(-10**30, 10**30))
 @example(0, -0)
 @example(7, 70)
 def test_whole_numbers_score_as_they_compare(answer: int, reference: int) -> None:
-    function = MathAnswer(NoProcess(), require_boxed=True)
+    function = MathAnswer(NO_PROCESS, require_boxed=True)
     assert score(function, rf"\boxed{{{answer}}}", str(reference)) == float(answer == reference)
     assert score(function, rf"\boxed{{{answer:,}}}", str(answer)) == 1.0
 
@@ -284,7 +288,7 @@ def test_no_text_breaks_extraction_or_presets(before: str, middle: str, after: s
     boxes, num_unclosed = find_boxes(text)
     assert num_unclosed >= 0 and all(text[box.start :].startswith(r"\boxed") for box in boxes)
     for preset in ("boxed", "think_answer"):
-        assert score(Format(NoProcess(), preset=preset), text) in (0.0, 1.0)
+        assert score(Format(NO_PROCESS, preset=preset), text) in (0.0, 1.0)
     assert decide(text, "7") is not True or "7" in text
 
 
@@ -312,7 +316,7 @@ def test_no_answer_breaks_the_plain_comparison(answer: str) -> None:
     ],
 )
 def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None:
-    assert score(Format(NoProcess(), preset="boxed"), text) == value
+    assert score(Format(NO_PROCESS, preset="boxed"), text) == value
 
 
 @pytest.mark.parametrize(
@@ -329,17 +333,17 @@ def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None
     ],
 )
 def test_the_tags_format_is_one_thought_and_one_answer(text: str, value: float) -> None:
-    assert score(Format(NoProcess(), preset="think_answer"), text) == value
+    assert score(Format(NO_PROCESS, preset="think_answer"), text) == value
 
 
-def test_a_pattern_must_match_the_whole_response(isolated: IsolatedProcess) -> None:
-    function = Format(isolated, pattern=r"a.*b")
+def test_a_pattern_must_match_the_whole_response(tools: Tools) -> None:
+    function = Format(tools, pattern=r"a.*b")
     assert [score(function, text) for text in ("a\nb", "a\nb ", "xab")] == [1.0, 0.0, 0.0]
 
 
 def test_exact_match_knows_aliases_and_word_boundaries() -> None:
-    anywhere = ExactMatch(NoProcess(), ignore_case=True, whole_response=False)
-    whole = ExactMatch(NoProcess(), ignore_case=False, whole_response=True)
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=True, whole_response=False)
+    whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
     assert score(anywhere, "It is a  Tabby\ncat.", "lion", "tabby CAT") == 1.0
     assert score(anywhere, "concatenate", "cat") == 0.0
     assert score(anywhere, "c++ rocks", "C++") == 1.0
@@ -354,7 +358,7 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
         ("math_answer", {"require_box": True}, "did you mean 'require_boxed'"),
         ("math_answer", {}, "needs options.require_boxed"),
         ("math_answer", {"require_boxed": "false"}, "neither true nor false"),
-        ("math_answer", {"isolated": None}, "no option 'isolated'"),
+        ("math_answer", {"tools": None}, "no option 'tools'"),
         ("format", {}, "exactly one"),
         ("format", {"preset": "box"}, "use one of boxed, think_answer"),
         ("format", {"pattern": "("}, "no regular expression"),
@@ -367,7 +371,7 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
 )
 def test_unfit_functions_and_options_are_refused_by_name(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_function(name, options, NoProcess())
+        build_function(name, options, NO_PROCESS)
 
 
 def test_a_result_is_finite_or_refused() -> None:

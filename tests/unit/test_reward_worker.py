@@ -21,6 +21,7 @@ from configs.schema import RewardComponent
 from rewards.combine import build_components, score_response
 from rewards.contract import FailureKind, RewardRequest, TimedOutError
 from rewards.isolated import IsolatedProcess
+from rewards.tools import Tools
 from rewards.worker import RewardWorker
 
 PLUGIN = '''
@@ -78,6 +79,8 @@ def make_worker() -> Iterator[Callable[..., RewardWorker]]:
                 start_timeout_s=120,
                 function_timeout_s=function_timeout_s,
                 group_timeout_s=group_timeout_s,
+                device="cpu",
+                dtype="float32",
             )
         )
         return workers[-1]
@@ -163,9 +166,8 @@ def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., R
 
 def test_a_group_that_cannot_be_scored_by_one_component_has_no_reward(plugin: str) -> None:
     isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
-    components = build_components(
-        [component("format", "format", preset="boxed"), component("mine", plugin, bonus=0)], isolated
-    )
+    parts = [component("format", "format", preset="boxed"), component("mine", plugin, bonus=0)]
+    components = build_components(parts, Tools(isolated, "cpu", "float32"))
     request = RewardRequest(Response(r"\boxed{7}", 1, False), ("7",), {}, "")
     with pytest.raises(RewardError, match="reward component 'mine' failed: .*ValueError"):
         score_response(components, request)
@@ -182,15 +184,15 @@ def test_a_group_that_cannot_be_scored_by_one_component_has_no_reward(plugin: st
 )
 def test_unfit_components_are_refused_when_the_worker_is_built(components: list[RewardComponent], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_components(components, IsolatedProcess(timeout_s=1, start_timeout_s=1))
+        build_components(components, Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32"))
 
 
 def test_a_users_options_are_checked_before_the_first_response(plugin: str) -> None:
-    isolated = IsolatedProcess(timeout_s=1, start_timeout_s=1)
+    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
-        build_components([component("mine", plugin, bonsu=1)], isolated)
+        build_components([component("mine", plugin, bonsu=1)], tools)
     with pytest.raises(ValueError, match="needs options.bonus"):
-        build_components([component("mine", plugin)], isolated)
+        build_components([component("mine", plugin)], tools)
 
 
 def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:

@@ -21,16 +21,18 @@ from cluster.objects import fetch
 class ProcessedMedia:
     """One picture as the model takes it: forward() argument name -> array, e.g. `pixel_values` and `image_grid_thw`.
 
-    `thumbnail` is the picture as a small PNG, for reports only.
+    `thumbnail` is the picture as a small PNG, for reports only; `file` the whole one as it was given, where some reward
+    function looks at it.
     """
 
     modality: str
     inputs: dict[str, np.ndarray]
     thumbnail: bytes = b""
+    file: bytes = b""
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.inputs.values()) + len(self.thumbnail)
+        return sum(array.nbytes for array in self.inputs.values()) + len(self.thumbnail) + len(self.file)
 
 
 @dataclass(frozen=True)

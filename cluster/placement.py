@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from cluster.errors import PlacementError
 from configs.schema import ResourcesConfig, RunConfig, WorkerResources
+from configs.schema.rewards import SHARED_SERVICE
 
 EPSILON = 1e-6
 """Shares are sums of decimal fractions; Ray itself counts in steps of 1e-4."""
@@ -73,8 +74,15 @@ class PlanRow:
 
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
-    """The roles that this run starts: without a KL term there is no reference."""
-    return tuple(role for role in config.resources.roles if role != "reference" or config.needs_reference)
+    """The roles that this run starts: no reference without a KL term, no shared reward workers without a component."""
+    idle = set() if config.needs_reference else {"reference"}
+    idle |= set() if SHARED_SERVICE in config.rewards.services else {SHARED_SERVICE}
+    return tuple(role for role in config.resources.roles if role not in idle)
+
+
+def inference_roles(config: RunConfig) -> tuple[str, ...]:
+    """Those of them that answer and judge: all that evaluation needs."""
+    return tuple(role for role in needed_roles(config) if role.partition(".")[0] in ("rollout", SHARED_SERVICE))
 
 
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:

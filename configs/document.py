@@ -50,8 +50,9 @@ def _sections() -> Iterator[str]:
     yield from _section("Run", RunConfig, "")
     for key in keys.known_keys().values():
         if key.section is not None:
-            item = f"{key.name}.{keys.ITEM}." if f"{key.name}.{keys.ITEM}" in _parents() else f"{key.name}."
-            yield from _section(f"`{key.name}`", key.section, item)
+            paths = (f"{key.name}.{item}" for item in (keys.ITEM, keys.ENTRY))
+            below = next((path for path in paths if path in _parents()), key.name)
+            yield from _section(f"`{key.name}`", key.section, f"{below}.")
 
 
 def _parents() -> set[str]:

@@ -17,6 +17,8 @@ from configs.schema.run import RunConfig
 
 ITEM = "INDEX"
 """Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""
+ENTRY = "NAME"
+"""Stands for a name that the user chooses, e.g. `rewards.recipes.NAME.weights`."""
 
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 NOUNS: Mapping[Any, str] = {
@@ -44,8 +46,10 @@ def walk(section: type[Section], prefix: str) -> Iterator[Key]:
     for field_name, info in section.model_fields.items():
         name = f"{prefix}{field_name}"
         below, item = _section_below(info.annotation)
-        is_open = get_origin(info.annotation) is dict
+        is_open = get_origin(info.annotation) is dict and below is None
         yield Key(name, _expectation(info), info.description or "", below, is_open)
+        if below is not None and item.startswith(ENTRY):
+            yield Key(f"{name}.{ENTRY}", _noun(below), f"One entry of `{name}`, under a name of its own.", None, False)
         if below is not None:
             yield from walk(below, f"{name}.{item}")
 
@@ -57,14 +61,20 @@ def known_keys() -> Mapping[str, Key]:
 
 
 def find(name: str) -> Key | None:
-    """The schema's key for a dotted name; a position in a list stands for ITEM, and any name fits below an open key."""
-    parts = [ITEM if part.isdecimal() else part for part in name.split(".")]
-    known = known_keys()
-    exact = known.get(".".join(parts))
+    """The schema's key for a dotted name; a position stands for ITEM, and any name fits ENTRY or below an open key."""
+    parts = name.split(".")
+    exact = next((key for key in known_keys().values() if _fits(key, parts)), None)
     if exact is not None:
         return exact
-    parents = (known.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))
-    return next((key for key in parents if key is not None and key.is_open), None)
+    heads = (parts[:end] for end in range(len(parts) - 1, 0, -1))
+    return next((key for head in heads for key in known_keys().values() if key.is_open and _fits(key, head)), None)
+
+
+def _fits(key: Key, parts: Sequence[str]) -> bool:
+    pattern = key.name.split(".")
+    return len(pattern) == len(parts) and all(
+        wanted in (part, ENTRY) or (wanted == ITEM and part.isdecimal()) for wanted, part in zip(pattern, parts, strict=True)
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -95,10 +105,12 @@ def _section_below(annotation: Any) -> tuple[type[Section] | None, str]:
     """The section that a field holds, and the path from the field to the section's own keys."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, ""
-    if get_origin(annotation) is tuple:
-        item = get_args(annotation)[0]
+    containers = {tuple: (0, f"{ITEM}."), dict: (1, f"{ENTRY}.")}
+    if get_origin(annotation) in containers:
+        position, path = containers[get_origin(annotation)]
+        item = get_args(annotation)[position]
         if isinstance(item, type) and issubclass(item, Section):
-            return item, f"{ITEM}."
+            return item, path
     return None, ""
 
 

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs import keys
+from configs.schema.rewards import RewardsConfig, reward_contradictions
 from configs.schema.run import RunConfig
 
 FOLDER = Path(__file__).parent
@@ -67,16 +68,41 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing, no YAML mapping, or does not fit the schema of this version; or an override is
             unfit, or chooses a group.
     """
+    values = _read_mapping(path, "give the config file of a run", "restore it or start a new run")
+    return _validated(_changed(values, overrides))
+
+
+def load_rewards(path: Path) -> RewardsConfig:
+    """Read a file that holds what stands under `rewards` in a run's configuration: components, recipes and the rest.
+
+    Keys that the file leaves out are those of the `rewards` group's base.
+
+    Raises:
+        ConfigError: the file is missing, no YAML mapping, or does not fit the schema; or its parts contradict.
+    """
+    values = _read_mapping(path, "give a YAML file with reward components", "write components: [...] into it")
+    shared = yaml.safe_load((FOLDER / "rewards" / "_base.yaml").read_text(encoding="utf-8"))
+    try:
+        rewards = RewardsConfig.model_validate_json(json.dumps({**shared, **values}), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(d, "rewards.") for d in error.errors())) from error
+    found = reward_contradictions(rewards)
+    if found:
+        raise ConfigError("\n".join(found))
+    return rewards
+
+
+def _read_mapping(path: Path, give: str, mend: str) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give the config file of a run") from error
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): {give}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML ({reason}): restore it or start a new run") from error
+        raise ConfigError(f"{path} is no YAML ({reason}): {mend}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {_shown(values)}, expected a mapping: restore it or start a new run")
-    return _validated(_changed(values, overrides))
+        raise ConfigError(f"{path} holds {_shown(values)}, expected a mapping: {mend}")
+    return values
 
 
 def groups() -> dict[str, tuple[str, ...]]:
@@ -171,11 +197,11 @@ def _without_missing(values: Any) -> Any:
     return values
 
 
-def _sentence(detail: ErrorDetails) -> str:
-    """One validation error in the user's words."""
+def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
+    """One validation error in the user's words; `prefix` is where in a run's configuration the validated part stands."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
-    name = ".".join(str(part) for part in detail["loc"])
+    name = prefix + ".".join(str(part) for part in detail["loc"])
     key = keys.find(name)
     if key is None:
         return _unknown(name, list(keys.known_keys()))

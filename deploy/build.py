@@ -35,7 +35,7 @@ from deploy.colocation import sharing
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import age_limit, build_records
 from deploy.rollouts import adaptive_concurrency, rollout_fleet
-from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool
+from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.spawner import Spawner
 from deploy.warm_start import warm_start
 from learner.learner import Learner
@@ -113,7 +113,9 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
 def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
     """The roles whose workers may come and go while the run goes on, by name."""
     reference = training.reference
-    return {"rollout": inference.rollouts, "reward": inference.rewards} | ({"reference": reference} if isinstance(reference, ReferencePool) else {})
+    rewards = {reward_role(name): service for name, service in inference.rewards.services.items()}
+    scorers = {"reference": reference} if isinstance(reference, ReferencePool) else {}
+    return {"rollout": inference.rollouts, **rewards, **scorers}
 
 
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:

@@ -70,7 +70,9 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
-    processor = ChatProcessor(config.policy.model, config.data, config.sampler, media)
+    processor = ChatProcessor(
+        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    )
     splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
     return Prepared(config, model_folder, processor, media, splits)
 

@@ -30,8 +30,10 @@ from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.records import trajectory_log
 from deploy.spawner import Spawner
 from learner.learner_group import LearnerGroup
+from rewards.isolated import IsolatedProcess
 from rewards.replay_evaluator import Rescoring, rescore
-from rewards.worker import RewardWorker
+from rewards.scoring import Scoring
+from rewards.tools import Tools
 
 OUTPUT_FOLDER = "replay"  # of the run folder
 UPDATES_FILE = "updates.jsonl"
@@ -67,27 +69,22 @@ def score(run_folder: Path, config: RunConfig) -> int:
     """Score the recorded responses again with `rewards.components`, and print what differs; returns the exit code.
 
     Raises:
-        PreflightError: the run has no recorded steps.
+        PreflightError: the run has no recorded steps, or a component needs more than was recorded.
     """
     log = trajectory_log(run_folder, config)
     steps = recorded_steps(log)
-    timeouts = config.timeouts
+    if config.rewards.needs_pictures:
+        named = ", ".join(c.name for c in config.rewards.components if c.needs_pictures)
+        raise PreflightError(f"{named} needs pictures, which the log does not hold: leave it out of rewards.components")
+    timeouts, resources = config.timeouts, config.resources
+    isolated = IsolatedProcess(timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s)
     try:
-        worker = RewardWorker(
-            config.rewards.components,
-            object_timeout_s=timeouts.object_s,
-            start_timeout_s=timeouts.start_s,
-            function_timeout_s=timeouts.reward_s / 4,
-            group_timeout_s=timeouts.reward_s,
-            device=config.resources.device,
-            dtype=config.resources.dtype,
-        )
+        scoring = Scoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
+        result = rescore(scoring, (group for step in steps for group in log.read(step)))
     except ValueError as error:  # a function is unknown, or its options are
         raise PreflightError(str(error)) from error
-    try:
-        result = rescore(worker, (group for step in steps for group in log.read(step)))
     finally:
-        worker.close()
+        isolated.close()
     _print_rescoring(Console(), result, len(steps))
     return 0
 

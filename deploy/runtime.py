@@ -26,7 +26,7 @@ from cluster.metrics.hub import Metrics
 from cluster.metrics.report import write_report
 from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
-from cluster.placement import PlacementPlan, needed_roles, plan_placement
+from cluster.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from cluster.placement_groups import create_placement_groups, plan_when_free
 from configs.schema import RunConfig
 from deploy.build import build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
@@ -37,8 +37,6 @@ from deploy.records import reached_version
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
 from deploy.spawner import Spawner
-
-INFERENCE_ROLES = ("rollout", "reward")
 
 
 def train(config: RunConfig) -> int:
@@ -57,7 +55,7 @@ def train(config: RunConfig) -> int:
 def evaluate(config: RunConfig) -> int:
     """Score `policy.model` as it is on the held-out split; returns the exit code."""
     console = Console()
-    with _cluster(config, INFERENCE_ROLES) as cluster:
+    with _cluster(config, inference_roles(config)) as cluster:
         result = asyncio.run(_until_signal(_evaluate(cluster)))
     console.print(
         f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "

@@ -11,13 +11,15 @@ from actors.reference_scorer import ReferenceScorer
 from cluster.placement import PlacedWorker
 from cluster.restarts import RestartPolicy
 from configs.schema import RunConfig
+from configs.schema.resources import REWARD_SERVICE
+from configs.schema.rewards import SHARED_SERVICE
 from deploy.scaling import RoleHosts
 from deploy.spawner import Spawner
-from rewards.pool import RewardPool
+from rewards.pool import LossCounter, RewardPool
+from rewards.service import RewardService, ServiceSettings
 from rewards.worker import RewardWorker
 
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
-REWARD_GROUPS_IN_FLIGHT = 8  # of one worker; more wait in the pool, where another worker can still take them
 
 
 def reference_folder(config: RunConfig) -> Path:
@@ -37,18 +39,39 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
 
 
 def reward_pool(config: RunConfig, spawner: Spawner) -> RewardPool:
-    """Start the reward workers; they build themselves in the background."""
-    start, timeouts = partial(_start_reward, config, spawner), config.timeouts
-    return RewardPool(
-        [start(worker) for worker in spawner.workers("reward")],
-        hosts=RoleHosts(spawner, "reward", start, stop_s=timeouts.stop_s),
+    """Start the reward workers of every service; they build themselves in the background.
+
+    Raises:
+        ValueError: gates make services wait for each other.
+    """
+    losses = LossCounter()
+    services = {name: _reward_service(config, spawner, name, losses) for name in config.rewards.services}
+    return RewardPool(config.rewards, services, losses)
+
+
+def reward_role(service: str) -> str:
+    """The role whose workers run a service's components."""
+    return service if service == SHARED_SERVICE else f"{REWARD_SERVICE}{service}"
+
+
+def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: LossCounter) -> RewardService:
+    role, start = reward_role(name), partial(_start_reward, config, spawner, name)
+    timeouts, pool = config.timeouts, config.rewards.pool
+    return RewardService(
+        role,
+        [start(worker) for worker in spawner.workers(role)],
+        hosts=RoleHosts(spawner, role, start, stop_s=timeouts.stop_s),
         restarts=restart_policy(config),
-        start_s=timeouts.start_s,
-        alive_s=_alive_s(config),
-        timeout_s=timeouts.start_s + REWARD_GROUPS_IN_FLIGHT * timeouts.reward_s,
-        max_in_flight=REWARD_GROUPS_IN_FLIGHT,
-        max_attempts=config.max_rollout_retries + 1,
-        on_failure=config.rewards.on_failure,
+        settings=ServiceSettings(
+            start_s=timeouts.start_s,
+            alive_s=_alive_s(config),
+            timeout_s=timeouts.start_s + pool.batches_in_flight * pool.max_batch_groups * timeouts.reward_s,
+            max_batch=pool.max_batch_groups,
+            max_in_flight=pool.batches_in_flight,
+            max_queued=pool.max_queued_groups,
+            max_attempts=config.max_rollout_retries + 1,
+        ),
+        on_lost=losses.count_loss,
     )
 
 
@@ -69,11 +92,12 @@ def reference_pool(config: RunConfig, spawner: Spawner, banned: tuple[int, ...])
     )
 
 
-def _start_reward(config: RunConfig, spawner: Spawner, worker: PlacedWorker) -> Any:
+def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: PlacedWorker) -> Any:
     timeouts = config.timeouts
     return spawner.start(
         RewardWorker,
-        config.rewards.components,
+        config.rewards,
+        service,
         object_timeout_s=timeouts.object_s,
         start_timeout_s=timeouts.start_s,
         function_timeout_s=timeouts.reward_s / 4,

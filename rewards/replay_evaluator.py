@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.trajectory import Reward, TrajectoryGroup
+from cluster.trajectory import Reward
 from cluster.trajectory_records import RecordedGroup
-from rewards.worker import GroupScore
+from rewards.contract import RewardRequest
+from rewards.recipes import ComponentError
+from rewards.worker import group_requests
 
 TOTAL = "reward"  # the weighted sum
 
 
 class Scorer(Protocol):
-    """`rewards.worker.RewardWorker`."""
+    """`rewards.scoring.Scoring` with all components."""
 
-    def score(self, groups: list[TrajectoryGroup]) -> list[GroupScore]: ...
+    def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]: ...
 
 
 @dataclass
@@ -68,10 +70,10 @@ class Rescoring:
 
 
 def rescore(scorer: Scorer, groups: Iterable[RecordedGroup]) -> Rescoring:
-    """Score each group again as a reward worker does and compare with its record."""
+    """Score each group again, by text alone, and compare with its record."""
     result = Rescoring()
     for recorded in groups:
-        [score] = scorer.score([recorded.group])
-        for then, now in zip(recorded.rewards, score.rewards, strict=True):
-            result.add(then, now)
+        now = scorer.rewards(group_requests(recorded.group, pictures=()))
+        for before, after in zip(recorded.rewards, now, strict=True):
+            result.add(before, after if isinstance(after, Reward) else None)
     return result

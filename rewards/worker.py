@@ -1,50 +1,45 @@
-"""One reward worker: a group in, one reward or one named failure a trajectory out."""
+"""One reward worker: groups in, for each response what every component of the worker's service says of it out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import DeadlineError, RewardError
+from cluster.media import MediaReader
 from cluster.objects import fetch
-from cluster.trajectory import Reward, Trajectory, TrajectoryGroup
-from configs.schema import RewardComponent
-from rewards.combine import ComponentError, build_components, score_response
-from rewards.contract import FailureKind, RewardRequest
+from cluster.trajectory import Prompt, TrajectoryGroup
+from configs.schema.rewards import RewardsConfig
+from rewards.contract import Outcome, RewardRequest
 from rewards.isolated import IsolatedProcess
+from rewards.scoring import Scoring
 from rewards.tools import Tools
 
-
-@dataclass(frozen=True)
-class ScoringFailure:
-    """Why one trajectory has no reward."""
-
-    trajectory_id: str
-    component: str
-    kind: FailureKind
-    reason: str
+MAX_PICTURES = 64  # that one worker keeps at hand
 
 
 @dataclass(frozen=True)
-class GroupScore:
-    """One group's rewards in the order of its trajectories; None where `failures` says why."""
+class GroupOutcomes:
+    """What one service says of a group: for each trajectory, in order, component -> outcome."""
 
-    rewards: tuple[Reward | None, ...]
-    failures: tuple[ScoringFailure, ...]
+    label: str  # of the group's recipe
+    trajectory_ids: tuple[str, ...]
+    outcomes: tuple[Mapping[str, Outcome], ...]
 
 
 class RewardWorker:
-    """Scores groups, one at a time, and never takes much longer than `group_timeout_s` for one.
+    """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
 
     Functions that may hang run in a process that the worker owns: each call has `function_timeout_s`, importing what
-    it needs `start_timeout_s`. Once a group's time is used up, what is left of it is counted as timed out.
+    it needs `start_timeout_s`. Once the time of a call's groups is used up, what is left is counted as timed out.
     """
 
     def __init__(
         self,
-        components: Sequence[RewardComponent],
+        rewards: RewardsConfig,
+        service: str,
         *,
         object_timeout_s: float,
         start_timeout_s: float,
@@ -54,12 +49,19 @@ class RewardWorker:
         dtype: str,
     ) -> None:
         self._isolated = IsolatedProcess(timeout_s=function_timeout_s, start_timeout_s=start_timeout_s)
-        self._components = build_components(components, Tools(self._isolated, device, dtype))
+        self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype))
+        own = [component for component in rewards.components if component.service == service]
+        self._needs_pictures = any(component.needs_pictures for component in own)
+        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)
         self._object_timeout_s = object_timeout_s
         self._group_timeout_s = group_timeout_s
 
-    def score(self, groups: Sequence[Any]) -> list[GroupScore]:
+    def score(
+        self, groups: Sequence[Any], earlier: Sequence[Sequence[Mapping[str, Outcome]] | None]
+    ) -> list[GroupOutcomes]:
         """Score groups given as object refs or values; refs come in a sequence, so that fetching has our deadline.
+
+        `earlier[i]` holds what other services said of group i's responses, where gates look at it.
 
         Raises:
             RewardError: a group did not arrive within `object_timeout_s`.
@@ -67,9 +69,11 @@ class RewardWorker:
         """
         try:
             found = fetch(groups, timeout_s=self._object_timeout_s, what="groups to score")
+            pictures = [self._pictures(group.prompt) for group in found]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
-        return [self._score_group(group) for group in found]
+        self._isolated.deadline = time.monotonic() + len(found) * self._group_timeout_s
+        return self._score(found, pictures, earlier)
 
     def ping(self) -> bool:
         """Answers once the worker is built and free."""
@@ -79,18 +83,37 @@ class RewardWorker:
         """End the isolated process."""
         self._isolated.close()
 
-    def _score_group(self, group: TrajectoryGroup) -> GroupScore:
-        self._isolated.deadline = time.monotonic() + self._group_timeout_s
-        outcomes = [self._score_trajectory(group, trajectory) for trajectory in group.trajectories]
-        return GroupScore(
-            rewards=tuple(outcome if isinstance(outcome, Reward) else None for outcome in outcomes),
-            failures=tuple(outcome for outcome in outcomes if isinstance(outcome, ScoringFailure)),
-        )
+    def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
+        return tuple(media.file for media in self._media.read(prompt.media)) if self._needs_pictures else ()
 
-    def _score_trajectory(self, group: TrajectoryGroup, trajectory: Trajectory) -> Reward | ScoringFailure:
-        prompt = group.prompt
-        request = RewardRequest(trajectory.response, prompt.references, prompt.metadata, prompt.text)
-        try:
-            return score_response(self._components, request)
-        except ComponentError as error:
-            return ScoringFailure(trajectory.trajectory_id, error.component, error.kind, error.reason)
+    def _score(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        pictures: Sequence[tuple[bytes, ...]],
+        earlier: Sequence[Sequence[Mapping[str, Outcome]] | None],
+    ) -> list[GroupOutcomes]:
+        """All responses of all groups together: what a model scores as one batch."""
+        with_pictures = zip(groups, pictures, strict=True)
+        requests = [request for group, files in with_pictures for request in group_requests(group, files)]
+        before = [
+            known
+            for group, said in zip(groups, earlier, strict=True)
+            for known in (said if said is not None else [{}] * len(group.trajectories))
+        ]
+        outcomes = iter(self._scoring.outcomes(requests, before))
+        return [
+            GroupOutcomes(
+                label=self._scoring.book.label(group.prompt.metadata),
+                trajectory_ids=tuple(t.trajectory_id for t in group.trajectories),
+                outcomes=tuple(next(outcomes) for _ in group.trajectories),
+            )
+            for group in groups
+        ]
+
+
+def group_requests(group: TrajectoryGroup, pictures: tuple[bytes, ...]) -> list[RewardRequest]:
+    """One request a response; `pictures` are the files of the prompt's."""
+    prompt = group.prompt
+    return [
+        RewardRequest(t.response, prompt.references, prompt.metadata, prompt.text, pictures) for t in group.trajectories
+    ]

@@ -166,7 +166,7 @@ def open_model(folder: Path, *overrides: str) -> Model:
         *overrides,
     )
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    processor = ChatProcessor(config.policy.model, config.data, config.sampler, store)
+    processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
     rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
     prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
     return Model(config, folder, processor, prompts)

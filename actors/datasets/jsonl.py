@@ -5,7 +5,8 @@ One line of `<folder>/<split>.jsonl`:
     {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
 `image` is one path, a list of paths (one for each `<image>`, in order) or absent. Paths are relative to the folder and
-may not leave it. A line that cannot be used is skipped and named; only a split without any usable row is an error.
+may not leave it. `metadata`, an object, and every key that the schema does not know travel with the row to the reward
+functions: a label that chooses a recipe, entities, limits. A line that cannot be used is skipped and named; only a split without any usable row is an error.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import DatasetError
 
 IMAGE_PLACEHOLDER = "<image>"
+SCHEMA = frozenset({"id", "question", "answer", "solution", "image", "metadata"})
 NUM_NAMED = 3  # skipped samples that an error message names
 
 
@@ -32,6 +34,7 @@ class Row:
     answer: str
     solution: str  # the response that a supervised step teaches
     images: tuple[Path, ...] = ()  # absolute
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ def read_split(folder: Path, split: str) -> Split:
         fields: Mapping[str, Any] = {}
         try:
             fields = _parse(line)
-            row = _read_row(fields, folder.resolve(), default_id=f"{split}-{number}")
+            row = _read_row(fields, folder.resolve(), _metadata(line, fields), default_id=f"{split}-{number}")
             if row.sample_id in rows:
                 raise _Unusable("duplicate_id", f"another row before it has the id {row.sample_id!r}")
             rows[row.sample_id] = row
@@ -130,7 +133,18 @@ def _parse(line: bytes) -> Mapping[str, Any]:
     return fields
 
 
-def _read_row(fields: Mapping[str, Any], folder: Path, *, default_id: str) -> Row:
+def _metadata(line: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says beyond the schema; here a number is a number."""
+    if fields.keys() <= SCHEMA - {"metadata"}:
+        return {}
+    given = json.loads(line)
+    nested = given.get("metadata", {})
+    if not isinstance(nested, dict):
+        raise _Unusable("bad_metadata", f"`metadata` is a JSON {type(nested).__name__}: write an object")
+    return {**{key: value for key, value in given.items() if key not in SCHEMA}, **nested}
+
+
+def _read_row(fields: Mapping[str, Any], folder: Path, metadata: Mapping[str, Any], *, default_id: str) -> Row:
     question = _text(fields, "question")
     answer = _text(fields, "answer")
     images = tuple(_image_path(folder, name) for name in _image_names(fields))
@@ -144,6 +158,7 @@ def _read_row(fields: Mapping[str, Any], folder: Path, *, default_id: str) -> Ro
         answer=answer,
         solution=_text(fields, "solution") if "solution" in fields else rf"\boxed{{{answer}}}",
         images=images,
+        metadata=metadata,
     )
 
 

@@ -44,14 +44,18 @@ class ChatProcessor:
 
     Text is rendered and tokenised once, with one placeholder a picture; the placeholders are then expanded by number,
     so both token spaces agree by construction and equal what the model's processor makes of the same text and pictures.
-    Processed pictures go through `media`, so that equal files are decoded and stored once.
+    Processed pictures go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
+    as well, for reward functions that look at them.
 
     Raises:
         ValueError: the model has no image processor with a pixel budget, or a text of the configuration is unfit.
     """
 
-    def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaStore) -> None:
+    def __init__(
+        self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaStore, *, keep_files: bool
+    ) -> None:
         self._data = data
+        self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
         self._media = media
         self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
@@ -87,6 +91,7 @@ class ChatProcessor:
             media=tuple(self._store(content, path) for content, path in zip(contents, row.images, strict=True)),
             media_spans=layout.spans,
             references=row.references,
+            metadata=row.metadata,
         )
 
     def check(self, row: Row) -> int:
@@ -175,6 +180,7 @@ class ChatProcessor:
                 "image_grid_thw": inputs["image_grid_thw"].numpy(),  # int64 [1, 3]
             },
             thumbnail=_thumbnail(image),
+            file=content if self._keep_files else b"",
         )
 
     def _refuse_special_tokens(self, text: str) -> None:

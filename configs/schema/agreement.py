@@ -6,10 +6,11 @@ reads every contradiction at once.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from configs.schema.resources import REWARD_SERVICE
+from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
 from configs.schema.rollout import DataKind
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ TRANSPORT_ROLES = ("rollout", "learner")
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
-    """Every contradiction between sections of `config`, in the order of RULES."""
+    """Every contradiction between sections of `config`, in the order of RULES, and those within the reward."""
     found = (rule(config) for rule in RULES)
-    return tuple(message for message in found if message is not None)
+    return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
 
 
 def _minibatches_hold_groups(config: RunConfig) -> str | None:
@@ -165,34 +166,22 @@ def _pixel_range_is_open(config: RunConfig) -> str | None:
     )
 
 
-def _reward_has_signal(config: RunConfig) -> str | None:
-    if any(component.weight != 0 for component in config.rewards.components):
-        return None
-    return (
-        f"rewards.components has {len(config.rewards.components)} parts and none has a weight, so every reward is 0: "
-        "give at least one part a weight other than 0, e.g. rewards=math_answer"
-    )
-
-
-def _reward_names_differ(config: RunConfig) -> str | None:
-    counts = Counter(component.name for component in config.rewards.components)
-    repeated = [name for name, count in counts.items() if count > 1]
-    if not repeated:
-        return None
-    return (
-        f"rewards.components names {', '.join(repeated)} more than once: metrics and reports tell parts apart by name, "
-        "so give each rewards.components.INDEX.name its own"
-    )
-
-
-def _accuracy_is_scored(config: RunConfig) -> str | None:
-    names = [component.name for component in config.rewards.components]
-    if config.rewards.accuracy_component in names:
-        return None
-    return (
-        f"rewards.accuracy_component={config.rewards.accuracy_component} is no part of the reward: "
-        f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
-    )
+def _services_have_workers(config: RunConfig) -> str | None:
+    own = config.resources.reward_services
+    known = [SHARED_SERVICE, *own]
+    missing = [name for name in config.rewards.services if name not in known]
+    if missing:
+        return (
+            f"rewards.components use the service {missing[0]}, which has no workers: give "
+            f"resources.reward_services.{missing[0]} some, or use one of {', '.join(known)}"
+        )
+    idle = [name for name in own if name not in config.rewards.services]
+    if idle:
+        return (
+            f"resources.reward_services.{idle[0]} has workers that no component uses: name it as some "
+            "rewards.components.INDEX.service, or leave it out"
+        )
+    return None
 
 
 def _warm_start_has_a_target(config: RunConfig) -> str | None:
@@ -205,7 +194,8 @@ def _warm_start_has_a_target(config: RunConfig) -> str | None:
 
 
 def _roles_have_workers(config: RunConfig) -> str | None:
-    needed = ("rollout", "learner", "reward")
+    shared = (SHARED_SERVICE,) if SHARED_SERVICE in config.rewards.services else ()
+    needed = ("rollout", "learner", *shared, *(f"{REWARD_SERVICE}{name}" for name in config.resources.reward_services))
     empty = [role for role in needed if config.resources.roles[role].num_workers == 0]
     if not empty:
         return None
@@ -334,9 +324,7 @@ RULES: tuple[Rule, ...] = (
     _nothing_cuts_the_distribution,
     _sum_shows_two_pictures,
     _pixel_range_is_open,
-    _reward_has_signal,
-    _reward_names_differ,
-    _accuracy_is_scored,
+    _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,
     _replay_is_one,

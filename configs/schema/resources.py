@@ -8,6 +8,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.schema.base import Section
 
+REWARD_SERVICE = "reward."
+"""Opens the name of the role that a service of `reward_services` is."""
+
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
@@ -51,7 +54,9 @@ class ResourcesConfig(Section):
     reference: WorkerResources
     """The scorers of the frozen policy; unused when `algorithm.kl.coef` is 0."""
     reward: WorkerResources
-    """The reward pool."""
+    """The reward workers that all components share which need none of their own."""
+    reward_services: dict[str, WorkerResources]
+    """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""
     replay: WorkerResources
     """The replay buffer; exactly one worker."""
     object_store_bytes: PositiveInt
@@ -69,5 +74,6 @@ class ResourcesConfig(Section):
             "rollout": self.rollout,
             "reference": self.reference,
             "reward": self.reward,
+            **{f"{REWARD_SERVICE}{name}": workers for name, workers in self.reward_services.items()},
             "replay": self.replay,
         }

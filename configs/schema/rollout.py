@@ -1,10 +1,10 @@
-"""What is asked, who answers, and how good the answer is: policy, data, sampler, rewards."""
+"""What is asked and who answers: policy, data, sampler."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -119,27 +119,3 @@ class SamplerConfig(Section):
     """Skip graph capture and compilation."""
     block_size: PositiveInt
     """Tokens in one KV cache block."""
-
-
-class RewardComponent(Section):
-    """One named, weighted part of the reward."""
-
-    name: str
-    """Its name in metrics and reports."""
-    function: str
-    """A built-in function (`math_answer`, `exact_match`, `format`) or `module:function`."""
-    weight: float
-    """Its weight in the sum."""
-    options: dict[str, Any]
-    """Arguments of the function."""
-
-
-class RewardsConfig(Section):
-    """The reward: a weighted sum of components."""
-
-    components: tuple[RewardComponent, ...]
-    """The parts of the sum."""
-    accuracy_component: str
-    """The component whose mean is reported as accuracy."""
-    on_failure: Literal["exclude", "stop"]
-    """A response that cannot be scored: take it out of its group, or stop the run. It never counts as 0."""

@@ -12,7 +12,8 @@ from configs.schema.agreement import contradictions
 from configs.schema.base import Section
 from configs.schema.learner import AlgorithmConfig, LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig
-from configs.schema.rollout import DataConfig, PolicyConfig, RewardsConfig, SamplerConfig
+from configs.schema.rewards import RewardsConfig
+from configs.schema.rollout import DataConfig, PolicyConfig, SamplerConfig
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 import torch
 from fakes import FakeMetrics, FakePrompts
+from reward_data import component, pool_over, rewards_of
 from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
 from small_workers import OBJECT_S, SmallReplay, SmallReward, SmallScorer
@@ -131,7 +132,7 @@ class SmallRun:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        return [*self.fleet.status(), *self.rewards.status(), *self.reference.status()]
+        return [*self.fleet.status(), *self.rewards.services["reward"].status(), *self.reference.status()]
 
     @property
     def is_whole(self) -> bool:
@@ -187,7 +188,8 @@ class SmallRun:
 
     def _reward_pool(self) -> RewardPool:
         spawn = partial(self._spawn_worker, SmallReward, "reward")
-        return RewardPool(
+        return pool_over(
+            rewards_of(component("place", "exact_match"), on_failure="stop"),
             [spawn(index) for index in range(self.shape.num_rewards)],
             hosts=Hosts(spawn),
             restarts=POLICY,
@@ -196,7 +198,6 @@ class SmallRun:
             timeout_s=8,
             max_in_flight=4,
             max_attempts=5,
-            on_failure="stop",
         )
 
     def _reference_pool(self) -> ReferencePool:

@@ -11,8 +11,9 @@ from sabotage import Saboteur
 
 from cluster.objects import fetch
 from cluster.replay_buffer import ReplayBuffer
-from cluster.trajectory import Reward, ScoredGroup
-from rewards.worker import GroupScore
+from cluster.trajectory import ScoredGroup, TrajectoryGroup
+from rewards.contract import Score
+from rewards.worker import GroupOutcomes
 
 OBJECT_S = 5.0
 
@@ -27,12 +28,17 @@ class SmallReward:
     def ping(self) -> bool:
         return True
 
-    def score(self, groups: Sequence[Any]) -> list[GroupScore]:
+    def score(self, groups: Sequence[Any], earlier: Sequence[Any]) -> list[GroupOutcomes]:
         self._saboteur.moment("scoring")
         found = fetch(groups, timeout_s=OBJECT_S, what="groups")
-        return [GroupScore(tuple(Reward(float(i)) for i, _ in enumerate(g.trajectories)), ()) for g in found]
+        return [_by_position(group) for group in found]
 
     def close(self) -> None: ...
+
+
+def _by_position(group: TrajectoryGroup) -> GroupOutcomes:
+    ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+    return GroupOutcomes("default", ids, tuple({"place": Score(float(i))} for i, _ in enumerate(ids)))
 
 
 class SmallScorer:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from reward_data import component, pool_over, rewards_of
 
 from cluster.actions import TokenActions
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
-from configs.schema import RewardComponent
-from rewards.pool import RewardPool
 from rewards.worker import RewardWorker
 
 PLUGIN = '''
@@ -28,6 +27,8 @@ def score(request):
     return float(request.response.text)
 '''
 
+REWARDS = rewards_of(component("mine", "slow_plugin:score", 2.0))
+
 
 @pytest.fixture
 def plugin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -39,11 +40,14 @@ def spawn_worker(plugin_folder: Path) -> Any:
     environment = {"PYTHONPATH": str(plugin_folder), "OMP_NUM_THREADS": "1"}
     actor = ray.remote(RewardWorker).options(num_cpus=0.5, runtime_env={"env_vars": environment})
     return actor.remote(
-        (RewardComponent(name="mine", function="slow_plugin:score", weight=2.0, options={}),),
+        REWARDS,
+        "reward",
         object_timeout_s=10,
         start_timeout_s=60,
         function_timeout_s=2,
         group_timeout_s=60,
+        device="cpu",
+        dtype="float32",
     )
 
 
@@ -76,7 +80,8 @@ async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: st
 
     workers = [spawn_worker(plugin_folder) for _ in range(2)]
     await asyncio.gather(*(answer(w.ping.remote(), timeout_s=60, what="a worker to start") for w in workers))
-    pool = RewardPool(
+    pool = pool_over(
+        REWARDS,
         workers,
         hosts=Hosts(),
         restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
@@ -84,9 +89,8 @@ async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: st
         alive_s=60,
         timeout_s=120,
         max_in_flight=2,
-        max_attempts=3,
-        on_failure="exclude",
     )
+    service = pool.services["reward"]
     texts = [(str(i), "hang" if i == 5 else str(i + 0.5)) for i in range(12)]
     references = [ray.put(group(i, *pair)) for i, pair in enumerate(texts)]
     tasks = [asyncio.create_task(pool.score(reference)) for reference in references]
@@ -98,7 +102,7 @@ async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: st
     assert [[r and r.value for r in pair] for pair in rewards] == expected
     assert +pool.failures == {"worker_died": 1, "timed_out": 1}
     async with asyncio.timeout(60):
-        while len(pool.workers) < 2:  # the one that replaces it may still start
+        while len(service.workers) < 2:  # the one that replaces it may still start
             await asyncio.sleep(0.1)
-    assert pool.workers[0] is workers[0] and pool.workers[1] is not workers[1]
+    assert service.workers[0] is workers[0] and service.workers[1] is not workers[1]
     await pool.close()

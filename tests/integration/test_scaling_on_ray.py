@@ -70,7 +70,7 @@ class Parts:
         self.losses: list[str] = []
 
     def control(self) -> ControlLoop:
-        roles, metrics = {"reward": self.rewards}, FakeMetrics(self.losses)
+        roles, metrics = {"reward": self.rewards.services["reward"]}, FakeMetrics(self.losses)
         return control_loop(self.config, self.spawner, roles, LeaseTable(64), FakeReplay(), metrics)
 
     async def status(self) -> RunStatus:
@@ -166,13 +166,13 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         load = Load(run.rewards, num_at_a_time=24)
         await until(lambda: load.scored)
         assert await run.scale(reward=3) == (RoleOutcome("reward", 3, ""),)
-        await until(lambda: list(states(run.rewards.status()).values()) == [WorkerState.SERVING] * 3)
-        await until(lambda: all(worker.num_in_flight for worker in run.rewards.status()))
+        await until(lambda: list(states(run.rewards.services["reward"].status()).values()) == [WorkerState.SERVING] * 3)
+        await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].status()))
         assert states((await run.status()).workers) == {f"reward/{i}": WorkerState.SERVING for i in range(3)}
-        ray.kill(run.rewards.workers[2])
+        ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)
-        await until(lambda: list(states(run.rewards.status())) == ["reward/0"])
+        await until(lambda: list(states(run.rewards.services["reward"].status())) == ["reward/0"])
         num_sent = await load.stop()
 
         assert load.scored == {index: float(index) for index in range(num_sent)}

@@ -135,6 +135,14 @@ def test_a_dataset_of_unusable_rows_is_an_error_that_names_the_first_few(tmp_pat
         read(tmp_path, *[without("answer")] * 4)
 
 
+def test_what_the_schema_does_not_know_travels_as_metadata(tmp_path: Path) -> None:
+    row = {"question": "2+2?", "answer": "4", "label": "sum", "limit": 7.50, "metadata": {"limit": 3, "tags": ["a"]}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "metadata": [1]}))
+    split = read_split(tmp_path, "train")
+    assert split.rows[0].metadata == {"label": "sum", "limit": 3, "tags": ["a"]}
+    assert [skipped.reason for skipped in split.skipped] == ["bad_metadata"]
+
+
 def test_the_digits_are_in_this_schema(tmp_path: Path) -> None:
     folder = write_digits(tmp_path / "digit_sum", task="digit_sum")
     splits = {name: read_split(folder, name) for name in ("train", "validation", "test")}

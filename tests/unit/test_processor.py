@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(model: str, **changes: object) -> tuple[ChatProcessor, MediaStore]:
     store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
-    return ChatProcessor(model, data_config(**changes), SAMPLER, store), store
+    return ChatProcessor(model, data_config(**changes), SAMPLER, store, keep_files=False), store
 
 
 @pytest.fixture(scope="module")

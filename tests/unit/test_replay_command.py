@@ -17,7 +17,10 @@ from deploy import replay as command
 from deploy.records import trajectory_log
 
 OPTIONS = "{ignore_case: false, whole_response: true}"
-CONFIG = load_config([f"rewards.components=[{{name: accuracy, function: exact_match, weight: 2.0, options: {OPTIONS}}}]"])
+REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+CONFIG = load_config(
+    [f"rewards.components=[{{name: accuracy, function: exact_match, weight: 2.0, options: {OPTIONS}, {REST}}}]"]
+)
 
 
 def record(folder: Path, *rewards: Reward | None) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fakes import make_group, make_prompt
 
-from cluster.trajectory import Reward, TrajectoryGroup
+from cluster.trajectory import Reward
 from cluster.trajectory_records import RecordedGroup
+from rewards.contract import FailureKind, RewardRequest
+from rewards.recipes import ComponentError
 from rewards.replay_evaluator import rescore
-from rewards.worker import GroupScore
 
 
 class Fixed:
-    """Scores by group id."""
+    """Scores one group after the other."""
 
-    def __init__(self, **rewards: tuple[Reward | None, ...]) -> None:
-        self._rewards = rewards
+    def __init__(self, *rewards: tuple[Reward | None, ...]) -> None:
+        self._rewards = iter(rewards)
 
-    def score(self, groups: list[TrajectoryGroup]) -> list[GroupScore]:
-        return [GroupScore(self._rewards[group.group_id], ()) for group in groups]
+    def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]:
+        failure = ComponentError("accuracy", FailureKind.FAILED, "no reference")
+        return [failure if reward is None else reward for reward in next(self._rewards)]
 
 
 def recorded(group_id: str, *rewards: Reward | None) -> RecordedGroup:
@@ -26,7 +30,7 @@ def recorded(group_id: str, *rewards: Reward | None) -> RecordedGroup:
 
 def test_the_same_functions_change_nothing() -> None:
     rewards = (Reward(1.0, {"accuracy": 1.0}), Reward(0.0, {"accuracy": 0.0}))
-    result = rescore(Fixed(a=rewards), [recorded("a", *rewards)])
+    result = rescore(Fixed(rewards), [recorded("a", *rewards)])
     assert {name: d.num_changed for name, d in result.differences.items()} == {"accuracy": 0, "reward": 0}
     assert result.differences["accuracy"].mean_now == result.differences["accuracy"].mean_then == 0.5
 
@@ -34,7 +38,7 @@ def test_the_same_functions_change_nothing() -> None:
 def test_what_differs_is_counted_by_component() -> None:
     then = (Reward(1.5, {"accuracy": 1.0, "format": 0.5}), Reward(0.5, {"accuracy": 0.0, "format": 0.5}))
     now = (Reward(0.25, {"accuracy": 0.0, "length": 9.0}), Reward(0.75, {"accuracy": 0.0, "length": 3.0}))
-    result = rescore(Fixed(a=now, b=then), [recorded("a", *then), recorded("b", *then)])
+    result = rescore(Fixed(now, then), [recorded("a", *then), recorded("b", *then)])
     accuracy, total = result.differences["accuracy"], result.differences["reward"]
     assert (accuracy.mean_then, accuracy.mean_now, accuracy.num_changed, accuracy.largest_change) == (0.5, 0.25, 1, 1.0)
     assert (len(total.pairs), total.num_changed, total.largest_change) == (4, 2, 1.25)
@@ -44,5 +48,5 @@ def test_what_differs_is_counted_by_component() -> None:
 
 def test_a_response_that_cannot_be_scored_is_counted_and_not_compared() -> None:
     reward = Reward(1.0, {"accuracy": 1.0})
-    result = rescore(Fixed(a=(None, reward)), [recorded("a", reward, None)])
+    result = rescore(Fixed((None, reward)), [recorded("a", reward, None)])
     assert (result.num_unscored_then, result.num_unscored_now, result.differences) == (1, 1, {})

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from crews import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
+from reward_data import component, component_of, pool_over, rewards_of
 
 from cluster.errors import RewardError
 from cluster.trajectory import Reward
-from rewards.contract import FailureKind
-from rewards.pool import RewardPool
-from rewards.worker import GroupScore, ScoringFailure
+from configs.schema import Gate, Recipe
+from rewards.contract import Failure, FailureKind, Outcome, Score
+from rewards.pool import LossCounter, RewardPool
+from rewards.service import RewardService
+from rewards.worker import GroupOutcomes
 
 
 class FakeCall:
@@ -46,23 +49,30 @@ class FakeWorker:
         self.score = self
         self.ping = FakePing()
 
-    def remote(self, groups: list[Any]) -> FakeCall:
+    def remote(self, groups: list[Any], earlier: list[Any]) -> FakeCall:
         future: Future[Any] = Future()
-        self.calls.append((groups[0], future))
+        self.calls.append((groups[0] if len(groups) == 1 else groups, future))
+        self.earlier = earlier
         if self._reply is not None:
-            result = self._reply(groups[0])
-            if isinstance(result, Exception):
-                future.set_exception(result)
+            results = [self._reply(group) for group in groups]
+            failed = next((result for result in results if isinstance(result, Exception)), None)
+            if failed is not None:
+                future.set_exception(failed)
             else:
-                future.set_result([result])
+                future.set_result(results)
         return FakeCall(future)
 
     def finish(self, index: int) -> None:
-        self.calls[index][1].set_result([scored(self.calls[index][0])])
+        groups = self.calls[index][0]
+        self.calls[index][1].set_result([scored(group) for group in (groups if isinstance(groups, list) else [groups])])
 
 
-def scored(group: Any) -> GroupScore:
-    return GroupScore((Reward(float(group)),), ())
+def scored(group: Any) -> GroupOutcomes:
+    return said({"accuracy": Score(float(group))})
+
+
+def said(*outcomes: Mapping[str, Outcome], label: str = "default") -> GroupOutcomes:
+    return GroupOutcomes(label, tuple(f"p#{i}" for i in range(len(outcomes))), outcomes)
 
 
 def dead(_: Any) -> Exception:
@@ -73,18 +83,21 @@ def no_worker(index: int) -> Any:
     raise AssertionError(f"worker {index} was replaced")
 
 
-def make_pool(workers: list[FakeWorker], *, start: Callable[[int], Any] = no_worker, **changes: Any) -> RewardPool:
-    settings = {
-        "hosts": FakeHosts(start, booked=len(workers)),
-        "restarts": AT_ONCE,
-        "start_s": 5.0,
-        "alive_s": 5.0,
-        "timeout_s": 5.0,
-        "max_in_flight": 1,
-        "max_attempts": 3,
-        "on_failure": "exclude",
-    }
-    return RewardPool(workers, **{**settings, **changes})
+def make_pool(
+    workers: list[FakeWorker],
+    *,
+    start: Callable[[int], Any] = no_worker,
+    hosts: FakeHosts | None = None,
+    on_failure: str = "exclude",
+    **settings: Any,
+) -> RewardPool:
+    found = hosts or FakeHosts(start, booked=len(workers))
+    config = rewards_of(component("accuracy", "exact_match"), on_failure=on_failure)
+    return pool_over(config, workers, hosts=found, restarts=AT_ONCE, **settings)
+
+
+def service(pool: RewardPool) -> RewardService:
+    return pool.services["reward"]
 
 
 async def test_groups_go_to_the_least_loaded_worker_and_wait_beyond_the_bound() -> None:
@@ -113,7 +126,7 @@ async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored_by_anoth
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == list(range(8))
     await settle()
     assert hosts.stopped == [(0, doomed)]
-    assert doomed not in pool.workers and pool.workers[1] is healthy
+    assert doomed not in service(pool).workers and service(pool).workers[1] is healthy
     assert +pool.failures == {FailureKind.WORKER_DIED: 1}
 
 
@@ -155,30 +168,30 @@ async def test_the_pool_grows_and_shrinks_while_it_scores() -> None:
     pool = make_pool([first], start=start)
     tasks = [asyncio.create_task(pool.score(i)) for i in range(3)]
     await settle()
-    await pool.scale(2)
+    await service(pool).scale(2)
     await settle()
     assert [call[0] for call in newcomers[0].calls] == [1]
-    await pool.scale(1)
+    await service(pool).scale(1)
     first.finish(0)
     await settle()
     assert [call[0] for call in first.calls] == [0, 2], "who leaves takes nothing new"
     newcomers[0].finish(0), first.finish(1)
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2]
     await settle()
-    assert [worker.name for worker in pool.status()] == ["reward/0"]
+    assert [worker.name for worker in service(pool).status()] == ["reward/0"]
 
 
-def half_failed(_: Any) -> GroupScore:
-    failures = (
-        ScoringFailure("p#1", "accuracy", FailureKind.TIMED_OUT, "waited 1 s"),
-        ScoringFailure("p#2", "accuracy", FailureKind.NOT_FINITE, "returned nan"),
+def half_failed(_: Any) -> GroupOutcomes:
+    return said(
+        {"accuracy": Score(1.0)},
+        {"accuracy": Failure(FailureKind.TIMED_OUT, "waited 1 s")},
+        {"accuracy": Failure(FailureKind.NOT_FINITE, "returned nan")},
     )
-    return GroupScore((Reward(1.0), None, None), failures)
 
 
 async def test_unscored_responses_are_excluded_and_counted_by_kind() -> None:
     pool = make_pool([FakeWorker(half_failed)])
-    assert await pool.score(0) == (Reward(1.0), None, None)
+    assert await pool.score(0) == (Reward(1.0, {"accuracy": 1.0}), None, None)
     await pool.score(0)
     assert pool.failures == {"timed_out": 2, "not_finite": 2, "failed": 0, "worker_died": 0, "worker_hung": 0}
 
@@ -200,3 +213,75 @@ async def test_an_error_of_the_group_itself_travels_and_frees_the_place() -> Non
 def test_a_pool_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="resources.reward.num_workers"):
         make_pool([])
+
+
+async def test_groups_that_wait_travel_together_up_to_the_batch() -> None:
+    worker = FakeWorker()
+    pool = make_pool([worker], max_batch=3)
+    tasks = [asyncio.create_task(pool.score(i)) for i in range(6)]
+    await settle()
+    worker.finish(0)
+    await settle()
+    assert [call[0] for call in worker.calls] == [[0, 1, 2], [3, 4, 5]]
+    worker.finish(1)
+    assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == list(range(6))
+
+
+async def test_a_group_that_cannot_be_had_costs_no_other_one_of_its_batch() -> None:
+    worker = FakeWorker(lambda group: RewardError("no such object") if group == 1 else scored(group))
+    pool = make_pool([worker], max_batch=3)
+    results = await asyncio.gather(*(pool.score(i) for i in range(3)), return_exceptions=True)
+    assert [r[0].value for r in (results[0], results[2])] == [0.0, 2.0]
+    assert isinstance(results[1], RewardError)
+
+
+async def test_beyond_the_queue_whoever_brings_a_group_waits_with_it() -> None:
+    worker = FakeWorker()
+    pool = make_pool([worker], max_queued=2)
+    tasks = [asyncio.create_task(pool.score(i)) for i in range(4)]
+    await settle()
+    assert len(service(pool)._queue) == 1, "one travels, one waits, two are not let in"
+    for index in range(4):
+        worker.finish(index)
+        await settle()
+    assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2, 3]
+
+
+async def test_whoever_gave_up_is_not_scored() -> None:
+    worker = FakeWorker()
+    pool = make_pool([worker])
+    tasks = [asyncio.create_task(pool.score(i)) for i in range(3)]
+    await settle()
+    tasks[1].cancel()
+    worker.finish(0)
+    await settle()
+    worker.finish(1)
+    await asyncio.gather(tasks[0], tasks[2])
+    assert [call[0] for call in worker.calls] == [0, 2]
+
+
+async def test_closing_tells_those_who_wait() -> None:
+    pool = make_pool([FakeWorker()])
+    task = asyncio.create_task(pool.score(0))
+    await settle()
+    await pool.close()
+    with pytest.raises(RewardError, match="was closed"):
+        await task
+
+
+async def test_services_are_asked_in_the_order_of_gates_and_their_outcomes_merged() -> None:
+    gate = Gate(component="style", needs="accuracy", at_least=1.0)
+    recipe = Recipe(components=("accuracy", "style"), weights={"style": 0.5}, gates=(gate,), normalise=False)
+    config = rewards_of(
+        component("accuracy", "exact_match"), component_of("style", "model", service="judge"), recipes={"default": recipe}
+    )
+    rules = FakeWorker(lambda group: said({"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}))
+    judge = FakeWorker(lambda group: said({"style": Score(0.5)}, {}))
+    one, other = (
+        pool_over(config, [worker], hosts=FakeHosts(no_worker, booked=1), restarts=AT_ONCE) for worker in (rules, judge)
+    )
+    pool = RewardPool(config, {"reward": service(one), "judge": service(other)}, LossCounter())
+    first, second = await pool.score(0)
+    assert first == Reward(1.25, {"accuracy": 1.0, "style": 0.5})
+    assert second == Reward(0.0, {"accuracy": 0.0}, {"style": "not run: accuracy is below 1"})
+    assert judge.earlier == [[{"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}]]

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from reward_data import component, rewards_of
 
 from cluster.actions import TokenActions
 from cluster.errors import RewardError
 from cluster.trajectory import FinishReason, Prompt, Response, Reward, Trajectory, TrajectoryGroup, WeightSpan
 from configs.schema import RewardComponent
-from rewards.combine import build_components, score_response
-from rewards.contract import FailureKind, RewardRequest, TimedOutError
+from rewards.contract import FailureKind, TimedOutError
 from rewards.isolated import IsolatedProcess
+from rewards.recipes import ComponentError, RecipeBook
+from rewards.scoring import Scoring
 from rewards.tools import Tools
-from rewards.worker import RewardWorker
+from rewards.worker import GroupOutcomes, RewardWorker
 
 PLUGIN = '''
 import os, signal, time
@@ -65,16 +68,47 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("reward_plugin", None)
 
 
+class Scores(NamedTuple):
+    """What a run makes of one group's outcomes."""
+
+    rewards: tuple[Reward | None, ...]
+    failures: tuple[tuple[str, ComponentError], ...]  # (trajectory id, error)
+
+
+class OneWorker:
+    """A worker, and the rewards of what it says."""
+
+    def __init__(self, worker: RewardWorker, book: RecipeBook) -> None:
+        self.worker = worker
+        self._book = book
+
+    def score(self, *groups: TrajectoryGroup) -> list[Scores]:
+        return [self._scores(outcomes) for outcomes in self.worker.score(groups, [None] * len(groups))]
+
+    def _scores(self, said: GroupOutcomes) -> Scores:
+        rewards: list[Reward | None] = []
+        failures = []
+        for trajectory_id, outcomes in zip(said.trajectory_ids, said.outcomes, strict=True):
+            try:
+                rewards.append(self._book.reward(said.label, outcomes))
+            except ComponentError as error:
+                rewards.append(None)
+                failures.append((trajectory_id, error))
+        return Scores(tuple(rewards), tuple(failures))
+
+
 @pytest.fixture
-def make_worker() -> Iterator[Callable[..., RewardWorker]]:
+def make_worker() -> Iterator[Callable[..., OneWorker]]:
     workers = []
 
     def make(
         *components: RewardComponent, function_timeout_s: float = 20, group_timeout_s: float = 120
-    ) -> RewardWorker:
+    ) -> OneWorker:
+        config = rewards_of(*components)
         workers.append(
             RewardWorker(
-                components,
+                config,
+                "reward",
                 object_timeout_s=5,
                 start_timeout_s=120,
                 function_timeout_s=function_timeout_s,
@@ -83,15 +117,11 @@ def make_worker() -> Iterator[Callable[..., RewardWorker]]:
                 dtype="float32",
             )
         )
-        return workers[-1]
+        return OneWorker(workers[-1], RecipeBook(config))
 
     yield make
     for worker in workers:
         worker.close()
-
-
-def component(name: str, function: str, weight: float = 1.0, **options: Any) -> RewardComponent:
-    return RewardComponent(name=name, function=function, weight=weight, options=options)
 
 
 def group(*texts: str, references: tuple[str, ...] = ("7",)) -> TrajectoryGroup:
@@ -111,25 +141,25 @@ def trajectory(index: int, text: str) -> Trajectory:
     )
 
 
-def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[..., RewardWorker]) -> None:
+def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(
         component("accuracy", "math_answer", 1.0, require_boxed=True),
         component("format", "format", 0.5, preset="boxed"),
     )
-    (score,) = worker.score([group(r"\boxed{7}", r"\boxed{7}!", r"\boxed{8}", "7")])
+    (score,) = worker.score(group(r"\boxed{7}", r"\boxed{7}!", r"\boxed{8}", "7"))
     assert [reward.value for reward in score.rewards] == [1.5, 1.0, 0.5, 0.0]
     assert score.rewards[1].components == {"accuracy": 1.0, "format": 0.0}
     assert score.rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
-    assert score.failures == () and worker.ping()
-    assert worker._isolated._child is None, "plain answers may not pay for a process"
+    assert score.failures == () and worker.worker.ping()
+    assert worker.worker._isolated._child is None, "plain answers may not pay for a process"
 
 
-def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., RewardWorker]) -> None:
+def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("mine", plugin, bonus=0.5), function_timeout_s=1)
     texts = ("1", "hang", "2", "nan", "word", "die", "exit", "eat", "unpicklable", "backtrack", "inf", "3")
-    (score,) = worker.score([group(*texts)])
+    (score,) = worker.score(group(*texts))
     assert [r and r.value for r in score.rewards] == [1.5, None, 2.5, *[None] * 8, 3.5]
-    kinds = {texts[int(f.trajectory_id.partition("#")[2])]: f.kind for f in score.failures}
+    kinds = {texts[int(name.partition("#")[2])]: error.kind for name, error in score.failures}
     assert kinds == {
         "hang": FailureKind.TIMED_OUT,
         "backtrack": FailureKind.TIMED_OUT,
@@ -141,58 +171,59 @@ def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Ca
         "eat": FailureKind.FAILED,
         "unpicklable": FailureKind.FAILED,
     }
-    assert {f.component for f in score.failures} == {"mine"}
-    assert "ValueError" in next(f.reason for f in score.failures if f.trajectory_id.endswith("#4"))
+    assert {error.component for _, error in score.failures} == {"mine"}
+    assert "ValueError" in next(error.reason for name, error in score.failures if name.endswith("#4"))
 
 
-def test_an_answer_that_hangs_computer_algebra_costs_its_timeout(make_worker: Callable[..., RewardWorker]) -> None:
+def test_an_answer_that_hangs_computer_algebra_costs_its_timeout(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("accuracy", "math_answer", require_boxed=True), function_timeout_s=3)
-    (score,) = worker.score([group(r"\boxed{\sqrt{49}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{\sqrt{49}}")])
+    (score,) = worker.score(group(r"\boxed{\sqrt{49}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{\sqrt{49}}"))
     assert [r and r.value for r in score.rewards] == [1.0, None, 1.0, 1.0]
-    assert [f.kind for f in score.failures] in ([FailureKind.TIMED_OUT], [FailureKind.FAILED])  # time or memory
+    assert [error.kind for _, error in score.failures] in ([FailureKind.TIMED_OUT], [FailureKind.FAILED])  # time or memory
 
 
-def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., RewardWorker]) -> None:
+def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("shape", "format", pattern="(a+)+"), function_timeout_s=60, group_timeout_s=3)
     hanging = "a" * 50 + "b"
     started = time.monotonic()
-    (score,) = worker.score([group("a", *[hanging] * 50)])
+    (score,) = worker.score(group("a", *[hanging] * 50))
     assert time.monotonic() - started < 6
     assert score.rewards == (Reward(1.0, {"shape": 1.0}), *[None] * 50)
-    assert [f.kind for f in score.failures] == [FailureKind.TIMED_OUT] * 50
-    (score,) = worker.score([group("a")])
+    assert [error.kind for _, error in score.failures] == [FailureKind.TIMED_OUT] * 50
+    (score,) = worker.score(group("a"))
     assert score.rewards[0].value == 1.0, "the next group has its own time"
 
 
-def test_a_group_that_cannot_be_scored_by_one_component_has_no_reward(plugin: str) -> None:
-    isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
-    parts = [component("format", "format", preset="boxed"), component("mine", plugin, bonus=0)]
-    components = build_components(parts, Tools(isolated, "cpu", "float32"))
-    request = RewardRequest(Response(r"\boxed{7}", 1, False), ("7",), {}, "")
-    with pytest.raises(RewardError, match="reward component 'mine' failed: .*ValueError"):
-        score_response(components, request)
-    isolated.close()
+def test_a_group_that_cannot_be_scored_by_one_component_has_no_reward(
+    plugin: str, make_worker: Callable[..., OneWorker]
+) -> None:
+    worker = make_worker(component("format", "format", preset="boxed"), component("mine", plugin, bonus=0))
+    (score,) = worker.score(group(r"\boxed{7}"))
+    assert score.rewards == (None,)
+    assert re.match("reward component 'mine' failed: .*ValueError", str(score.failures[0][1]))
 
 
-@pytest.mark.parametrize(
-    ("components", "message"),
-    [
-        ([], "rewards.components is empty"),
-        ([component("a", "format", preset="boxed")] * 2, "names 'a' 2 times"),
-        ([component("a", "formatt", preset="boxed")], r"components\[a\]: .*did you mean 'format'"),
-    ],
-)
-def test_unfit_components_are_refused_when_the_worker_is_built(components: list[RewardComponent], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_components(components, Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32"))
+def test_groups_of_one_call_get_each_their_own(make_worker: Callable[..., OneWorker]) -> None:
+    worker = make_worker(component("accuracy", "math_answer", require_boxed=True))
+    first, second = worker.score(group(r"\boxed{7}", r"\boxed{8}"), group(r"\boxed{9}", references=("9",)))
+    assert [r and r.value for r in first.rewards] == [1.0, 0.0]
+    assert [r and r.value for r in second.rewards] == [1.0]
+
+
+def unused_tools() -> Tools:
+    return Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+
+
+def test_unfit_functions_are_refused_when_the_worker_is_built() -> None:
+    with pytest.raises(ValueError, match=r"components\[a\]: .*did you mean 'format'"):
+        Scoring(rewards_of(component("a", "formatt", preset="boxed")), None, unused_tools())
 
 
 def test_a_users_options_are_checked_before_the_first_response(plugin: str) -> None:
-    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
-        build_components([component("mine", plugin, bonsu=1)], tools)
+        Scoring(rewards_of(component("mine", plugin, bonsu=1)), None, unused_tools())
     with pytest.raises(ValueError, match="needs options.bonus"):
-        build_components([component("mine", plugin)], tools)
+        Scoring(rewards_of(component("mine", plugin)), None, unused_tools())
 
 
 def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:

@@ -1,0 +1,100 @@
+"""A component: a reward function under a name, tried again where it failed and remembered by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from configs.schema.rewards import RewardComponent, RewardsConfig
+from rewards.contract import (
+    BatchRewardFunction,
+    Failure,
+    Outcome,
+    RewardFunction,
+    RewardRequest,
+    Score,
+    evaluate_batch,
+)
+from rewards.functions import build_function
+from rewards.tools import Tools
+
+
+class Component:
+    """Scores responses; what it could not score is tried `retries` times more, and scores are kept up to a number."""
+
+    def __init__(
+        self, name: str, function: RewardFunction | BatchRewardFunction, *, retries: int, cache_entries: int
+    ) -> None:
+        self.name = name
+        self._function = function
+        self._retries = retries
+        self._cache_entries = cache_entries
+        self._cache: OrderedDict[bytes, Score] = OrderedDict()
+        self.num_cache_hits = 0
+
+    def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """One outcome a request, in order; nothing that the function raises leaves here."""
+        if self._cache_entries == 0:
+            return self._tried(requests)
+        keys = [content_key(request) for request in requests]
+        new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._cache}
+        self.num_cache_hits += len(keys) - len(new)
+        found: dict[bytes, Outcome] = {key: self._cache[key] for key in keys if key in self._cache}
+        found |= dict(zip(new, self._tried(list(new.values())), strict=True))
+        for key in keys:
+            self._remember(key, found[key])
+        return [found[key] for key in keys]
+
+    def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        outcomes = list(evaluate_batch(self._function, requests))
+        for _ in range(self._retries):
+            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+            if not failed:
+                break
+            for i, outcome in zip(failed, evaluate_batch(self._function, [requests[i] for i in failed]), strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _remember(self, key: bytes, outcome: Outcome) -> None:
+        if isinstance(outcome, Failure):  # the next one may be luckier
+            return
+        self._cache[key] = outcome
+        self._cache.move_to_end(key)
+        while len(self._cache) > self._cache_entries:
+            self._cache.popitem(last=False)
+
+
+def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) -> tuple[Component, ...]:
+    """The components of one service, or with None of all, each behind those that its gates look at.
+
+    Raises:
+        ValueError: a function is unknown, or its options are unfit; the message names the component.
+    """
+    order = rewards.gate_order()
+    chosen = [c for c in rewards.components if service in (None, c.service)]
+    return tuple(_build(component, tools) for component in sorted(chosen, key=lambda c: order.index(c.name)))
+
+
+def content_key(request: RewardRequest) -> bytes:
+    """Equal for requests that no reward function can tell apart."""
+    response = request.response
+    said = [response.text, response.num_tokens, response.is_truncated]
+    known = [request.prompt_text, request.references, dict(request.metadata)]
+    digest = hashlib.sha256(json.dumps([*said, *known], sort_keys=True, default=repr).encode())
+    for pictures in (response.pictures, request.prompt_pictures):
+        digest.update(len(pictures).to_bytes(4, "big"))
+        for picture in pictures:
+            digest.update(hashlib.sha256(picture).digest())
+    return digest.digest()
+
+
+def _build(component: RewardComponent, tools: Tools) -> Component:
+    try:
+        function = build_function(component.function, component.options, tools)
+    except ValueError as error:
+        raise ValueError(f"rewards.components[{component.name}]: {error}") from error
+    return Component(
+        component.name, function, retries=component.retries, cache_entries=component.cache_entries
+    )

@@ -1,0 +1,111 @@
+"""Recipes: which components a response gets, and how what they say becomes one reward.
+
+    reward = sum of weight * value over the recipe's components   [/ sum of |weight| with `normalise`]
+
+A component whose gate is shut does not run and counts 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import RewardError
+from cluster.trajectory import Reward
+from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig
+from configs.schema.rewards import Recipe as RecipeConfig
+from rewards.contract import Failure, FailureKind, Outcome, Score
+
+RECIPE = "recipe"  # stands for a component where a response has no recipe
+
+
+class ComponentError(RewardError):
+    """A component could not score a response, so nobody can: a sum without one of its parts is another reward."""
+
+    def __init__(self, component: str, kind: FailureKind, reason: str) -> None:
+        super().__init__(component, kind, reason)
+        self.component = component
+        self.kind = kind
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"reward component {self.component!r} {self.kind}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe, ready to use. `gates` holds, by component, which other one must reach which value."""
+
+    weights: Mapping[str, float]
+    gates: Mapping[str, tuple[tuple[str, float], ...]]
+    scale: float  # of the sum
+
+    def wants(self, component: str, outcomes: Mapping[str, Outcome]) -> bool:
+        """Whether a component is to run, given what the components before it said."""
+        return component in self.weights and self._shut_gate(component, outcomes) is None
+
+    def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
+        """What all components said, as one reward; `Reward.components` keeps each unweighted value that there is.
+
+        Raises:
+            ComponentError: a component could not score the response.
+        """
+        failed = next(((name, o) for name, o in outcomes.items() if isinstance(o, Failure)), None)
+        if failed is not None:
+            raise ComponentError(failed[0], failed[1].kind, failed[1].reason)
+        scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
+        reasons = {name: score.reason for name, score in scores.items() if score.reason}
+        for name in self.weights.keys() - scores.keys():
+            needs, at_least = self._shut_gate(name, outcomes) or (None, None)
+            assert needs is not None, f"component {name!r} neither ran nor was kept from it"
+            reasons[name] = f"not run: {needs} is below {at_least:g}"
+        total = math.fsum(self.weights[name] * score.value for name, score in scores.items())
+        return Reward(self.scale * total, {name: score.value for name, score in scores.items()}, reasons)
+
+    def _shut_gate(self, component: str, outcomes: Mapping[str, Outcome]) -> tuple[str, float] | None:
+        """The first condition of a component that does not hold."""
+        for needs, at_least in self.gates.get(component, ()):
+            outcome = outcomes.get(needs)
+            if not isinstance(outcome, Score) or outcome.value < at_least:
+                return needs, at_least
+        return None
+
+
+class RecipeBook:
+    """The recipes of a run, by label."""
+
+    def __init__(self, rewards: RewardsConfig) -> None:
+        self._label_key = rewards.label_key
+        self._recipes = {label: _ready(rewards, recipe) for label, recipe in rewards.active_recipes.items()}
+
+    def label(self, metadata: Mapping[str, Any]) -> str:
+        """What a row says that it is."""
+        return str(metadata.get(self._label_key, DEFAULT_RECIPE))
+
+    def find(self, label: str) -> Recipe | None:
+        """The recipe of a label, or else the default one, if there is one."""
+        return self._recipes.get(label) or self._recipes.get(DEFAULT_RECIPE)
+
+    def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
+        """The reward of a response.
+
+        Raises:
+            ComponentError: a component could not score it, or its label has no recipe.
+        """
+        recipe = self.find(label)
+        if recipe is None:
+            known = ", ".join(self._recipes)
+            reason = f"no recipe for the label {label!r} (there is {known}): add it, or one named {DEFAULT_RECIPE}"
+            raise ComponentError(RECIPE, FailureKind.FAILED, reason)
+        return recipe.reward(outcomes)
+
+
+def _ready(rewards: RewardsConfig, recipe: RecipeConfig) -> Recipe:
+    weights = {name: rewards.weight(recipe, name) for name in recipe.components}
+    gates: dict[str, tuple[tuple[str, float], ...]] = {}
+    for gate in recipe.gates:
+        gates[gate.component] = (*gates.get(gate.component, ()), (gate.needs, gate.at_least))
+    scale = 1 / math.fsum(map(abs, weights.values())) if recipe.normalise else 1.0
+    return Recipe(weights, gates, scale)

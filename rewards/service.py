@@ -1,0 +1,186 @@
+"""One service of the reward pool: its workers, the bounded queue before them, and the batches that travel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.crew import Crew, Hosts, Place
+from cluster.errors import DeadlineError, LostObjectError, RewardError, WorkerDiedError
+from cluster.ray_group import answer
+from cluster.restarts import RestartPolicy
+from cluster.status import WorkerStatus
+from rewards.contract import Outcome
+from rewards.worker import GroupOutcomes
+
+Earlier = Sequence[Mapping[str, Outcome]] | None
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """Deadlines and sizes of one service. `timeout_s` is for one call, the wait behind the calls before it included."""
+
+    start_s: float
+    alive_s: float
+    timeout_s: float
+    max_batch: int  # groups in one call
+    max_in_flight: int  # calls at one worker
+    max_queued: int  # groups that wait for a worker
+    max_attempts: int  # workers that may be lost over one group
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A group on its way to a worker."""
+
+    group: Any
+    earlier: Earlier
+    result: asyncio.Future[GroupOutcomes]
+    lost: list[str] = field(default_factory=list)  # what befell the workers that had it
+
+
+class RewardService:
+    """Implements `cluster.status.Scalable` over handles of `RewardWorker` actors that run the same components.
+
+    A group goes to the least loaded worker as soon as one has room, together with the groups that wait as well, up to
+    `max_batch`: batches form when workers are busy and cost nobody a wait. A worker that died, or did not answer, is
+    replaced, and its groups go first to another one.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        workers: Sequence[Any],
+        *,
+        hosts: Hosts,
+        restarts: RestartPolicy,
+        settings: ServiceSettings,
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        self._role = role
+        self._settings = settings
+        self._crew = Crew(
+            role,
+            workers,
+            hosts,
+            max_load=settings.max_in_flight,
+            restarts=restarts,
+            alive_s=settings.alive_s,
+            greet=self._greet,
+            on_lost=on_lost,
+        )
+        self._queue: deque[_Waiting] = deque()
+        self._room = asyncio.Semaphore(settings.max_queued)
+        self._carriers: set[asyncio.Task[None]] = set()
+        self._is_waiting = False  # a carrier waits for a worker; the ones that have one are on their way
+
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The handles that serve now; replaced ones are gone."""
+        return self._crew.handles
+
+    async def score(self, group: Any, earlier: Earlier) -> GroupOutcomes:
+        """What the service's components say of a group; waits for room in the queue, then for a worker.
+
+        Raises:
+            RewardError: `max_attempts` workers were lost over this group, or the worker could not get at it.
+            WorkerDiedError: every worker was lost too often.
+            LostObjectError: the group went with the node that held it.
+        """
+        async with self._room:
+            waiting = _Waiting(group, earlier, asyncio.get_running_loop().create_future())
+            self._queue.append(waiting)
+            self._carry()
+            try:
+                return await waiting.result
+            finally:
+                if waiting in self._queue:  # whoever asked has gone
+                    self._queue.remove(waiting)
+
+    def status(self) -> list[WorkerStatus]:
+        return self._crew.status()
+
+    async def scale(self, num_workers: int) -> None:
+        await self._crew.scale(num_workers)
+
+    async def check(self) -> None:
+        """Replace workers that give no sign of life."""
+        await self._crew.check()
+
+    async def close(self) -> None:
+        for carrier in self._carriers:
+            carrier.cancel()
+        await asyncio.gather(*self._carriers, return_exceptions=True)
+        await self._crew.close()
+
+    def _carry(self, *, is_urgent: bool = False) -> None:
+        """Have one carrier wait for a worker if anything is to be carried."""
+        if self._is_waiting or not self._queue:
+            return
+        self._is_waiting = True
+        task = asyncio.create_task(self._carry_batch(is_urgent), name=f"{self._role} carrier")
+        self._carriers.add(task)
+        task.add_done_callback(self._carriers.discard)
+
+    async def _carry_batch(self, is_urgent: bool) -> None:
+        batch: list[_Waiting] = []
+        try:
+            async with self._crew.place(is_urgent=is_urgent) as place:
+                self._is_waiting = False
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._settings.max_batch))]
+                self._carry()
+                if batch:
+                    await self._deliver(place, batch)
+        except asyncio.CancelledError:
+            _fail(batch, RewardError(f"the {self._role} service was closed"))
+            raise
+        except Exception as error:  # nobody waits for the carrier: those whose groups it had are told
+            if self._is_waiting and not batch:  # no worker will come any more
+                self._is_waiting = False
+                batch = [self._queue.popleft() for _ in range(len(self._queue))]
+            _fail(batch, error)
+
+    async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
+        try:
+            results = await self._ask(place, batch)
+        except (WorkerDiedError, DeadlineError) as error:
+            self._crew.lose(place, error)
+            self._again(batch, error)
+        except (LostObjectError, RewardError) as error:
+            if len(batch) == 1:
+                _fail(batch, error)
+            for waiting in batch if len(batch) > 1 else ():  # one of them is to blame: each by itself
+                await self._deliver(place, [waiting])
+        else:
+            for waiting, result in zip(batch, results, strict=True):
+                if not waiting.result.done():
+                    waiting.result.set_result(result)
+
+    def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
+        """Queue groups whose worker was lost before all others, unless too many were lost over them."""
+        for waiting in reversed(batch):
+            waiting.lost.append(str(error))
+            if len(waiting.lost) < self._settings.max_attempts:
+                self._queue.appendleft(waiting)
+            else:
+                said = f"{len(waiting.lost)} {self._role} workers were lost over one group, the last one: {error}"
+                _fail([waiting], RewardError(said))
+        self._carry(is_urgent=True)
+
+    async def _ask(self, place: Place, batch: Sequence[_Waiting]) -> list[GroupOutcomes]:
+        what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
+        call = place.handle.score.remote([w.group for w in batch], [w.earlier for w in batch])
+        return await answer(call, timeout_s=self._settings.timeout_s, what=what)
+
+    async def _greet(self, name: str, handle: Any) -> None:
+        what = f"{name} to start (timeouts.start_s)"
+        await answer(handle.ping.remote(), timeout_s=self._settings.start_s, what=what)
+
+
+def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
+    for waiting in batch:
+        if not waiting.result.done():
+            waiting.result.set_exception(error)

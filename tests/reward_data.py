@@ -1,0 +1,48 @@
+"""Rewards for tests: components with the least that they need, and pools over given workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.crew import Hosts
+from cluster.restarts import RestartPolicy
+from configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from rewards.pool import LossCounter, RewardPool
+from rewards.service import RewardService, ServiceSettings
+
+
+def component(name: str, function: str, weight: float = 1.0, /, **options: Any) -> RewardComponent:
+    return component_of(name, function, weight=weight, options=options)
+
+
+def component_of(name: str, function: str, **changes: Any) -> RewardComponent:
+    least = {"weight": 1.0, "options": {}, "service": "reward"}
+    least |= {"needs_pictures": False, "retries": 0, "cache_entries": 0}
+    return RewardComponent(name=name, function=function, **{**least, **changes})
+
+
+def rewards_of(
+    *components: RewardComponent, recipes: Mapping[str, Recipe] | None = None, **changes: Any
+) -> RewardsConfig:
+    least = {
+        "label_key": "label",
+        "accuracy_component": components[0].name if components else "",
+        "on_failure": "exclude",
+        "processes": 1,
+        "pool": RewardPoolConfig(max_batch_groups=1, batches_in_flight=1, max_queued_groups=64),
+    }
+    return RewardsConfig(components=components, recipes=dict(recipes or {}), **{**least, **changes})
+
+
+def pool_over(
+    rewards: RewardsConfig, workers: Sequence[Any], *, hosts: Hosts, restarts: RestartPolicy, **settings: Any
+) -> RewardPool:
+    """A pool whose one service, `reward`, has these workers; `settings` are those of `ServiceSettings`."""
+    least = {"start_s": 5.0, "alive_s": 5.0, "timeout_s": 5.0, "max_batch": 1, "max_in_flight": 1, "max_queued": 64}
+    losses = LossCounter()
+    chosen = ServiceSettings(**{**least, "max_attempts": 3, **settings})
+    service = RewardService(
+        "reward", workers, hosts=hosts, restarts=restarts, settings=chosen, on_lost=losses.count_loss
+    )
+    return RewardPool(rewards, {"reward": service}, losses)

@@ -33,6 +33,7 @@ class Name(StrEnum):
     ASYNCHRONY = "asynchrony"
     DRIVER_OVERHEAD = "driver_overhead"
     RECOVERY = "recovery"
+    REWARD_POOL = "reward_pool"
     ALL = "all"
 
 

@@ -1,0 +1,156 @@
+"""Reward pool: samples/s of cheap rules through Ray, and the latency that the way there and back adds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+import ray
+
+from benchmarks.measure import Claim, Effort, Findings, Series, interleave
+from cluster.actions import TokenActions
+from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from configs.schema import RunConfig
+from deploy.scorers import reward_pool
+from rewards.isolated import IsolatedProcess
+from rewards.pool import RewardPool
+from rewards.scoring import Scoring
+from rewards.tools import Tools
+from rewards.worker import group_requests
+
+ROLES = ("reward",)
+SETTINGS = (
+    "resources.reward.num_cpus=1",
+    "rewards.pool.max_batch_groups=32",
+    "rewards.pool.max_queued_groups=4096",
+)
+NUM_SIBLINGS = 8
+NUM_GROUPS = 2500  # of one measurement: 20,000 samples
+IN_FLIGHT = 256  # groups, where throughput is measured
+OFFERED_PER_S = 10_000  # samples, where latency is measured
+MAX_ADDED_S = 0.010
+ANSWERS = (
+    r"It is \boxed{%d}",
+    r"\boxed{%d} or so",
+    "%d",
+    r"So \boxed{\frac{%d}{1}}",
+    "<think>a</think><answer>%d</answer>",
+)
+COMPONENTS = """rewards.components=[
+  {name: accuracy, function: exact_match, weight: 1.0, options: {ignore_case: true, whole_response: false}, REST},
+  {name: boxed, function: format, weight: 0.1, options: {preset: boxed}, REST},
+  {name: tags, function: format, weight: 0.1, options: {preset: think_answer}, REST}]"""
+REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """A pool as a run starts it; its groups lie in the object store, as rollout actors leave them there."""
+    components = " ".join(COMPONENTS.replace("REST", REST).split())
+    with scratch_config((*SETTINGS, components), overrides) as config, private_ray(config):
+        return asyncio.run(_measure(effort, config))
+
+
+async def _measure(effort: Effort, config: RunConfig) -> Findings:
+    async with staged(config, ROLES) as stage:
+        groups = [make_group(index) for index in range(NUM_GROUPS)]
+        references = [ray.put(group) for group in groups]
+        pool = reward_pool(config, stage.spawner)
+        try:
+            found = await interleave(
+                {
+                    "pool": partial(_throughput, pool, references),
+                    "in process": partial(_in_process, config, groups),
+                    "latency": partial(_latency, pool, references),
+                },
+                effort,
+            )
+        finally:
+            await pool.close()
+    return _findings(config, found)
+
+
+def _findings(config: RunConfig, found: dict[str, tuple[float, ...]]) -> Findings:
+    alone_s = NUM_SIBLINGS / median(found["in process"])
+    added = median(found["latency"]) - alone_s
+    through_ray = f"samples of three cheap rules through Ray, {IN_FLIGHT} groups in flight"
+    return Findings(
+        settings={"groups": NUM_GROUPS, "siblings": NUM_SIBLINGS, "components": len(config.rewards.components)},
+        series={
+            "pool": Series(through_ray, "samples/s", found["pool"]),
+            "in process": Series("the same rules in this process", "samples/s", found["in process"]),
+            "latency": Series(f"median latency of a group at {OFFERED_PER_S} samples/s", "s", found["latency"]),
+        },
+        claims=(
+            Claim(f"throughput / {OFFERED_PER_S} samples/s", median(found["pool"]) / OFFERED_PER_S, 1.0),
+            Claim("latency added by the pool (p50) / 10 ms", added / MAX_ADDED_S, 1.0, at_least=False),
+            Claim("pool / in process", median(found["pool"]) / median(found["in process"])),
+        ),
+    )
+
+
+async def _throughput(pool: RewardPool, references: Sequence[Any], _: int) -> float:
+    gate = asyncio.Semaphore(IN_FLIGHT)
+
+    async def score(reference: Any) -> None:
+        async with gate:
+            await pool.score(reference)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(score(reference) for reference in references))
+    return len(references) * NUM_SIBLINGS / (time.perf_counter() - started)
+
+
+async def _latency(pool: RewardPool, references: Sequence[Any], _: int) -> float:
+    """Groups come at their times whatever is in flight; the median over them of how long each took."""
+    latencies: list[float] = []
+
+    async def score(reference: Any, due: float) -> None:
+        await pool.score(reference)
+        latencies.append(time.perf_counter() - due)
+
+    started, tasks = time.perf_counter(), []
+    for index, reference in enumerate(references):
+        due = started + index * NUM_SIBLINGS / OFFERED_PER_S
+        if due > time.perf_counter():
+            await asyncio.sleep(due - time.perf_counter())
+        tasks.append(asyncio.create_task(score(reference, due)))
+    await asyncio.gather(*tasks)
+    return median(latencies)
+
+
+async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: int) -> float:
+    isolated = IsolatedProcess(timeout_s=config.timeouts.reward_s, start_timeout_s=config.timeouts.start_s)
+    scoring = Scoring(config.rewards, None, Tools(isolated, config.resources.device, config.resources.dtype))
+    started = time.perf_counter()
+    for group in groups:
+        scoring.rewards(group_requests(group, ()))
+    rate = len(groups) * NUM_SIBLINGS / (time.perf_counter() - started)
+    isolated.close()
+    return rate
+
+
+def make_group(index: int) -> TrajectoryGroup:
+    """Eight short answers of different shapes, some of them right."""
+    ids = np.zeros(16, np.int32)
+    prompt = Prompt(f"0/{index}", str(index), "Which number?", ids, ids, references=(str(index),))
+    texts = (ANSWERS[(index + i) % len(ANSWERS)] % (index + i % 2) for i in range(NUM_SIBLINGS))
+    return TrajectoryGroup(prompt, tuple(_trajectory(prompt, i, text) for i, text in enumerate(texts)))
+
+
+def _trajectory(prompt: Prompt, sibling: int, text: str) -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"{prompt.prompt_id}#{sibling}",
+        actions=TokenActions(np.zeros(8, np.int32)),
+        behavior_logprobs=np.zeros(8, np.float32),
+        action_mask=np.ones(8, bool),
+        weight_spans=(WeightSpan(0, 0, 8),),
+        finish_reason=FinishReason.STOP,
+        response=Response(text, num_tokens=8, is_truncated=False),
+    )

@@ -1,4 +1,4 @@
-"""The `mobula` command: train, evaluate, replay, status, scale, plan, show-config, init-model, doctor.
+"""The `mobula` command: train, evaluate, replay, status, scale, plan, show-config, init-model, doctor, serve-rewards.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
 Exit codes: 0 done, 1 the run failed, 2 the user has something to mend (one message on stderr, no traceback), 130 it
@@ -201,6 +201,32 @@ def init_model(
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
     message = f"{model.value} written to {written}: use it with policy.model={written}"
     Console(soft_wrap=True).print(message, markup=False)
+
+
+@app.command()
+def serve_rewards(
+    rewards: Annotated[Path, typer.Argument(metavar="REWARDS.yaml", help="A file like a run's `rewards` section.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 0,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")] = None,
+    lanes: Annotated[int, typer.Option(min=1, help="Requests scored at a time; each has its own models.")] = 1,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
+    max_request_mb: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
+    device: Annotated[str, typer.Option(help="What models compute on: cpu, cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="What models compute in.")] = "float32",
+) -> None:
+    """Serve reward functions over HTTP until stopped."""
+    console = Console(soft_wrap=True)
+    with _explained():
+        from deploy import serve_rewards as serving
+
+        token = serving.read_token(token_env, token_file)
+        options = serving.ServeOptions(
+            host, port, token, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype
+        )
+        serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))
 
 
 @app.command()

@@ -10,14 +10,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from cluster.errors import MediaError
-
-# Only formats that are pictures and nothing else: Pillow would also run PostScript and read several plain-text formats.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-SIXTEEN_BIT_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+from cluster.rgb import FORMATS, to_rgb
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ def decode_image(content: bytes, source: Path, limits: ImageLimits) -> Image.Ima
     with _open_image(BytesIO(content), source, limits) as image:
         try:
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return to_rgb(image)
         except Exception as error:  # decoders of damaged files raise nearly everything
             raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
@@ -110,16 +106,3 @@ def _open_image(file: IO[bytes], source: Path, limits: ImageLimits) -> Image.Ima
             f"data.max_decoded_pixels is {limits.max_decoded_pixels:,}: make the picture smaller or raise the limit"
         )
     return image
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversion would clip at 255
-        grey = np.asarray(image).clip(0, 0xFFFF) // 257  # [H, W]
-        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        raise ValueError("floating-point pixels have no known range; save it with 8 or 16 bits a channel")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, "white")
-    return Image.alpha_composite(white, image).convert("RGB")

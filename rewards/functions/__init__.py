@@ -14,6 +14,7 @@ from rewards.tools import Tools
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
     "exact_match": "rewards.functions.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
+    "http": "rewards.http.client:HttpReward",
     "math_answer": "rewards.functions.math_answer:MathAnswer",
 }
 

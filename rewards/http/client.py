@@ -1,0 +1,145 @@
+"""The reward function `http`: a service scores responses, ours or one that speaks LightRFT's protocol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from cluster.errors import RewardError
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, failure_kind
+from rewards.http.connection import Connection
+from rewards.http.lightrft import LightrftReplyOfAnybody, Row, join_rows
+from rewards.http.poster import JsonPoster, RefusedError
+from rewards.http.wire import ScoreReply, encode_sample, join_samples
+from rewards.tools import Tools
+
+FRAME_BYTES = 128  # around the samples of a body, and between the columns of one
+MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that may be about one sample of several
+
+
+class Dialect(Protocol):
+    """How requests are written and replies read."""
+
+    def encode(self, request: RewardRequest) -> Sized:
+        """One request, as it takes its room in a body."""
+        ...
+
+    def body(self, samples: Sequence[Any]) -> bytes: ...
+
+    def outcomes(self, reply: bytes) -> Sequence[float | Outcome]:
+        """What a reply says, whatever its length."""
+        ...
+
+
+class MobulaDialect:
+    """Samples in, outcomes out; see `rewards/http/wire.py`."""
+
+    def encode(self, request: RewardRequest) -> bytes:
+        return encode_sample(request)
+
+    def body(self, samples: Sequence[bytes]) -> bytes:
+        return join_samples(samples)
+
+    def outcomes(self, reply: bytes) -> list[Outcome]:
+        return [outcome.outcome() for outcome in ScoreReply.model_validate_json(reply).outcomes]
+
+
+class LightrftDialect:
+    """Columns in, numbers out; queries hold the prompt and the response, as that protocol has it."""
+
+    def encode(self, request: RewardRequest) -> Row:
+        return Row(request, "full")
+
+    def body(self, samples: Sequence[Row]) -> bytes:
+        return join_rows(samples)
+
+    def outcomes(self, reply: bytes) -> list[float | Failure]:
+        return LightrftReplyOfAnybody.model_validate_json(reply).outcomes()
+
+
+DIALECTS: dict[str, Callable[[], Dialect]] = {"mobula": MobulaDialect, "lightrft": LightrftDialect}
+
+
+class HttpReward:
+    """Sends responses to a service in batches and reads one outcome each; see `Connection` for the other options.
+
+    `dialect` is mobula or lightrft. `batch_size` samples at most travel in one request, fewer where their bytes are too
+    many. A reply with another number of outcomes than samples says nothing about any of them. A request that is refused
+    because of one of its samples (413, 422) is halved until that one is alone.
+    """
+
+    def __init__(self, tools: Tools, *, dialect: str, batch_size: int, **connection: Any) -> None:
+        if dialect not in DIALECTS:
+            raise ValueError(f"options.dialect={dialect!r} is unknown: use {' or '.join(DIALECTS)}")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(f"options.batch_size={batch_size!r} is no number of samples: give 1 or more")
+        self._dialect = DIALECTS[dialect]()
+        self._batch_size = batch_size
+        self._connection = Connection.of("http", connection)
+        self._poster = JsonPoster(self._connection)
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        """One outcome a request, within `total_timeout_s`."""
+        outcomes: dict[int, float | Outcome] = {}
+        samples: dict[int, Sized] = {}
+        for index, request in enumerate(requests):
+            try:
+                samples[index] = self._encode(request)
+            except RewardError as error:
+                outcomes[index] = Failure(failure_kind(error), str(error))
+        if samples:
+            answers = self._poster.run(lambda: self._post_all(list(samples.values())))
+            outcomes.update(zip(samples, answers, strict=True))
+        return [outcomes[index] for index in range(len(requests))]
+
+    def _encode(self, request: RewardRequest) -> Sized:
+        sample, limit = self._dialect.encode(request), self._connection.max_request_bytes
+        if len(sample) + FRAME_BYTES > limit:
+            raise RewardError(f"one sample has {len(sample)} bytes, max_request_bytes is {limit}: raise it")
+        return sample
+
+    async def _post_all(self, samples: Sequence[Sized]) -> list[float | Outcome]:
+        deadline = asyncio.get_running_loop().time() + self._connection.total_timeout_s
+        batches = list(self._batches(samples))
+        answers = await asyncio.gather(*(self._post(batch, deadline) for batch in batches))
+        return [outcome for answer in answers for outcome in answer]
+
+    def _batches(self, samples: Sequence[Sized]) -> Iterator[list[Sized]]:
+        batch: list[Sized] = []
+        num_bytes = FRAME_BYTES
+        for sample in samples:
+            size = len(sample) + 8  # separators, one a column
+            if batch and (len(batch) == self._batch_size or num_bytes + size > self._connection.max_request_bytes):
+                yield batch
+                batch, num_bytes = [], FRAME_BYTES
+            batch.append(sample)
+            num_bytes += size
+        yield batch
+
+    async def _post(self, batch: Sequence[Sized], deadline: float) -> Sequence[float | Outcome]:
+        try:
+            return self._read(await self._poster.post(self._dialect.body(batch), deadline), len(batch))
+        except RefusedError as error:
+            if error.status in MAY_BE_ONE_SAMPLE and len(batch) > 1:
+                middle = len(batch) // 2
+                halves = (self._post(half, deadline) for half in (batch[:middle], batch[middle:]))
+                return [outcome for half in await asyncio.gather(*halves) for outcome in half]
+            failure = Failure(FailureKind.FAILED, str(error))
+        except RewardError as error:
+            failure = Failure(failure_kind(error), str(error))
+        return [failure] * len(batch)
+
+    def _read(self, reply: bytes, num_samples: int) -> Sequence[float | Outcome]:
+        urls = ", ".join(self._connection.urls)
+        try:
+            outcomes = self._dialect.outcomes(reply)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the reply"
+            raise RewardError(f"{urls} replied with something else than the protocol: {where}: {first['msg']}") from error
+        if len(outcomes) != num_samples:
+            raise RewardError(f"{urls} replied with {len(outcomes)} rewards for {num_samples} samples: mend the service")
+        return outcomes

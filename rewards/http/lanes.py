@@ -1,0 +1,106 @@
+"""Threads that score beside a server's event loop: a bounded number of requests waits, each until its deadline."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from rewards.contract import Outcome, RewardRequest
+
+
+class Scorer(Protocol):
+    """Scores one batch at a time; each lane has its own."""
+
+    def score(self, requests: Sequence[RewardRequest], deadline: float) -> Sequence[Outcome]:
+        """One outcome a request; whatever can be stopped is stopped at `deadline` (on `time.monotonic`'s clock)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BusyError(Exception):
+    """Every lane is busy and enough requests wait already."""
+
+
+class _Lane:
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+        self.busy_since: float | None = None
+
+
+_Job = tuple["Future[Sequence[Outcome]]", Sequence[RewardRequest], float]
+
+
+class Lanes:
+    """Scores batches in as many threads as there are scorers. The threads are daemons: one that hangs ends with the
+    process, and until then its lane is busy."""
+
+    def __init__(self, scorers: Sequence[Scorer], *, max_waiting: int) -> None:
+        self._lanes = [_Lane(scorer) for scorer in scorers]
+        self._max_waiting = max_waiting
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=f"reward-lane-{number}", daemon=True)
+            for number, lane in enumerate(self._lanes)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._jobs.qsize()
+
+    @property
+    def num_busy(self) -> int:
+        return sum(lane.busy_since is not None for lane in self._lanes)
+
+    def num_stuck(self, seconds: float) -> int:
+        """Lanes that have been at one batch for longer than this."""
+        now = time.monotonic()
+        starts = [lane.busy_since for lane in self._lanes]
+        return sum(start is not None and now - start > seconds for start in starts)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def is_full(self) -> bool:
+        return self.num_waiting >= self._max_waiting
+
+    def submit(self, requests: Sequence[RewardRequest], deadline: float) -> Future[Sequence[Outcome]]:
+        """The outcomes to come; a cancelled future that still waits is never scored.
+
+        Raises:
+            BusyError: too many wait.
+        """
+        if self.is_full():
+            raise BusyError(f"{self.num_busy} lanes are busy and {self.num_waiting} requests wait")
+        future: Future[Sequence[Outcome]] = Future()
+        self._jobs.put((future, requests, deadline))
+        return future
+
+    def close(self, timeout_s: float) -> None:
+        """End the lanes once what was submitted is done, or at the timeout."""
+        until = time.monotonic() + timeout_s
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        for lane in self._lanes:
+            lane.scorer.close()
+
+    def _work(self, lane: _Lane) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, requests, deadline = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            lane.busy_since = time.monotonic()
+            try:
+                future.set_result(lane.scorer.score(requests, deadline))
+            except BaseException as error:  # whoever waits for it is told
+                future.set_exception(error)
+            finally:
+                lane.busy_since = None

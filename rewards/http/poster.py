@@ -1,0 +1,167 @@
+"""JSON to servers and back: concurrent, balanced, tried again where that may help, never longer than its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import aiohttp
+
+from cluster.errors import RewardError
+from rewards.contract import TimedOutError
+from rewards.http.connection import Connection
+from rewards.http.endpoints import Endpoint, Endpoints
+from rewards.http.loop import LoopThread
+
+T = TypeVar("T")
+READ_BYTES = 1 << 16
+QUOTED_CHARS = 300  # of a server's own words in an error
+
+
+class RefusedError(RewardError):
+    """A server understood a request and refuses it (4xx): the same request would be refused again."""
+
+    def __init__(self, url: str, status: int, said: str) -> None:
+        super().__init__(url, status, said)
+        self.status = status
+        self.said = said
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} refused with {self.status}: {self.said}"
+
+
+class _AgainError(Exception):
+    """An attempt that failed and may succeed later; `retry_after_s` is what the server asked for."""
+
+    def __init__(self, error: RewardError, retry_after_s: float | None = None) -> None:
+        super().__init__(error)
+        self.error = error
+        self.retry_after_s = retry_after_s
+
+
+class JsonPoster:
+    """Posts request bodies; usable from any thread.
+
+    Connection errors, timeouts, 5xx and 429 are tried again after a random pause of up to `backoff_s` * 2^attempt
+    ("full jitter"), or after what Retry-After says; any other 4xx is final.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._headers = {**connection.headers(), "Content-Type": "application/json"}
+        self._endpoints = Endpoints(connection.urls, max_failures=connection.max_failures, aside_s=connection.aside_s)
+        self._places = asyncio.Semaphore(connection.max_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: LoopThread | None = None
+        self._starting = threading.Lock()
+
+    def run(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await `work()`, which may call `post`, on this poster's loop."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = LoopThread("mobula-http-rewards")
+        return self._loop.run(self._enter(work))
+
+    async def post(self, body: bytes, deadline: float) -> bytes:
+        """The reply to `body`, by `deadline` on the loop's clock.
+
+        Raises:
+            RefusedError: a server answered with a 4xx other than 429.
+            TimedOutError: no attempt was answered in time.
+            RewardError: the last attempt failed otherwise.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                async with self._places:
+                    return await self._try(body, deadline)
+        except TimeoutError as error:
+            raise self._too_late() from error
+
+    async def _enter(self, work: Callable[[], Awaitable[T]]) -> T:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self._connection.timeout_s)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout, headers=self._headers, connector=aiohttp.TCPConnector(limit=0)
+            )
+            assert self._loop is not None, "run starts it"
+            self._loop.at_close(self._session.close)
+        return await work()
+
+    async def _try(self, body: bytes, deadline: float) -> bytes:
+        for attempt in range(self._connection.max_attempts):
+            endpoint = self._endpoints.take()
+            try:
+                reply = await self._attempt(endpoint, body)
+            except _AgainError as again:
+                last = again
+            except RefusedError:
+                self._endpoints.succeeded(endpoint)
+                raise
+            except BaseException:
+                self._endpoints.released(endpoint)
+                raise
+            else:
+                self._endpoints.succeeded(endpoint)
+                return reply
+            self._note(endpoint, last.retry_after_s)
+            if attempt + 1 < self._connection.max_attempts:
+                await self._pause(attempt, last, deadline)
+        raise last.error
+
+    def _note(self, endpoint: Endpoint, retry_after_s: float | None) -> None:
+        if retry_after_s is None:
+            self._endpoints.failed(endpoint)
+        else:
+            self._endpoints.rested(endpoint, retry_after_s)
+
+    async def _pause(self, attempt: int, last: _AgainError, deadline: float) -> None:
+        pause_s = random.uniform(0, min(self._connection.max_backoff_s, self._connection.backoff_s * 2**attempt))
+        if last.retry_after_s is not None and not self._endpoints.is_any_free():
+            pause_s = max(pause_s, last.retry_after_s)
+        if asyncio.get_running_loop().time() + pause_s >= deadline:
+            raise last.error  # which says more than that time is up
+        await asyncio.sleep(pause_s)
+
+    async def _attempt(self, endpoint: Endpoint, body: bytes) -> bytes:
+        assert self._session is not None, "post is called inside run"
+        try:
+            async with self._session.post(endpoint.url, data=body, allow_redirects=False) as response:
+                reply = await self._read(response)
+        except TimeoutError as error:
+            seconds = self._connection.timeout_s
+            raise _AgainError(TimedOutError(f"waited {seconds:g} s for {endpoint.url} (timeout_s)")) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _AgainError(RewardError(f"{endpoint.url} cannot be reached or broke off ({error!r})")) from error
+        status = response.status
+        if status == 200:
+            return reply
+        said = reply[:QUOTED_CHARS].decode("utf-8", "replace")
+        if status == 429 or status >= 500:
+            error = TimedOutError if status == 504 else RewardError
+            raise _AgainError(error(f"{endpoint.url} answered {status}: {said}"), _retry_after(response))
+        raise RefusedError(endpoint.url, status, said)
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        limit, chunks, num_bytes = self._connection.max_reply_bytes, [], 0
+        async for chunk in response.content.iter_chunked(READ_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > limit:
+                raise RewardError(f"{response.url} replies with more than max_reply_bytes={limit}: raise it, or send less")
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _too_late(self) -> TimedOutError:
+        connection = self._connection
+        return TimedOutError(
+            f"waited {connection.total_timeout_s:g} s (total_timeout_s) for {', '.join(connection.urls)}: raise it, "
+            "or start more servers"
+        )
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float | None:
+    """Seconds that a busy server (429, 503) asks for; None where it says nothing, or gives a date."""
+    said = response.headers.get("Retry-After", "")
+    return float(said) if response.status in (429, 503) and said.isdecimal() else None

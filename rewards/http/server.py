@@ -1,0 +1,181 @@
+"""The reward service: the functions of a `rewards` section behind HTTP, with health, metrics and an OpenAPI page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Body, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import Discriminator, Tag
+
+from cluster.errors import RewardError
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest
+from rewards.http.gate import Gate
+from rewards.http.lanes import BusyError, Lanes
+from rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
+from rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
+
+RETRY_AFTER_S = 1
+GRACE_S = 1.0  # what a scorer that stops at the deadline may take to say so
+STATUS_OF = {FailureKind.TIMED_OUT: 504}  # where a reply can hold numbers only; any other failure is the sample's: 422
+
+
+def _dialect(body: Any) -> str:
+    return "lightrft" if isinstance(body, dict) and "queries" in body else "mobula"
+
+
+AnyBody = Annotated[
+    Annotated[ScoreBody, Tag("mobula")] | Annotated[LightrftBody, Tag("lightrft")], Discriminator(_dialect), Body()
+]
+Queries = Annotated[QueryForm, Query(description="Whether LightRFT's queries begin with their prompts.")]
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """`timeout_s` bounds reading a request and scoring it, each."""
+
+    timeout_s: float
+    max_request_bytes: int
+
+
+class ServerMetrics:
+    """Its own registry, so that several servers fit one process."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.registry = CollectorRegistry()
+        self.samples = Counter("mobula_rewards_samples", "Samples by outcome.", ["status"], registry=self.registry)
+        self.requests = Counter("mobula_rewards_requests", "Requests by status.", ["status"], registry=self.registry)
+        self.seconds = Histogram("mobula_rewards_seconds", "Seconds from request to reply.", registry=self.registry)
+        waiting = Gauge("mobula_rewards_waiting", "Requests that wait for a lane.", registry=self.registry)
+        waiting.set_function(lambda: lanes.num_waiting)
+        busy = Gauge("mobula_rewards_busy", "Lanes that are scoring.", registry=self.registry)
+        busy.set_function(lambda: lanes.num_busy)
+
+
+class RewardService:
+    """Scores requests in the lanes and counts them."""
+
+    def __init__(self, lanes: Lanes, limits: ServerLimits) -> None:
+        self.lanes = lanes
+        self.limits = limits
+        self.metrics = ServerMetrics(lanes)
+
+    async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
+        """One outcome a request by the deadline; what is not scored by then has timed out.
+
+        Raises:
+            BusyError: too many requests wait already.
+        """
+        seconds = self.limits.timeout_s
+        future = self.lanes.submit(requests, time.monotonic() + seconds)
+        try:
+            outcomes = await asyncio.wait_for(asyncio.wrap_future(future), seconds + GRACE_S)
+        except TimeoutError:
+            failure = Failure(FailureKind.TIMED_OUT, f"waited {seconds:g} s for the reward functions")
+            outcomes = (failure,) * len(requests)
+        for outcome in outcomes:
+            self.metrics.samples.labels(OutcomeMessage.of(outcome).status).inc()
+        return outcomes
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """(HTTP status, what to say): out of order once every lane hangs."""
+        stuck = self.lanes.num_stuck(self.limits.timeout_s + GRACE_S)
+        is_well = stuck < len(self.lanes)
+        said = {"lanes": len(self.lanes), "busy": self.lanes.num_busy, "stuck": stuck, "waiting": self.lanes.num_waiting}
+        return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", **said}
+
+
+def make_app(service: RewardService, token: str | None) -> Gate:
+    """The service as an ASGI application behind its gate; `token` of None admits everybody."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.lanes.close, service.limits.timeout_s)
+
+    app = FastAPI(title="Mobula rewards", description=(__doc__ or ""), lifespan=life, redoc_url=None)
+    app.exception_handler(RequestValidationError)(_name_the_field)
+    _add_scoring(app, service)
+    _add_watching(app, service)
+    return Gate(
+        app,
+        token=token,
+        max_request_bytes=service.limits.max_request_bytes,
+        read_s=service.limits.timeout_s,
+        is_full=service.lanes.is_full,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+def _add_scoring(app: FastAPI, service: RewardService) -> None:
+    bearer = [Depends(HTTPBearer(auto_error=False, description="Checked before the request is read."))]
+
+    async def score(body: AnyBody, queries: Queries = "full") -> Response:
+        """Score samples; LightRFT's columns are known by their `queries` and answered in kind."""
+        return await _answered(service, body, queries)
+
+    async def lightrft(body: LightrftBody, queries: Queries = "full") -> Response:
+        """Score LightRFT's columns; a sample that cannot be scored refuses them all, since a reply holds only numbers."""
+        return await _answered(service, body, queries)
+
+    replies: dict[int | str, dict[str, Any]] = {503: {"description": "Busy: see Retry-After."}}
+    app.post("/score", dependencies=bearer, response_model=ScoreReply | LightrftReply, responses=replies)(score)
+    replies = {**replies, 504: {"description": "A sample timed out."}}
+    app.post("/lightrft", dependencies=bearer, response_model=LightrftReply, responses=replies)(lightrft)
+
+
+def _add_watching(app: FastAPI, service: RewardService) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether anything is left that scores."""
+        status, said = service.health()
+        return JSONResponse(said, status)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _answered(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
+    with service.metrics.seconds.time():
+        response = await _reply(service, body, queries)
+    service.metrics.requests.labels(str(response.status_code)).inc()
+    return response
+
+
+async def _reply(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
+    try:
+        if isinstance(body, ScoreBody):
+            outcomes = await service.score([sample.request() for sample in body.samples])
+            reply = ScoreReply(outcomes=[OutcomeMessage.of(outcome) for outcome in outcomes])
+            return Response(reply.model_dump_json(), media_type="application/json")
+        return _numbers(await service.score(body.requests(queries)))
+    except BusyError as error:
+        return JSONResponse({"detail": f"busy: {error}"}, 503, {"Retry-After": str(RETRY_AFTER_S)})
+    except RewardError as error:
+        return JSONResponse({"detail": str(error)}, 422)
+
+
+async def _name_the_field(_: Request, error: RequestValidationError) -> Response:
+    """FastAPI would send back what it was sent, pictures included."""
+    return JSONResponse({"detail": [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]}, 422)
+
+
+def _numbers(outcomes: Sequence[Outcome]) -> Response:
+    """Rewards, or an error that names the first sample that has none: a made-up number would be trained on."""
+    rewards: list[float] = []
+    for row, outcome in enumerate(outcomes):
+        if isinstance(outcome, Failure):
+            detail = f"sample {row} {outcome.kind}: {outcome.reason}"
+            return JSONResponse({"detail": detail}, STATUS_OF.get(outcome.kind, 422))
+        rewards.append(outcome.value)
+    return JSONResponse({"rewards": rewards})

@@ -1,0 +1,135 @@
+"""What our reward service speaks: samples in, one typed outcome a sample out."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, WithJsonSchema
+
+from cluster.errors import RewardError
+from cluster.trajectory import Response
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
+
+_KINDS = (FailureKind.FAILED, FailureKind.TIMED_OUT, FailureKind.NOT_FINITE)
+
+
+def decode_base64(text: Any) -> bytes:
+    """The bytes; anything but the alphabet and whole groups of four is refused, where Python would skip over it."""
+    if not isinstance(text, str):
+        raise ValueError(f"expected base64 text, got {type(text).__name__}")
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"no base64 ({error})") from error
+
+
+def encode_base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+Base64 = Annotated[
+    bytes,
+    BeforeValidator(decode_base64),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64", "description": "One whole encoded file."}),
+]
+
+
+class Message(BaseModel):
+    """Base of everything on the wire: exact types, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Sample(Message):
+    """One response to score, with what it should have been."""
+
+    response: str
+    """The response alone: no prompt, no special tokens."""
+    num_tokens: NonNegativeInt
+    """Tokens of the response."""
+    is_truncated: bool = False
+    """Whether it was cut off at its length limit."""
+    prompt: str = ""
+    references: list[str] = []
+    metadata: dict[str, Any] = {}
+    pictures: list[Base64] = []
+    """The prompt's pictures."""
+    response_pictures: list[Base64] = []
+    """Pictures that were generated; a video's frames in order."""
+
+    def request(self) -> RewardRequest:
+        response = Response(self.response, self.num_tokens, self.is_truncated, tuple(self.response_pictures))
+        return RewardRequest(response, tuple(self.references), self.metadata, self.prompt, tuple(self.pictures))
+
+
+class ScoreBody(Message):
+    """A request."""
+
+    samples: Annotated[list[Sample], Field(min_length=1)]
+
+
+class OutcomeMessage(Message):
+    """What became of one sample: `value` is a number if and only if `status` is ok."""
+
+    status: Literal["ok", "failed", "timed_out", "not_finite"]
+    value: float | None = None
+    breakdown: dict[str, float] = {}
+    """The unweighted parts of the value, by name."""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> OutcomeMessage:
+        if isinstance(outcome, Score):
+            return cls(status="ok", value=outcome.value, breakdown=dict(outcome.breakdown), reason=outcome.reason)
+        kind = outcome.kind if outcome.kind in _KINDS else FailureKind.FAILED
+        return cls(status=kind.value, reason=outcome.reason)
+
+    def outcome(self) -> Outcome:
+        """As the contract has it.
+
+        Raises:
+            RewardError: it is ok and has no value.
+        """
+        if self.status != "ok":
+            return Failure(FailureKind(self.status), self.reason)
+        if self.value is None:
+            raise RewardError("an outcome is ok and has no value")
+        return Score(self.value, self.reason, self.breakdown)
+
+
+class ScoreReply(Message):
+    """A reply: outcomes in the order of the samples."""
+
+    outcomes: list[OutcomeMessage]
+
+
+def encode_sample(request: RewardRequest) -> bytes:
+    """One request as JSON.
+
+    Raises:
+        RewardError: its metadata are no JSON.
+    """
+    response = request.response
+    sample = {
+        "response": response.text,
+        "num_tokens": response.num_tokens,
+        "is_truncated": response.is_truncated,
+        "prompt": request.prompt_text,
+        "references": list(request.references),
+        "metadata": dict(request.metadata),
+        "pictures": [encode_base64(picture) for picture in request.prompt_pictures],
+        "response_pictures": [encode_base64(picture) for picture in response.pictures],
+    }
+    try:
+        return json.dumps(sample, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the prompt's metadata cannot be sent as JSON ({error}): keep to JSON's types") from error
+
+
+def join_samples(samples: Sequence[bytes]) -> bytes:
+    """Encoded samples as one request body."""
+    return b'{"samples":[' + b",".join(samples) + b"]}"

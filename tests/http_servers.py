@@ -1,0 +1,121 @@
+"""Real HTTP servers on loopback: ours, and ones that misbehave as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from rewards.contract import Outcome, RewardRequest
+from rewards.http.lanes import Lanes
+from rewards.http.server import RewardService, ServerLimits, make_app
+
+
+@dataclass
+class Reply:
+    """What a scripted server answers; `hang_s` is how long it waits first."""
+
+    status: int = 200
+    body: bytes | dict[str, Any] = b""
+    headers: dict[str, str] = field(default_factory=dict)
+    hang_s: float = 0.0
+
+
+@dataclass
+class Scripted:
+    """An ASGI application that answers each request by `answer(number, parsed body)` and remembers what it was sent."""
+
+    answer: Callable[[int, Any], Reply]
+    bodies: list[Any] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    num_in_flight: int = 0
+    most_in_flight: int = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        raw, more = b"", True
+        while more:
+            message = await receive()
+            raw, more = raw + message.get("body", b""), message.get("more_body", False)
+        body = json.loads(raw)
+        self.bodies.append(body)
+        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        try:
+            reply = self.answer(len(self.bodies), body)
+            await asyncio.sleep(reply.hang_s)
+        finally:
+            self.num_in_flight -= 1
+        content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        headers = [(name.encode(), value.encode()) for name, value in reply.headers.items()]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+
+@dataclass
+class Scorer:
+    """A lane's scorer made of a function of one request."""
+
+    function: Callable[[RewardRequest], Outcome]
+    is_closed: bool = False
+
+    def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
+        return [self.function(request) for request in requests]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Running:
+    """A uvicorn server in a thread."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_level="critical", lifespan="auto", timeout_graceful_shutdown=5
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        until = time.monotonic() + 20
+        while not self._server.started:
+            assert self._thread.is_alive() and time.monotonic() < until, "the server does not start"
+            time.sleep(0.01)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self, *, at_once: bool = False) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = at_once
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the server does not stop"
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[Running]:
+    server = Running(app)
+    try:
+        yield server
+    finally:
+        server.stop(at_once=True)
+
+
+def reward_app(
+    function: Callable[[RewardRequest], Outcome],
+    *,
+    token: str | None = None,
+    timeout_s: float = 5.0,
+    max_request_bytes: int = 1 << 20,
+    max_waiting: int = 8,
+) -> Any:
+    """Our own service with one lane."""
+    lanes = Lanes([Scorer(function)], max_waiting=max_waiting)
+    return make_app(RewardService(lanes, ServerLimits(timeout_s, max_request_bytes)), token)

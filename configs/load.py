@@ -26,15 +26,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs import keys
+from configs.errors import ConfigError
 from configs.schema.rewards import RewardsConfig, reward_contradictions
 from configs.schema.run import RunConfig
 
 FOLDER = Path(__file__).parent
 MISSING = "???"
-
-
-class ConfigError(ValueError):
-    """The configuration is unfit to run; the message says what is wrong, what was got and what to do, a line each."""
 
 
 def load_config(overrides: Sequence[str]) -> RunConfig:

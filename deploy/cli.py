@@ -7,29 +7,22 @@ was told to stop.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from cluster.errors import MobulaError, PreflightError
-from configs.load import ConfigError, dump_config, load_config, load_resolved
-
-if TYPE_CHECKING:
-    from cluster.placement import NodeResources, PlanRow
-    from configs.schema import RunConfig
+from configs.errors import ConfigError
 
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
-KNOCK_TIMEOUT_S = 5
 FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 
 app = typer.Typer(
@@ -73,6 +66,8 @@ def main() -> None:
 @app.command()
 def train(overrides: Overrides = None) -> None:
     """Train: warm start, evaluation, RL, evaluation, report."""
+    from configs.load import load_config
+
     with _explained():
         config = load_config(overrides or [])
         from deploy import runtime
@@ -83,6 +78,8 @@ def train(overrides: Overrides = None) -> None:
 @app.command()
 def evaluate(overrides: Overrides = None) -> None:
     """Score a policy on the held-out split."""
+    from configs.load import load_config
+
     with _explained():
         config = load_config(overrides or [])
         from deploy import runtime
@@ -146,6 +143,7 @@ def replay(
 ) -> None:
     """Train a learner on a run's recorded steps, without rollouts; single keys may be set otherwise."""
     from cluster.metrics.run_folder import CONFIG_FILE
+    from configs.load import load_resolved
 
     with _explained():
         config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
@@ -163,20 +161,24 @@ def plan(
 ) -> None:
     """Show which worker would run where, and whether it fits."""
     from cluster.placement import needed_roles, plan_placement, plan_table
+    from configs.load import load_config
+    from deploy.plan_view import as_table, nodes_at
 
     with _explained():
         config = load_config(overrides or [])
-        nodes = _nodes(config, address)
+        nodes = nodes_at(config, address)
         placement = plan_placement(config.resources, nodes, needed_roles(config))
     place = f"the cluster at {address}" if address else "this machine"
     console = Console()
-    console.print(_plan_table(plan_table(placement), title=f"resources={config.resources.preset}"))
+    console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
     console.print(f"{len(placement.workers)} workers fit {place}.")
 
 
 @app.command()
 def show_config(overrides: Overrides = None) -> None:
     """Print the whole configuration as YAML, every group and override resolved."""
+    from configs.load import dump_config, load_config
+
     with _explained():
         config = load_config(overrides or [])
     Console(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
@@ -246,6 +248,7 @@ def doctor(
     if leftovers or free:
         _show_leftovers([*(free or []), *(overrides or [])], address)
         return
+    from configs.load import load_config
     from deploy.doctor import Verdict, examine
 
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
@@ -315,52 +318,6 @@ def _complain(message: object) -> None:
     console = Console(stderr=True, soft_wrap=True)
     console.print("mobula:", style="bold red", end=" ")
     console.print(str(message), markup=False, highlight=False)
-
-
-def _nodes(config: RunConfig, address: str | None) -> tuple[NodeResources, ...]:
-    """What there is to plan for: this machine alone, or the running cluster at `address`."""
-    if address is None:
-        from deploy.machine import as_node, this_machine
-
-        return (as_node(this_machine(), config.resources),)
-    import ray
-
-    from cluster.placement_groups import cluster_nodes
-
-    try:
-        _knock(address)
-        ray.init(address=address, log_to_driver=False)
-    except (OSError, ValueError) as error:
-        raise PreflightError(
-            f"no Ray cluster answers at {address} ({error}): give --address HOST:PORT of one that runs, or leave it out"
-        ) from error
-    try:
-        return cluster_nodes()
-    finally:
-        ray.shutdown()
-
-
-def _knock(address: str) -> None:
-    """Fail at once where nothing listens; Ray itself would try for minutes."""
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
-
-
-def _plan_table(rows: list[PlanRow], title: str) -> Table:
-    table = Table("role", "node", "workers", "CPUs", "GPUs", "threads each", "cores", title=title)
-    for row in rows:
-        cores = " | ".join(",".join(str(core) for core in worker) for worker in row.cores if worker)
-        table.add_row(
-            row.role,
-            row.node_id,
-            str(row.num_workers),
-            f"{row.num_cpus:g}",
-            f"{row.num_gpus:g}",
-            str(row.num_threads),
-            cores or "not bound",
-        )
-    return table
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """ReplayBuffer: finished groups wait here, first in, first out, until a step takes them under a lease.
 
-It holds references and summaries; the bytes stay in the object store. It is a plain asyncio class, run as an async Ray
+It holds references and summaries; the bytes stay in the object store. Whoever has the groups as well, as the driver has
+in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio class, run as an async Ray
 actor whose `max_concurrency` leaves room for one waiting `take` beside all groups that may wait for room.
 """
 
@@ -105,13 +106,16 @@ class ReplayBuffer:
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
         """Make `groups` ready in this order, behind those that are; one that was not reserved yet is reserved first."""
         for group in groups:
-            group_id = group.summary.group_id
-            if group_id not in self._reserved:
+            if group.summary.group_id not in self._reserved:
                 await self.reserve(group)
-            async with self._changed:
-                if group_id in self._reserved:
-                    self._ready[group_id] = self._reserved.pop(group_id)
-                    self._changed.notify_all()
+            await self.make_ready((), (group.summary.group_id,))
+
+    async def make_ready(self, new: Sequence[ScoredGroup], group_ids: Sequence[str]) -> None:
+        """Reserve what is new, then make the reserved groups of `group_ids` ready in this order."""
+        await self.reserve_all(new)
+        async with self._changed:
+            self._ready |= {i: self._reserved.pop(i) for i in group_ids if i in self._reserved}
+            self._changed.notify_all()
 
     async def reject(self, group_id: str, reason: str) -> None:
         """Count a finished group that will not be trained on, and forget it if it is reserved; should it be put after
@@ -130,13 +134,17 @@ class ReplayBuffer:
 
         A take that waits for a producer that died is cancelled by whoever runs both; it then holds no lease.
         """
+        return [self._leased[group_id].group for group_id in await self.lease(num_groups)]
+
+    async def lease(self, num_groups: int) -> list[str]:
+        """`take`, by id."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= num_groups)
             taken = list(self._ready)[:num_groups]
             for group_id in taken:
                 self._leased[group_id] = self._ready.pop(group_id)
             self._changed.notify_all()
-            return [self._leased[group_id].group for group_id in taken]
+            return taken
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it.
@@ -145,22 +153,26 @@ class ReplayBuffer:
             JournalError: this, or one of the groups before it, could not be written.
         """
         for group in groups:
-            self._refuse_without_lease(group)
+            self._refuse_without_lease(group.summary.group_id)
         await asyncio.gather(*(self._journalled[group.summary.group_id] for group in groups))
         await self._journal.trained(version, groups)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """The step that took these groups is done: forget them, and with them their bytes."""
+        await self.end_leases([group.summary.group_id for group in groups])
+
+    async def end_leases(self, group_ids: Sequence[str]) -> None:
+        """`release`, by id."""
         async with self._changed:
-            for group in groups:
-                self._num_bytes -= self._end_lease(group).group.summary.num_bytes
-                self._journalled.pop(group.summary.group_id)
+            for group_id in group_ids:
+                self._num_bytes -= self._end_lease(group_id).group.summary.num_bytes
+                self._journalled.pop(group_id)
             self._changed.notify_all()
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         """The step that took these groups failed: they are the first to be taken again, in the order given."""
         async with self._changed:
-            entries = {group.summary.group_id: self._end_lease(group) for group in groups}
+            entries = {group.summary.group_id: self._end_lease(group.summary.group_id) for group in groups}
             self._ready = {**entries, **self._ready}
             self._changed.notify_all()
 
@@ -218,11 +230,10 @@ class ReplayBuffer:
             )
         self._num_oversized += 1
 
-    def _end_lease(self, group: ScoredGroup) -> _Entry:
-        self._refuse_without_lease(group)
-        return self._leased.pop(group.summary.group_id)
+    def _end_lease(self, group_id: str) -> _Entry:
+        self._refuse_without_lease(group_id)
+        return self._leased.pop(group_id)
 
-    def _refuse_without_lease(self, group: ScoredGroup) -> None:
-        group_id = group.summary.group_id
+    def _refuse_without_lease(self, group_id: str) -> None:
         if group_id not in self._leased:
             raise ValueError(f"group {group_id} has no lease: take() leases, and release() or abort() ends it once")

@@ -46,24 +46,24 @@ class ReplayClient:
     async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
         await self._call(self._handle.reserve_all.remote(list(groups)), f"hold {len(groups)} groups for which there is room")
 
-    async def put(self, groups: Sequence[ScoredGroup]) -> None:
-        first = groups[0].summary.group_id if groups else "of no prompt"
-        await self._call(self._handle.put.remote(list(groups)), f"store {len(groups)} groups, the first {first}")
+    async def make_ready(self, new: Sequence[ScoredGroup], group_ids: Sequence[str]) -> None:
+        first = group_ids[0] if group_ids else "of no prompt"
+        call = self._handle.make_ready.remote(list(new), list(group_ids))
+        await self._call(call, f"store {len(group_ids)} groups, the first {first}")
 
     async def reject(self, group_id: str, reason: str) -> None:
         await self._call(self._handle.reject.remote(group_id, reason), f"count rejected group {group_id}")
 
-    async def take(self, num_groups: int) -> list[ScoredGroup]:
+    async def lease(self, num_groups: int) -> list[str]:
         what = f"replay/0 to hold {num_groups} finished groups"
-        return await answer(self._handle.take.remote(num_groups), timeout_s=self._deadlines.take_s, what=what)
+        return await answer(self._handle.lease.remote(num_groups), timeout_s=self._deadlines.take_s, what=what)
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         bare = [replace(group, group=None) for group in groups]  # the journal has it
         await self._call(self._handle.commit.remote(version, bare), f"write down what makes version {version}")
 
-    async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        bare = [replace(group, group=None, reference_logprobs=None) for group in groups]  # it needs no reference to end a lease
-        await self._call(self._handle.release.remote(bare), f"release {len(groups)} groups")
+    async def end_leases(self, group_ids: Sequence[str]) -> None:
+        await self._call(self._handle.end_leases.remote(list(group_ids)), f"release {len(group_ids)} groups")
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         await self._call(self._handle.abort.remote(list(groups)), f"take {len(groups)} groups back")

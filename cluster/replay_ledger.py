@@ -58,10 +58,11 @@ class ReplayLedger:
             self.num_bytes -= group.summary.num_bytes
         self.num_rejected[reason] += 1
 
-    def take(self, group_ids: Iterable[str]) -> None:
+    def take(self, group_ids: Sequence[str]) -> list[ScoredGroup]:
         for group_id in group_ids:
             holder = self._ready if group_id in self._ready else self._reserved
             self._leased[group_id] = holder.pop(group_id)
+        return [self._leased[group_id] for group_id in group_ids]
 
     def release(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:

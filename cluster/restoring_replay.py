@@ -18,7 +18,7 @@ from cluster.replay_buffer import DUPLICATE
 from cluster.replay_ledger import Holdings, ReplayLedger
 from cluster.restarts import RestartBudget
 from cluster.restoration import Restoration
-from cluster.roles import Replay, ReplayStats
+from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
 
 _logger = logging.getLogger(__name__)
@@ -26,8 +26,20 @@ _logger = logging.getLogger(__name__)
 GATHER_S = 0.01  # how long a finished group waits for others before the buffer hears of them together
 
 
-class Buffer(Replay, Protocol):
+class Buffer(Protocol):
     """One process that plays the buffer: `cluster.replay_client.ReplayClient`."""
+
+    async def reserve(self, group: ScoredGroup) -> None: ...
+
+    async def make_ready(self, new: Sequence[ScoredGroup], group_ids: Sequence[str]) -> None: ...
+
+    async def reject(self, group_id: str, reason: str) -> None: ...
+
+    async def lease(self, num_groups: int) -> list[str]: ...
+
+    async def end_leases(self, group_ids: Sequence[str]) -> None: ...
+
+    async def stats(self) -> ReplayStats: ...
 
     async def start(self) -> None:
         """Wait until the process answers."""
@@ -100,9 +112,10 @@ class RestoringReplay:
         for group in groups:
             if not self._ledger.is_reserved(group.summary.group_id):
                 await self.reserve(group)
-        sent = [self._untold.pop(g.summary.group_id, None) or replace(g, group=None) for g in groups]
-        await self._restoration.outliving(lambda: self._buffer.put(sent))
-        self._ledger.put(_ids(groups))
+        ids = _ids(groups)
+        new = [self._untold.pop(group_id) for group_id in ids if group_id in self._untold]
+        await self._restoration.outliving(lambda: self._buffer.make_ready(new, ids))
+        self._ledger.put(ids)
 
     async def reject(self, group_id: str, reason: str) -> None:
         self._untold.pop(group_id, None)
@@ -110,16 +123,16 @@ class RestoringReplay:
         self._ledger.reject(group_id, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        groups = await self._restoration.outliving(lambda: self._buffer.take(num_groups), is_patient=True)
-        self._ledger.take(_ids(groups))
-        return groups
+        group_ids = await self._restoration.outliving(lambda: self._buffer.lease(num_groups), is_patient=True)
+        return self._ledger.take(group_ids)
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         await self._restoration.outliving(lambda: self._buffer.commit(version, groups))
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._restoration.outliving(lambda: self._buffer.release(groups))
-        self._ledger.release(_ids(groups))
+        ids = _ids(groups)
+        await self._restoration.outliving(lambda: self._buffer.end_leases(ids))
+        self._ledger.release(ids)
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         await self._restoration.outliving(lambda: self._buffer.abort(groups))

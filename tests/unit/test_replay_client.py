@@ -23,36 +23,35 @@ def client(role: object, call_s: float = 5, take_s: float = 5) -> ReplayClient:
 async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_released() -> None:
     replay = client(ReplayBuffer())
     for n in range(3):
-        await replay.put([make_scored(f"0/{n}/s{n}")])
+        await replay.make_ready([make_scored(f"0/{n}/s{n}")], [f"0/{n}/s{n}"])
     await replay.reject("0/3/s3", "uniform")
-    taken = await replay.take(2)
-    assert [group.summary.group_id for group in taken] == ["0/0/s0", "0/1/s1"]
+    taken = await replay.lease(2)
+    assert taken == ["0/0/s0", "0/1/s1"]
     stats = await replay.stats()
     assert (stats.num_ready, stats.num_taken, stats.num_rejected) == (1, 2, {"uniform": 1})
-    await replay.release(taken)
+    await replay.end_leases(taken)
     assert (await replay.stats()).num_taken == 0
 
 
 async def test_a_take_that_waits_holds_up_no_other_call() -> None:
     replay = client(ReplayBuffer())
-    waiting = asyncio.ensure_future(replay.take(1))
+    waiting = asyncio.ensure_future(replay.lease(1))
     await asyncio.sleep(0)
-    await replay.put([make_scored("0/0/s0")])
-    [group] = await waiting
-    assert group.summary.group_id == "0/0/s0"
+    await replay.make_ready([make_scored("0/0/s0")], ["0/0/s0"])
+    assert await waiting == ["0/0/s0"]
 
 
 async def test_a_take_waits_longer_than_other_calls_but_not_for_ever() -> None:
     with pytest.raises(DeadlineError, match=r"waited 0\.1 s for replay/0 to hold 2 finished groups"):
-        await client(ReplayBuffer(), call_s=0.01, take_s=0.1).take(2)
+        await client(ReplayBuffer(), call_s=0.01, take_s=0.1).lease(2)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda c: c.put([make_scored("0/0/s0")]), "replay/0 to store 1 groups, the first 0/0/s0"),
+        (lambda c: c.make_ready([make_scored("0/0/s0")], ["0/0/s0"]), "replay/0 to store 1 groups, the first 0/0/s0"),
         (lambda c: c.reject("0/0/s0", "stale"), "replay/0 to count rejected group 0/0/s0"),
-        (lambda c: c.release([make_scored("0/0/s0")]), "replay/0 to release 1 groups"),
+        (lambda c: c.end_leases(["0/0/s0"]), "replay/0 to release 1 groups"),
         (lambda c: c.stats(), "replay/0 to give its statistics"),
         (lambda c: c.reserve(make_scored("0/0/s0")), r"make room for group 0/0/s0 \(timeouts.backpressure_s\)"),
         (lambda c: c.commit(4, []), "replay/0 to write down what makes version 4"),
@@ -65,7 +64,7 @@ async def test_a_take_waits_longer_than_other_calls_but_not_for_ever() -> None:
     ],
 )
 async def test_a_buffer_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
-    calls = ("put", "reject", "release", "stats", "reserve", "commit", "resume", "forget", "abort", "restore", "ping")
+    calls = ("make_ready", "reject", "end_leases", "stats", "reserve", "commit", "resume", "forget", "abort", "restore", "ping")
     silent = SimpleNamespace(**dict.fromkeys((*calls, "is_alive"), never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, call_s=0.05))

@@ -115,7 +115,7 @@ async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_le
     assert bench.losses == ["replay_died"]
 
 
-@pytest.mark.parametrize("call", ["reserve_all", "put", "take", "release", "abort", "reject", "commit"])
+@pytest.mark.parametrize("call", ["reserve_all", "make_ready", "lease", "end_leases", "abort", "reject", "commit"])
 async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: str) -> None:
     bench = Bench()
     await bench.replay.put(scored(0, 1))
@@ -165,7 +165,7 @@ async def test_a_step_that_is_put_brings_those_of_its_groups_that_the_buffer_has
     await bench.replay.stats()
     await bench.replay.reserve(*scored(1))
     await bench.replay.put(scored(1, 0))
-    assert bench.process.calls == ["reserve_all", "stats", "put"]
+    assert bench.process.calls == ["reserve_all", "stats", "make_ready"]
     taken = await bench.replay.take(2)
     assert ids(taken) == ["0/1/s1", "0/0/s0"]
     assert all(group.group is not None for group in taken)
@@ -288,7 +288,7 @@ def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_
                 if rng.random() < 0.5:
                     bench.process.is_dead = True
                 else:
-                    bench.process.dies_after = rng.choice(["reserve_all", "put", "take", "release", "restore"])
+                    bench.process.dies_after = rng.choice(["reserve_all", "make_ready", "lease", "end_leases", "restore"])
                 if rng.random() < 0.5:
                     bench.replay.lose(WorkerDiedError("replay/0 died"))
                 await asyncio.sleep(0.001)

@@ -7,13 +7,32 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from cluster.errors import RewardError
 from rewards.contract import TimedOutError
+
+
+class Isolated(Protocol):
+    """Runs `module:function` outside this process: `IsolatedProcess`, or an `IsolatedPool` of several."""
+
+    deadline: float
+
+    def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        """As `IsolatedProcess.call`."""
+        ...
+
+    def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """`target(*args, **kwargs)` for each args of `calls`, in order; a call that failed is its `RewardError`."""
+        ...
+
+    def close(self) -> None:
+        """End every process; a later call starts new ones."""
+        ...
 
 
 @dataclass
@@ -61,6 +80,17 @@ class IsolatedProcess:
             child.loaded.add(target)
         return self._exchange(child, (True, target, args, kwargs), self._timeout_s, target)
 
+    def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """One call after another: a result each, or the `RewardError` that kept it from having one."""
+        return [self.call_or_error(target, args, kwargs) for args in calls]
+
+    def call_or_error(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `call`, but what it would raise is the result."""
+        try:
+            return self.call(target, *args, **kwargs)
+        except RewardError as error:
+            return error
+
     def close(self) -> None:
         """End the process; a later call starts a new one."""
         if self._child is not None:
@@ -77,8 +107,14 @@ class IsolatedProcess:
         except (EOFError, OSError) as error:
             self._child = None
             raise RewardError(f"the process of {what} died with exit code {child.kill()}") from error
-        except BaseException:
+        except RewardError:
             self.close()  # a late reply may not answer the next call
+            raise
+        except Exception as error:  # pickling runs code of the argument's and the result's own class
+            self.close()
+            raise RewardError(f"{what}: cannot be sent or read, {type(error).__name__}: {error}") from error
+        except BaseException:
+            self.close()
             raise
         if not succeeded:
             raise RewardError(f"{what} raised {result}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
@@ -48,9 +51,24 @@ def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+    """The function that `module:function` or `path/to/file.py:function` names."""
+    module, _, name = target.rpartition(":")
+    return getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
+
+
+def _from_file(path: str) -> ModuleType:
+    """The module in a file, run once; by a name of its own, so that it hides no installed module."""
+    name = f"reward_file_{Path(path).resolve().as_posix().encode().hex()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # half a module is none
+            raise
+    return sys.modules[name]
 
 
 if __name__ == "__main__":

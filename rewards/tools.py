@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rewards.isolated import IsolatedProcess
+from rewards.isolated import Isolated
 
 
 @dataclass(frozen=True)
 class Tools:
-    """`isolated` runs what may hang; models compute on `device` ("cpu", "cuda") in `dtype` (a name of torch's)."""
+    """`isolated` runs what may hang, in one process or in a pool; models compute on `device` in `dtype`.
 
-    isolated: IsolatedProcess
+    How many answers are worked on side by side is how many processes `isolated` has (`IsolatedPool.num_processes`).
+    """
+
+    isolated: Isolated
     device: str
     dtype: str

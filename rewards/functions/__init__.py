@@ -6,37 +6,64 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rewards.contract import BatchRewardFunction, RewardFunction
+from rewards.functions.plugin import Plugin, signature_of_file
 from rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
+    "anls": "rewards.functions.anls:Anls",
+    "cost": "rewards.functions.cost:Cost",
     "exact_match": "rewards.functions.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
+    "grounding": "rewards.functions.grounding:Grounding",
     "http": "rewards.http.client:HttpReward",
+    "iou": "rewards.functions.iou:Iou",
+    "language": "rewards.functions.language:Language",
     "math_answer": "rewards.functions.math_answer:MathAnswer",
+    "multiple_choice": "rewards.functions.multiple_choice:MultipleChoice",
+    "ocr": "rewards.functions.ocr:Ocr",
+    "overlong": "rewards.functions.overlong:Overlong",
+    "relaxed_accuracy": "rewards.functions.relaxed_accuracy:RelaxedAccuracy",
 }
+EXTRAS: Mapping[str, str] = {"language": "language", "ocr": "ocr"}  # name -> the extra that installs what it needs
 
 
 def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> RewardFunction | BatchRewardFunction:
-    """The reward function that `name` stands for: a built-in one, or a user's `module:function`.
+    """The reward function that `name` stands for: a built-in one, or a user's.
 
-    A built-in one is made by `factory(tools, **options)`. A user's function is called as `function(request, **options)`
-    in the isolated process, never in this one.
+    A built-in one is made by `factory(tools, **options)`. A user's, `module:function` or `path/to/file.py:function`, is
+    called as `function(request, **options)` in an isolated process, never in this one.
 
     Raises:
         ValueError: there is no such function, or an option is unknown, missing or unfit.
     """
     if ":" in name:
-        _check_options(name, _import(name), options)
-        return lambda request: tools.isolated.call(name, request, **options)
+        _check_options(name, _users_signature(name, tools), options)
+        return Plugin(tools, name, options)
     if name not in BUILT_IN:
-        known = f"one of {', '.join(BUILT_IN)}, or module:function"
+        known = f"one of {', '.join(BUILT_IN)}, module:function or path/to/file.py:function"
         raise ValueError(f"there is no reward function {name!r}{_nearest(name, BUILT_IN)}: use {known}")
-    factory = _import(BUILT_IN[name])
-    _check_options(name, factory, options)
+    try:
+        factory = _import(BUILT_IN[name])
+    except ValueError as error:
+        if name in EXTRAS and isinstance(error.__cause__, ModuleNotFoundError):
+            needs = f"reward function {name!r} needs {error.__cause__.name!r}, which is not installed"
+            raise ValueError(f"{needs}: pip install 'mobula[{EXTRAS[name]}]'") from error
+        raise
+    _check_options(name, inspect.signature(factory), options)
     return factory(tools, **options)
+
+
+def _users_signature(name: str, tools: Tools) -> inspect.Signature:
+    path = name.rpartition(":")[0]
+    if not path.endswith(".py"):
+        return inspect.signature(_import(name))
+    if not Path(path).is_file():
+        raise ValueError(f"reward function {name!r}: no file {Path(path).absolute()} here: give a path every node has")
+    return signature_of_file(name, tools.isolated)
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -50,9 +77,9 @@ def _import(name: str) -> Callable[..., Any]:
     return function
 
 
-def _check_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
     """The first parameter is the request (or the tools); the options are the others, by keyword."""
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    parameters = dict(list(signature.parameters.items())[1:])
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     for option in options:

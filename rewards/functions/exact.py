@@ -22,17 +22,23 @@ _SIDE_BY_SIDE = re.compile(r"[0-9][\s{}()]+[0-9]")
 _COMPUTATION = re.compile(r"[0-9)}\]]\s*(?:[-+*×÷_]|\\(?:times|cdot|div|pm)(?![a-z]))(?!\s*10\s*(?:\^|\\v))")
 
 
+_MAX_CHARS = 4000  # Python reads no integer of more than 4,300 digits
+
+
 def decide(answer: str, reference: str) -> bool | None:
     """Whether the answer equals the reference; None where only computer algebra can tell.
 
     Numbers that are both written out are equal digit for digit; a fraction beside a decimal may still be its rounding.
-    Where only one of them has a percent sign, 10% is both 10 and 0.1. A reference made of words is compared as words.
+    Where only one of them has a percent sign, 10% is both 10 and 0.1. A reference made of words is compared as words,
+    and so is what is too long for arithmetic.
     """
     answer, reference = normalise(answer), normalise(reference)
     if not answer or not reference:
         return False
     if answer == reference:
         return True
+    if max(len(answer), len(reference)) > _MAX_CHARS:
+        return False
     ours, theirs = read_number(answer.rstrip("%")), read_number(reference.rstrip("%"))
     if ours is not None and theirs is not None:
         percents = {answer.endswith("%"): ours, reference.endswith("%"): theirs}

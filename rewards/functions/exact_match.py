@@ -3,35 +3,57 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
+from rewards.functions.extraction import extractor
+from rewards.functions.given import check_true_or_false, given_references
 from rewards.tools import Tools
+
+# A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
+_NUMBER_BEGINS = r"(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])"
+_NUMBER_ENDS = r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)"
 
 
 class ExactMatch:
     """Compares text, every reference being an alias of the right answer; white space counts as one space.
 
     `ignore_case` folds upper and lower case. `whole_response` asks for nothing but the answer; else it may stand
-    anywhere in the response between word boundaries ("cat" is not in "concatenate").
+    anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate") and numbers ("7" is
+    not in "-7", "3.7" or "7/8"). What else is said there is not looked at: "not red" has "red". `extract` says where
+    the answer stands (`rewards.functions.extraction`); None is `whole`.
     """
 
-    def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool) -> None:
-        for option, value in {"ignore_case": ignore_case, "whole_response": whole_response}.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{option}={value!r} is neither true nor false")
+    def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:
+        check_true_or_false(ignore_case=ignore_case, whole_response=whole_response)
+        self._extract = extractor("whole" if extract is None else extract)
         self._ignore_case = ignore_case
         self._whole_response = whole_response
 
     def __call__(self, request: RewardRequest) -> Score:
-        aliases = [alias for alias in map(self._fold, request.references) if alias]
-        if not aliases:
-            raise RewardError("the prompt has no reference answer to compare with")
-        text = self._fold(request.response.text)
+        references = given_references(request.references)
+        answer, flaw = self._extract(request.response.text)
+        if flaw:
+            return Score(0.0, flaw)
+        answer, aliases = fold(answer, self._ignore_case), _aliases(references, self._ignore_case)
         if self._whole_response:
-            return Score(float(text in aliases))
-        return Score(float(any(re.search(rf"(?<!\w){re.escape(alias)}(?!\w)", text) for alias in aliases)))
+            return Score(float(answer in aliases))
+        return Score(float(any(alias in answer and _bounded(alias).search(answer) for alias in aliases)))
 
-    def _fold(self, text: str) -> str:
-        text = " ".join(text.split())
-        return text.casefold() if self._ignore_case else text
+
+def fold(text: str, ignore_case: bool) -> str:
+    """White space as single spaces, and none around; with `ignore_case`, one case."""
+    text = " ".join(text.split())
+    return text.casefold() if ignore_case else text
+
+
+@lru_cache(maxsize=4096)  # a group's responses share their references
+def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
+    return tuple(fold(reference, ignore_case) for reference in references)
+
+
+@lru_cache(maxsize=4096)
+def _bounded(alias: str) -> re.Pattern[str]:
+    before = _NUMBER_BEGINS if alias[0].isdigit() else ""
+    after = _NUMBER_ENDS if alias[-1].isdigit() else ""
+    return re.compile(rf"(?<!\w){before}{re.escape(alias)}{after}(?!\w)")

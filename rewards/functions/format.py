@@ -3,50 +3,70 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from rewards.contract import RewardRequest, Score
+from rewards.contract import Outcome, RewardRequest, Score
 from rewards.functions.boxed import find_boxes
+from rewards.functions.isolated_calls import call_each
+from rewards.functions.strict_json import read_json, type_name
 from rewards.tools import Tools
 
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_THINK_ANSWER = re.compile(r"\s*<think>(.*)</think>\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _FULL_MATCH = "rewards.functions.format:full_match"
+_TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
+
+Flaw = Callable[[str], str]  # what is wrong with a response's shape, or ""
 
 
 class Format:
-    """Holds a response against one preset or one regular expression.
+    """Holds a response against one shape; exactly one option says which. Given no shape, it is refused.
 
     `preset="boxed"`: exactly one balanced, non-empty `\\boxed{...}` with nothing but white space after it.
     `preset="think_answer"`: `<think>...</think><answer>...</answer>`, each tag once, nothing around them.
+    `preset="json"`: one strict JSON object; `preset="fenced_json"`: the same, or text with one code block that has it.
+    `tags=[a, b]`: as `think_answer` with these tags in this order; what stands in the last one is not blank.
+    `json_fields=[a, b]`: one strict JSON object with exactly these fields, none null, blank or empty.
     `pattern`: the whole response matches it (DOTALL); it runs isolated, since backtracking cannot be interrupted.
     """
 
-    def __init__(self, tools: Tools, *, preset: str | None = None, pattern: str | None = None) -> None:
-        if (preset is None) == (pattern is None):
-            raise ValueError(f"preset={preset!r} and pattern={pattern!r}: set exactly one of the two")
+    def __init__(
+        self,
+        tools: Tools,
+        *,
+        preset: str | None = None,
+        pattern: str | None = None,
+        tags: Sequence[str] | None = None,
+        json_fields: Sequence[str] | None = None,
+    ) -> None:
+        options = {"preset": preset, "pattern": pattern, "tags": tags, "json_fields": json_fields}
+        given = {name: value for name, value in options.items() if value is not None}
+        if len(given) != 1:
+            raise ValueError(f"{', '.join(f'{n}={v!r}' for n, v in options.items())}: set exactly one of these")
         if pattern is not None:
             full_match(pattern, "")  # a broken pattern is refused here, not at the first response
-        elif preset not in PRESETS:
-            raise ValueError(f"preset={preset!r} is unknown: use one of {', '.join(PRESETS)}, or pattern")
         self._isolated = tools.isolated
-        self._preset = preset
         self._pattern = pattern
+        self._flaw = None if pattern is not None else _shape(preset, tags, json_fields)
 
     def __call__(self, request: RewardRequest) -> Score:
-        if self._pattern is None:
-            flaw = PRESETS[self._preset](request.response.text)
-        else:
-            matches = self._isolated.call(_FULL_MATCH, self._pattern, request.response.text)
-            flaw = "" if matches else "does not match the pattern"
-        return Score(float(not flaw), flaw)
+        if self._flaw is not None:
+            flaw = self._flaw(request.response.text)
+            return Score(float(not flaw), flaw)
+        return _matched(self._isolated.call(_FULL_MATCH, self._pattern, request.response.text))
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """Patterns are matched side by side: one that hangs on a response costs that response's timeout alone."""
+        if self._flaw is not None:
+            return [self(request) for request in requests]
+        calls = [(self._pattern, request.response.text) for request in requests]
+        return call_each(self._isolated, _FULL_MATCH, calls, _matched)
 
 
 def full_match(pattern: str, text: str) -> bool:
     """Whether the whole text matches; a pattern that does not compile is a `ValueError` with its position."""
     try:
         return re.fullmatch(pattern, text, re.DOTALL) is not None
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from error
 
 
@@ -62,15 +82,65 @@ def boxed_flaw(text: str) -> str:
     return "text after \\boxed{}" if text[boxes[0].end :].strip() else ""
 
 
-def think_answer_flaw(text: str) -> str:
-    """What keeps a text from being one thought and one answer, or ""."""
-    for tag in _TAGS:
-        if text.count(tag) != 1:
-            return f"{text.count(tag)} times {tag} instead of once"
-    match = _THINK_ANSWER.fullmatch(text)
-    if match is None:
+def tags_flaw(tags: Sequence[str], text: str) -> str:
+    """What keeps a text from being these elements in this order and nothing else, the last not blank, or ""."""
+    rest = text
+    for tag in tags:
+        for mark in (f"<{tag}>", f"</{tag}>"):
+            if (count := text.count(mark)) != 1:
+                return f"{count} times {mark} instead of once"
+            before, _, rest = rest.partition(mark)
+            if mark.startswith("</"):
+                content = before
+            elif before.strip():
+                return "text around the tags, or tags out of order"
+    if rest.strip():
         return "text around the tags, or tags out of order"
-    return "" if match[2].strip() else "<answer> is empty"
+    return "" if content.strip() else f"<{tags[-1]}> is empty"
 
 
-PRESETS: Mapping[str, Callable[[str], str]] = {"boxed": boxed_flaw, "think_answer": think_answer_flaw}
+def json_flaw(fields: Sequence[str] | None, text: str, *, fenced: bool) -> str:
+    """What keeps a text from being a JSON object with exactly these fields (None: any), or ""."""
+    value, flaw = read_json(text, fenced=fenced)
+    if flaw:
+        return flaw
+    if not isinstance(value, dict):
+        return f"not a JSON object: {type_name(value)}"
+    if fields is None:
+        return ""
+    if value.keys() != set(fields):
+        return f"other fields than {', '.join(fields)}"
+    empty = [name for name in fields if _is_empty(value[name])]
+    return f"field {empty[0]!r} is empty" if empty else ""
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value == [] or value == {} or (isinstance(value, str) and not value.strip())
+
+
+def _matched(matches: bool) -> Score:
+    return Score(float(matches), "" if matches else "does not match the pattern")
+
+
+def _shape(preset: str | None, tags: Sequence[str] | None, json_fields: Sequence[str] | None) -> Flaw:
+    if preset is not None:
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r} is unknown: use one of {', '.join(PRESETS)}, or another option")
+        return PRESETS[preset]
+    names = tags if tags is not None else json_fields
+    is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
+    if not is_list or not names or len(set(names)) != len(names):
+        raise ValueError(f"{names!r} is unfit: give a list of different names")
+    if tags is None:
+        return partial(json_flaw, tuple(names), fenced=False)
+    if not all(map(_TAG_NAME.fullmatch, names)):
+        raise ValueError(f"tags={list(names)!r} are unfit: give names alone, such as think, without brackets")
+    return partial(tags_flaw, tuple(names))
+
+
+PRESETS: Mapping[str, Flaw] = {
+    "boxed": boxed_flaw,
+    "think_answer": partial(tags_flaw, ("think", "answer")),
+    "json": partial(json_flaw, None, fenced=False),
+    "fenced_json": partial(json_flaw, None, fenced=True),
+}

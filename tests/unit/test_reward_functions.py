@@ -42,6 +42,9 @@ class NoProcess(IsolatedProcess):
 
 
 NO_PROCESS = Tools(NoProcess(), "cpu", "float32")
+SCALES = {"response_scale": "pixels", "scale": "pixels"}
+IOU = {"extract": "whole", "boxes": "boxes", "form": "xyxy", "min_iou": 0, **SCALES}
+OCR = {"target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -356,11 +359,34 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
     [
         ("math_anwser", {}, "did you mean 'math_answer'"),
         ("math_answer", {"require_box": True}, "did you mean 'require_boxed'"),
-        ("math_answer", {}, "needs options.require_boxed"),
+        ("math_answer", {}, "require_boxed=None and extract=None: set exactly one"),
+        ("math_answer", {"extract": "json"}, "extract='json' is no way to find the answer"),
+        ("overlong", {"max_tokens": 8, "penalty": 1.0}, "needs options.buffer_tokens"),
         ("math_answer", {"require_boxed": "false"}, "neither true nor false"),
         ("math_answer", {"tools": None}, "no option 'tools'"),
         ("format", {}, "exactly one"),
         ("format", {"preset": "box"}, "use one of boxed, think_answer"),
+        ("format", {"preset": "boxed", "pattern": "a"}, "exactly one"),
+        ("format", {"tags": "think"}, "list of different names"),
+        ("format", {"tags": ["a", "a"]}, "list of different names"),
+        ("format", {"tags": ["<think>"]}, "names alone"),
+        ("format", {"json_fields": []}, "list of different names"),
+        ("exact_match", {"ignore_case": True, "whole_response": True, "extract": "tags:"}, "no way to find the answer"),
+        ("multiple_choice", {"letters": "AbC", "extract": "whole"}, "letters='AbC' is unfit"),
+        ("multiple_choice", {"letters": "ABA", "extract": "whole"}, "letters='ABA' is unfit"),
+        ("anls", {"threshold": 1.5, "lengths": "raw", "extract": "whole"}, "threshold=1.5 is unfit"),
+        ("anls", {"threshold": 0.5, "lengths": "long", "extract": "whole"}, "use raw or folded"),
+        ("relaxed_accuracy", {"tolerance": float("nan"), "extract": "whole"}, "tolerance=nan is unfit"),
+        ("grounding", {"claims": "entities", "evidence": "e"}, "use metadata:KEY, json:FIELD or fenced_json:FIELD"),
+        ("cost", {"target_tokens": 0, "latency_budget_ms": None}, "target_tokens=0 is unfit"),
+        ("overlong", {"max_tokens": 8, "buffer_tokens": 9, "penalty": 1.0}, "buffer_tokens=9 is unfit"),
+        ("language", {"language": "en", "among": ["de", "fr"], "min_letters": 5}, "list 'en' and the languages"),
+        ("language", {"language": "xx", "among": ["xx", "fr"], "min_letters": 5}, "ISO 639-1"),
+        ("iou", {**IOU, "form": "cxcywh"}, "use one of xyxy, xywh"),
+        ("iou", {**IOU, "scale": "percent"}, "use one of relative, thousandths, pixels"),
+        ("ocr", {**OCR, "target": "prompt"}, "use reference or quoted_prompt"),
+        ("ocr", {**OCR, "frame_stride": 0}, "frame_stride=0 is unfit"),
+        ("no/such/file.py:f", {}, "no file .*no/such/file.py here"),
         ("format", {"pattern": "("}, "no regular expression"),
         ("exact_match", {"ignore_case": 1, "whole_response": True}, "neither true nor false"),
         ("no_such_module:f", {}, "cannot be imported"),

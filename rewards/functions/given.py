@@ -1,0 +1,49 @@
+"""What a prompt says that a response should have been, or a refusal: without it there is nothing to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import RewardError
+
+
+def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
+    """The references that say anything, in order.
+
+    Raises:
+        RewardError: there is none.
+    """
+    if len(references) == 1 and references[0].strip():  # the usual case
+        return references
+    given = tuple(reference for reference in references if reference.strip())
+    if not given:
+        raise RewardError("the prompt has no reference answer to compare with")
+    return given
+
+
+def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
+    """What the prompt's metadata has under a key.
+
+    Raises:
+        RewardError: it has nothing there.
+    """
+    if metadata.get(key) is None:
+        raise RewardError(f"the prompt's metadata has no {key!r}: it has {', '.join(map(repr, metadata)) or 'nothing'}")
+    return metadata[key]
+
+
+def check_true_or_false(**options: object) -> None:
+    """Refuse options that are neither, so that the text "false" is not taken for true."""
+    for option, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{option}={value!r} is neither true nor false")
+
+
+def check_number(option: str, value: object, *, low: float, high: float = math.inf) -> None:
+    """Refuse an option that is no finite number from `low` to `high`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        reach = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of {low:g} or more"
+        raise ValueError(f"{option}={value!r} is unfit: give a number {reach}")

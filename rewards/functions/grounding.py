@@ -1,0 +1,98 @@
+"""Grounding: how far the entities that a response claims are those that the evidence has, and the other way round."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.functions.given import given_metadata
+from rewards.functions.strict_json import read_json, type_name
+from rewards.tools import Tools
+
+_NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
+_MAX_NUMBER_CHARS = 100  # a longer one is compared as text
+_ARTICLES = ("the ", "a ", "an ")
+
+Entity = str | Fraction
+
+
+class Grounding:
+    """The F1 of claimed entities against the evidence's; precision and recall are in the breakdown.
+
+    Entities are whole: a number is the number it writes ("1,000" is 1000.0, "10%" is 0.1) and equals nothing but that
+    number ("14" is not in "page 14 of 2020"); another text is compared without case, surrounding punctuation or a
+    leading article. A claim made twice counts once.
+
+    `claims` says where they are: `metadata:KEY`, or in the response, which is a strict JSON object, `json:FIELD`
+    (`fenced_json:FIELD` admits a code block), an array of texts and numbers. `evidence` is the key of the metadata that
+    has the entities to be claimed.
+
+    Raises:
+        RewardError: the metadata lacks the evidence, or claims that should be there.
+    """
+
+    def __init__(self, tools: Tools, *, claims: str, evidence: str) -> None:
+        place, _, self._claims_name = claims.partition(":") if isinstance(claims, str) else ("", "", "")
+        if place not in ("metadata", "json", "fenced_json") or not self._claims_name:
+            raise ValueError(f"claims={claims!r} is unknown: use metadata:KEY, json:FIELD or fenced_json:FIELD")
+        if not isinstance(evidence, str) or not evidence:
+            raise ValueError(f"evidence={evidence!r} is no key: name the metadata that has the entities")
+        self._place = place
+        self._evidence = evidence
+
+    def __call__(self, request: RewardRequest) -> Score:
+        evidence = _entities_of_metadata(request, self._evidence)
+        if not evidence:
+            raise RewardError(f"metadata.{self._evidence} has no entity to ground a claim in")
+        claims, flaw = self._claims(request)
+        if not claims:
+            return Score(0.0, flaw or "no entity is claimed", {"precision": 0.0, "recall": 0.0})
+        num_shared = len(claims & evidence)
+        parts = {"precision": num_shared / len(claims), "recall": num_shared / len(evidence)}
+        return Score(2 * num_shared / (len(claims) + len(evidence)), "", parts)
+
+    def _claims(self, request: RewardRequest) -> tuple[frozenset[Entity], str]:
+        if self._place == "metadata":
+            return _entities_of_metadata(request, self._claims_name), ""
+        value, flaw = read_json(request.response.text, fenced=self._place == "fenced_json")
+        if flaw:
+            return frozenset(), flaw
+        if not isinstance(value, dict):
+            return frozenset(), f"not a JSON object: {type_name(value)}"
+        claims = value.get(self._claims_name)
+        if not isinstance(claims, list) or not all(isinstance(claim, str) for claim in claims):  # a number is its text
+            return frozenset(), f"field {self._claims_name!r} is no array of texts and numbers"
+        return _entities(claims), ""
+
+
+def entity(text: str) -> Entity:
+    """What makes two spellings one entity; "" for what names nothing."""
+    text = " ".join(text.casefold().split())
+    number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
+    if number is None:  # only now: stripped of its point, ".5" would be 5
+        text = text.strip(" ;:!?\"'()[]{}*`").rstrip(" .,")
+        number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
+    if number is not None:
+        value = Fraction(number[1] + number[2].replace(",", ""))
+        return value / 100 if number[3] else value
+    for article in _ARTICLES:
+        text = text.removeprefix(article)
+    return text
+
+
+def _entities(texts: Any) -> frozenset[Entity]:
+    return frozenset(found for found in map(entity, texts) if found != "")
+
+
+def _entities_of_metadata(request: RewardRequest, key: str) -> frozenset[Entity]:
+    entries = given_metadata(request.metadata, key)
+    if not isinstance(entries, list | tuple) or not all(type(entry) in (str, int, float) for entry in entries):
+        raise RewardError(f"metadata.{key} is no list of texts and numbers: {repr(entries)[:200]}")
+    return _known(tuple(map(str, entries)))
+
+
+_known = lru_cache(maxsize=4096)(_entities)  # a group's responses share their evidence

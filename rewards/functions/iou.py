@@ -1,0 +1,102 @@
+"""IoU: how well the boxes of a response lie on the boxes that were asked for."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import get_args
+
+from PIL import Image
+from scipy.optimize import linear_sum_assignment
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.functions.boxes import LIMITS, Box, Form, Scale, iou, read_boxes, rescaled, to_boxes
+from rewards.functions.extraction import extractor
+from rewards.functions.given import check_number, given_metadata
+from rewards.tools import Tools
+
+
+class Iou:
+    """The mean intersection over union of matched boxes; a box too many or too few counts as a pair of 0.
+
+    Each box of the response goes to at most one wanted box, so that the sum is the greatest (Kuhn 1955). value = sum /
+    max(their numbers); a pair below `min_iou` counts 0. The breakdown has precision and recall: the share of the
+    response's boxes, and of the wanted ones, whose pair counts.
+
+    `extract` says where in the response the boxes stand (`rewards.functions.extraction`), as strict JSON: four numbers,
+    an array of such, or objects that have them as `bbox_2d`, `bbox` or `box`. `boxes` is the key of the metadata with
+    the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and `scale`, that
+    of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000) or pixels. Where only one is in pixels, the
+    picture's size is `width` and `height` of the metadata, else that of the prompt's first picture.
+
+    A malformed box of the response (not four finite numbers, out of range, without area) is worth 0, and so are all.
+
+    Raises:
+        RewardError: the wanted boxes, or a size that is needed, are missing or malformed.
+    """
+
+    def __init__(
+        self, tools: Tools, *, extract: str, boxes: str, form: Form, response_scale: Scale, scale: Scale, min_iou: float
+    ) -> None:
+        for option, value, known in (
+            ("form", form, get_args(Form)),
+            ("response_scale", response_scale, get_args(Scale)),
+            ("scale", scale, get_args(Scale)),
+        ):
+            if value not in known:
+                raise ValueError(f"{option}={value!r} is unknown: use one of {', '.join(known)}")
+        if not isinstance(boxes, str) or not boxes:
+            raise ValueError(f"boxes={boxes!r} is no key: name the metadata that has the wanted boxes")
+        check_number("min_iou", min_iou, low=0, high=1)
+        self._extract = extractor(extract)
+        self._boxes = boxes
+        self._form: Form = form
+        self._response_scale: Scale = response_scale
+        self._scale: Scale = scale
+        self._min_iou = min_iou
+
+    def __call__(self, request: RewardRequest) -> Score:
+        wanted, flaw = to_boxes(given_metadata(request.metadata, self._boxes), self._form, self._scale)
+        if flaw:
+            raise RewardError(f"metadata.{self._boxes} has {flaw}")
+        text, flaw = self._extract(request.response.text)
+        found, flaw = ([], flaw) if flaw else read_boxes(text, self._form, self._response_scale)
+        if flaw:
+            return Score(0.0, flaw, {"precision": 0.0, "recall": 0.0})
+        if self._response_scale != self._scale:
+            found = _shares(found, self._response_scale, request)
+            wanted = _shares(wanted, self._scale, request)
+        pairs = [value if value >= self._min_iou else 0.0 for value in _matched(found, wanted)]
+        num_met = sum(value > 0 for value in pairs)
+        parts = {"precision": num_met / len(found), "recall": num_met / len(wanted)}
+        return Score(math.fsum(pairs) / max(len(found), len(wanted)), "", parts)
+
+
+def _shares(boxes: Sequence[Box], scale: Scale, request: RewardRequest) -> list[Box]:
+    """The boxes as shares of the picture."""
+    width, height = _picture_size(request) if scale == "pixels" else (LIMITS[scale], LIMITS[scale])
+    return [rescaled(box, 1 / width, 1 / height) for box in boxes]
+
+
+def _matched(found: Sequence[Box], wanted: Sequence[Box]) -> list[float]:
+    """The IoU of each pair of the matching whose sum is the greatest."""
+    table = [[iou(box, other) for other in wanted] for box in found]
+    if len(found) == 1 or len(wanted) == 1:
+        return [max(value for row in table for value in row)]
+    rows, columns = linear_sum_assignment(table, maximize=True)
+    return [table[row][column] for row, column in zip(rows, columns, strict=True)]
+
+
+def _picture_size(request: RewardRequest) -> tuple[float, float]:
+    size = request.metadata.get("width"), request.metadata.get("height")
+    if size == (None, None) and request.prompt_pictures:
+        try:
+            with Image.open(io.BytesIO(request.prompt_pictures[0])) as picture:
+                return picture.size
+        except (OSError, Image.DecompressionBombError) as error:
+            raise RewardError(f"the prompt's first picture cannot be opened ({error})") from error
+    if not all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size):
+        raise RewardError(f"the picture's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
+    return size

@@ -1,0 +1,94 @@
+"""OCR: how far a generated picture shows the text that it was asked to show."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+from rapidfuzz.distance import Levenshtein
+from rapidocr import RapidOCR
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.functions.given import check_true_or_false, given_references
+from rewards.tools import Tools
+
+_QUOTED = re.compile(r'"([^"]+)"|\N{LEFT DOUBLE QUOTATION MARK}([^\N{RIGHT DOUBLE QUOTATION MARK}]+)')
+
+
+class Ocr:
+    """Reads each picture of the response with PP-OCRv6 (by RapidOCR, whose wheel has the models) and compares.
+
+    value = 1 - min(d, n) / n, without white space and case: n is the target's length, d 0 where the text that was read
+    has the target in it, else their edit distance (the reward of Flow-GRPO, Liu et al. 2025). `exact` asks for equality
+    instead: 1 or 0, and the target within more text is 0. Of several references the nearest counts.
+
+    `target` says what should be there: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of
+    several pictures (a video's frames) every `frame_stride`-th is read, from the first on; the value is their mean, and
+    a frame in which nothing is read counts 0. `num_threads` is for the network.
+
+    Raises:
+        RewardError: the response has no picture, one cannot be opened, or there is no target.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        *,
+        target: Literal["reference", "quoted_prompt"],
+        exact: bool,
+        frame_stride: int,
+        num_threads: int,
+    ) -> None:
+        if target not in ("reference", "quoted_prompt"):
+            raise ValueError(f"target={target!r} is unknown: use reference or quoted_prompt")
+        check_true_or_false(exact=exact)
+        for option, value in {"frame_stride": frame_stride, "num_threads": num_threads}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option}={value!r} is unfit: give a whole number of 1 or more")
+        self._reads_prompt = target == "quoted_prompt"
+        self._exact = exact
+        self._frame_stride = frame_stride
+        threads = {"intra_op_num_threads": num_threads, "inter_op_num_threads": 1}
+        params = {f"EngineConfig.onnxruntime.{name}": value for name, value in threads.items()}
+        self._engine = RapidOCR(params={"Global.log_level": "error", **params})
+
+    def __call__(self, request: RewardRequest) -> Score:
+        targets = self._targets(request)
+        frames = request.response.pictures[:: self._frame_stride]
+        if not frames:
+            raise RewardError("the response has no picture to read")
+        texts = [_fold(self._read(frame)) for frame in frames]
+        value = sum(max(self._similarity(text, target) for target in targets) for text in texts) / len(texts)
+        return Score(value, "" if any(texts) else "no text in the picture")
+
+    def _targets(self, request: RewardRequest) -> list[str]:
+        if not self._reads_prompt:
+            return [folded for folded in map(_fold, given_references(request.references)) if folded]
+        quoted = _QUOTED.search(request.prompt_text)
+        target = _fold(quoted[1] or quoted[2]) if quoted else ""
+        if not target:
+            raise RewardError("the prompt has no text in double quotes that a picture could show")
+        return [target]
+
+    def _read(self, picture: bytes) -> str:
+        try:
+            with Image.open(io.BytesIO(picture)) as opened:
+                pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]  # [H, W, BGR], as the engine takes it
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise RewardError(f"a picture of the response cannot be opened ({error})") from error
+        return " ".join(self._engine(np.ascontiguousarray(pixels)).txts or ())
+
+    def _similarity(self, text: str, target: str) -> float:
+        if self._exact:
+            return float(text == target)
+        if target in text:
+            return 1.0
+        return 1 - min(Levenshtein.distance(text, target), len(target)) / len(target)
+
+
+def _fold(text: str) -> str:
+    return "".join(text.split()).casefold()

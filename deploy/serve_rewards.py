@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-import yaml
-from pydantic import ValidationError
 
 from cluster.errors import PreflightError
-from configs.load import ConfigError
-from configs.schema import RewardsConfig
-from rewards.combine import Component, build_components
-from rewards.contract import Failure, Outcome, RewardRequest, Score, evaluate_batch
+from cluster.trajectory import Reward
+from configs.load import ConfigError, load_rewards
+from configs.schema.rewards import RewardsConfig
+from rewards.contract import Failure, Outcome, RewardRequest, Score
 from rewards.http.lanes import Lanes
 from rewards.http.server import RewardService, ServerLimits, make_app
 from rewards.isolated import IsolatedProcess
+from rewards.recipes import ComponentError
+from rewards.scoring import Scoring
 from rewards.tools import Tools
 
 PENDING_CONNECTIONS = 512
@@ -44,32 +43,19 @@ class ServeOptions:
     dtype: str
 
 
-class ComponentScorer:
-    """One lane's own components: their weighted sum, with each component's value in the breakdown."""
+class RewardScorer:
+    """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values."""
 
-    def __init__(self, config: RewardsConfig, options: ServeOptions) -> None:
+    def __init__(self, rewards: RewardsConfig, options: ServeOptions) -> None:
         self._isolated = IsolatedProcess(timeout_s=options.timeout_s, start_timeout_s=START_TIMEOUT_S)
-        self._components = build_components(config.components, Tools(self._isolated, options.device, options.dtype))
+        self._scoring = Scoring(rewards, None, Tools(self._isolated, options.device, options.dtype))
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
         self._isolated.deadline = deadline
-        columns = [evaluate_batch(component.function, requests) for component in self._components]
-        return [self._sum(row) for row in zip(*columns, strict=True)]
+        return [_outcome(reward) for reward in self._scoring.rewards(requests)]
 
     def close(self) -> None:
         self._isolated.close()
-
-    def _sum(self, row: Sequence[Outcome]) -> Outcome:
-        parts: list[tuple[Component, Score]] = []
-        for component, outcome in zip(self._components, row, strict=True):
-            if isinstance(outcome, Failure):
-                return Failure(outcome.kind, f"component {component.name!r}: {outcome.reason}")
-            parts.append((component, outcome))
-        return Score(
-            math.fsum(component.weight * score.value for component, score in parts),
-            "; ".join(f"{component.name}: {score.reason}" for component, score in parts if score.reason),
-            {component.name: score.value for component, score in parts},
-        )
 
 
 def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) -> None:
@@ -79,9 +65,9 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
         ConfigError: the file is unfit, or names an unfit reward function.
         PreflightError: the address is taken or not ours.
     """
-    config = read_rewards(path)
+    rewards = load_rewards(path)
     try:
-        scorers = [ComponentScorer(config, options) for _ in range(options.lanes)]
+        scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     listener = _listen(options.host, options.port)
@@ -95,27 +81,6 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
         signal.signal(number, lambda *_: None)
     announce(f"http://{host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])
-
-
-def read_rewards(path: Path) -> RewardsConfig:
-    """A file in the form of a run's `rewards` section, or a whole configuration that has one.
-
-    Raises:
-        ConfigError: it cannot be read, or a key of it is unknown, missing or unfit.
-    """
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a YAML file of rewards") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML ({' '.join(str(error).split())}): mend it") from error
-    section = values.get("rewards", values) if isinstance(values, dict) else values
-    try:
-        return RewardsConfig.model_validate_json(json.dumps(section), strict=True)
-    except (ValidationError, TypeError) as error:
-        details = error.errors() if isinstance(error, ValidationError) else [{"loc": (), "msg": str(error)}]
-        lines = (f"{'.'.join(map(str, d['loc'])) or 'the file'}: {d['msg']}" for d in details)
-        raise ConfigError(f"{path} is no rewards section: {'; '.join(lines)}") from error
 
 
 def read_token(env: str | None, file: Path | None) -> str | None:
@@ -135,6 +100,13 @@ def read_token(env: str | None, file: Path | None) -> str | None:
     if not token:
         raise ConfigError(f"{env or file} holds no token: set it before the server starts")
     return token
+
+
+def _outcome(reward: Reward | ComponentError) -> Outcome:
+    if isinstance(reward, ComponentError):
+        return Failure(reward.kind, str(reward))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in reward.reasons.items())
+    return Score(reward.value, reasons, reward.components)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,10 +22,23 @@ from rewards.tools import Tools
 
 REWARDS = """
 components:
-  - {name: accuracy, function: math_answer, weight: 1.0, options: {require_boxed: true}}
-  - {name: format, function: format, weight: 0.5, options: {preset: boxed}}
+  - name: accuracy
+    function: math_answer
+    weight: 1.0
+    options: {require_boxed: true}
+    service: reward
+    needs_pictures: false
+    retries: 0
+    cache_entries: 0
+  - name: format
+    function: format
+    weight: 0.5
+    options: {preset: boxed}
+    service: reward
+    needs_pictures: false
+    retries: 0
+    cache_entries: 0
 accuracy_component: accuracy
-on_failure: exclude
 """
 CONNECTION = {
     "dialect": "mobula",

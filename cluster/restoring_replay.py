@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.replay_buffer import DUPLICATE
 from cluster.replay_ledger import Holdings, ReplayLedger
@@ -69,10 +69,13 @@ class Buffer(Protocol):
 class RestoringReplay:
     """Implements `cluster.roles.Replay` and `cluster.recovery.JournalledReplay`.
 
-    Steps are put one after the other, so that the buffer's order is known. The ledger knows of everything that the
-    buffer holds, so where it sees room for a finished group there is room: the buffer then hears of the group a moment
-    later, together with others, or by the `put` of its step. `take` and `reserve` may wait for others,
-    so a deadline of theirs travels; any other call that is not answered in time means that the buffer hangs.
+    The ledger knows of everything that the buffer holds, so where it sees room for a finished group there is room: the
+    buffer then hears of the group a moment later, together with others, or by the `put` of its step. Nobody waits for
+    the buffer's answer to `put`, for a `take` waits until it is carried out, nor to `release`; steps are put one after
+    the other, so that the order is known. What fails there is raised by the next call.
+
+    `take` and `reserve` may wait for others, so a deadline of theirs travels; any other call that is not answered in
+    time means that the buffer hangs.
     """
 
     def __init__(
@@ -95,9 +98,13 @@ class RestoringReplay:
         self._ledger = ReplayLedger()
         self._untold: dict[str, ScoredGroup] = {}  # reserved in the ledger; the buffer may not have heard of them
         self._telling: asyncio.Task[None] | None = None
+        self._putting: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()  # what the buffer has not answered and nobody waits for
+        self._failure: BaseException | None = None  # of something in the background
         self._restoration = Restoration("replay", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
 
     async def reserve(self, group: ScoredGroup) -> None:
+        self._raise_failure()
         if self._ledger.has_seen(group.summary.group_id):
             self._ledger.num_rejected[DUPLICATE] += 1
             return
@@ -112,10 +119,10 @@ class RestoringReplay:
         for group in groups:
             if not self._ledger.is_reserved(group.summary.group_id):
                 await self.reserve(group)
-        ids = _ids(groups)
-        new = [self._untold.pop(group_id) for group_id in ids if group_id in self._untold]
-        await self._restoration.outliving(lambda: self._buffer.make_ready(new, ids))
-        self._ledger.put(ids)
+        if self._putting is not None:
+            await asyncio.wait([self._putting])
+        self._raise_failure()
+        self._putting = self._go_on(self._make_ready(_ids(groups)), "put groups into the buffer")
 
     async def reject(self, group_id: str, reason: str) -> None:
         self._untold.pop(group_id, None)
@@ -123,6 +130,7 @@ class RestoringReplay:
         self._ledger.reject(group_id, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
+        self._raise_failure()
         group_ids = await self._restoration.outliving(lambda: self._buffer.lease(num_groups), is_patient=True)
         return self._ledger.take(group_ids)
 
@@ -130,9 +138,8 @@ class RestoringReplay:
         await self._restoration.outliving(lambda: self._buffer.commit(version, groups))
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        ids = _ids(groups)
-        await self._restoration.outliving(lambda: self._buffer.end_leases(ids))
-        self._ledger.release(ids)
+        self._raise_failure()
+        self._go_on(self._end_leases(_ids(groups)), "release groups of the buffer")
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         await self._restoration.outliving(lambda: self._buffer.abort(groups))
@@ -146,6 +153,9 @@ class RestoringReplay:
 
     async def stats(self) -> ReplayStats:
         """Of the process that plays the buffer now; rejected groups are those of the whole run."""
+        if self._background:
+            await asyncio.wait(self._background)
+        self._raise_failure()
         await self._tell()
         stats = await self._restoration.outliving(lambda: self._buffer.stats())
         return replace(stats, num_rejected=dict(self._ledger.num_rejected))
@@ -164,18 +174,39 @@ class RestoringReplay:
                 raise
 
     async def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
+        for task in list(self._background):
+            task.cancel()
         await self._buffer.close()
 
+    async def _make_ready(self, group_ids: Sequence[str]) -> None:
+        new = [self._untold.pop(group_id) for group_id in group_ids if group_id in self._untold]
+        await self._restoration.outliving(lambda: self._buffer.make_ready(new, group_ids))
+        self._ledger.put(group_ids)
+
+    async def _end_leases(self, group_ids: Sequence[str]) -> None:
+        await self._restoration.outliving(lambda: self._buffer.end_leases(group_ids))
+        self._ledger.release(group_ids)
+
+    def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+
+    def _raise_failure(self) -> None:
+        """Raises: WorkerDiedError: the buffer was beyond restoring in something that nobody waited for."""
+        if self._failure is not None:
+            raise self._failure
+
     def _tell_soon(self, group: ScoredGroup) -> None:
-        """Raises: WorkerDiedError: the buffer was beyond restoring when it was told of groups before this one."""
         self._untold[group.summary.group_id] = group
-        if self._telling is not None and not self._telling.done():
-            return
-        if self._telling is not None:
-            self._telling.result()
-        self._telling = asyncio.create_task(self._tell_after_a_moment(), name="tell the buffer of finished groups")
+        if self._telling is None or self._telling.done():
+            self._telling = self._go_on(self._tell_after_a_moment(), "tell the buffer of finished groups")
 
     async def _tell_after_a_moment(self) -> None:
         await asyncio.sleep(GATHER_S)

@@ -165,8 +165,8 @@ async def test_a_step_that_is_put_brings_those_of_its_groups_that_the_buffer_has
     await bench.replay.stats()
     await bench.replay.reserve(*scored(1))
     await bench.replay.put(scored(1, 0))
-    assert bench.process.calls == ["reserve_all", "stats", "make_ready"]
     taken = await bench.replay.take(2)
+    assert bench.process.calls == ["reserve_all", "stats", "lease", "make_ready"]
     assert ids(taken) == ["0/1/s1", "0/0/s0"]
     assert all(group.group is not None for group in taken)
 
@@ -188,6 +188,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
     await bench.replay.reserve(*scored(1))
     bench.process.is_hung = True
     await bench.replay.put(scored(1))
+    await bench.replay.stats()
     assert bench.losses == ["replay_hung"]
     taking = asyncio.create_task(bench.replay.take(3))
     await asyncio.sleep(0)
@@ -202,6 +203,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
 async def test_a_reserve_that_waits_for_room_too_long_says_nothing_of_the_buffer() -> None:
     bench = Bench(max_bytes=1)
     await bench.replay.put(scored(0))
+    await bench.replay.stats()
     with pytest.raises(DeadlineError, match="backpressure_s"):
         await bench.replay.reserve(*scored(1))
     assert bench.losses == []
@@ -228,6 +230,28 @@ async def test_what_is_asked_of_a_buffer_that_was_replaced_meanwhile_says_nothin
     bench.process.is_dead = True
     with pytest.raises(WorkerDiedError):
         await bench.replay.ping()
+
+
+async def test_what_fails_behind_a_put_is_raised_by_the_next_call() -> None:
+    bench = Bench(policy=RestartPolicy(max_restarts=0, window_s=1000, backoff_s=0, max_backoff_s=0))
+    bench.process.is_dead = True
+    await bench.replay.put(scored(0))
+    with pytest.raises(WorkerDiedError, match="resume=auto"):
+        await bench.replay.take(1)
+    with pytest.raises(WorkerDiedError, match="resume=auto"):
+        await bench.replay.put(scored(1))
+
+
+async def test_steps_are_put_one_after_the_other() -> None:
+    bench = Bench(max_bytes=1)
+    puts = [asyncio.create_task(bench.replay.put(scored(number))) for number in range(4)]
+    found = []
+    for _ in range(4):
+        taken = await bench.replay.take(1)
+        found += ids(taken)
+        await bench.replay.release(taken)
+    await asyncio.gather(*puts)
+    assert found == ["0/0/s0", "0/1/s1", "0/2/s2", "0/3/s3"]
 
 
 async def test_the_budget_ends_it() -> None:

@@ -14,7 +14,9 @@ from rewards.functions.plugin import Plugin, signature_of_file
 from rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
+    "aesthetic": "rewards.models.aesthetic:Aesthetic",
     "anls": "rewards.functions.anls:Anls",
+    "clip_score": "rewards.models.clip:ClipScore",
     "cost": "rewards.functions.cost:Cost",
     "exact_match": "rewards.functions.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
@@ -26,7 +28,9 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "multiple_choice": "rewards.functions.multiple_choice:MultipleChoice",
     "ocr": "rewards.functions.ocr:Ocr",
     "overlong": "rewards.functions.overlong:Overlong",
+    "pick_score": "rewards.models.clip:PickScore",
     "relaxed_accuracy": "rewards.functions.relaxed_accuracy:RelaxedAccuracy",
+    "reward_model": "rewards.models.reward_model:RewardModel",
 }
 EXTRAS: Mapping[str, str] = {"language": "language", "ocr": "ocr"}  # name -> the extra that installs what it needs
 

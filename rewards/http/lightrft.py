@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,12 +12,10 @@ from cluster.errors import RewardError
 from cluster.trajectory import Response
 from rewards.contract import Failure, FailureKind, RewardRequest
 from rewards.http.wire import Message, decode_base64, encode_base64
+from rewards.markers import without_markers
 from rewards.pictures import portable_picture
 
 QueryForm = Literal["full", "response"]
-# Markers such as <|im_end|> stand anywhere; the shorter ones are also words of HTML, so they go at the ends alone.
-_MARKERS = re.compile(r"<\|[^|<>\s]{1,64}\|>|<\uff5c[^\uff5c<>]{1,64}\uff5c>|<(?:start|end)_of_turn>")
-_EDGES = re.compile(r"^(?:\s*<(?:/?s|bos|eos|pad|unk)>)+|(?:<(?:/?s|bos|eos|pad|unk)>\s*)+$")
 
 
 class LightrftBody(Message):
@@ -77,11 +74,6 @@ class LightrftReplyOfAnybody(BaseModel):
 
     def outcomes(self) -> list[float | Failure]:
         return [_outcome(reward) for reward in self.rewards]
-
-
-def without_markers(text: str) -> str:
-    """`text` without special tokens, and without the white space that padding leaves in front."""
-    return _EDGES.sub("", _MARKERS.sub("", text)).lstrip()
 
 
 class Row:

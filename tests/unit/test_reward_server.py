@@ -15,8 +15,9 @@ import pytest
 from http_servers import Running, Scorer, reward_app, serving
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
 from rewards.http.lanes import BusyError, Lanes
-from rewards.http.lightrft import LightrftBody, without_markers
+from rewards.http.lightrft import LightrftBody
 from rewards.http.server import RewardService, ServerLimits, make_app
+from rewards.markers import without_markers
 
 SAMPLE = {"response": "abc", "num_tokens": 1}
 

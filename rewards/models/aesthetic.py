@@ -1,0 +1,94 @@
+"""The aesthetic head: a small network on CLIP's picture embedding that predicts how people rate a picture, 1 to 10.
+
+Schuhmann (2022), "Improved Aesthetic Predictor": 768 -> 1024 -> 128 -> 64 -> 16 -> 1 without activations, with dropout
+in training, on the normalised embedding of CLIP ViT-L/14.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from rewards.contract import Outcome, RewardRequest, Score
+from rewards.models.batching import score_in_batches
+from rewards.models.clip import ClipEmbedder
+from rewards.models.loading import existing_file, one_of, positive_int
+from rewards.models.question import PICTURES_FROM, decoded_pictures
+from rewards.tools import Tools
+
+WIDTHS = (768, 1024, 128, 64, 16, 1)
+DROPOUTS = (0.2, 0.2, 0.1)  # behind the first layers; nothing at inference, but they have places in the numbering
+
+
+class AestheticHead(nn.Module):
+    """[N, 768] -> [N]; the layers are numbered as in the published weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for number, (width, next_width) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+            layers.append(nn.Linear(width, next_width))
+            if number < len(DROPOUTS):
+                layers.append(nn.Dropout(DROPOUTS[number]))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return self.layers(embeddings).squeeze(-1)
+
+
+class Aesthetic:
+    """The head's rating, the mean over a request's pictures.
+
+    `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another one with the
+    image processor or null, `head` the file of the head's weights (.safetensors, or .pth, of which only tensors are
+    read), `pictures` those of the prompt or of the response.
+    """
+
+    def __init__(
+        self, tools: Tools, *, model: str, processor: str | None, head: str, pictures: str, batch_size: int
+    ) -> None:
+        self._pictures = one_of("pictures", pictures, PICTURES_FROM)
+        self._batch_size = positive_int("batch_size", batch_size)
+        self._head = load_head(existing_file("head", head)).to(tools.device)
+        self._clip = ClipEmbedder(model, processor, tools)
+        width = self._clip.model.config.projection_dim
+        if width != WIDTHS[0]:
+            raise ValueError(
+                f"options.model={model!r} projects to {width} dimensions, the head takes {WIDTHS[0]}: use CLIP ViT-L/14"
+            )
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        """One outcome a request."""
+        return score_in_batches(
+            requests, encode=self._encode, size=len, score=self._score, batch_size=self._batch_size
+        )
+
+    def _encode(self, request: RewardRequest) -> tuple[Image.Image, ...]:
+        return decoded_pictures(request, self._pictures)
+
+    def _score(self, batch: Sequence[tuple[Image.Image, ...]]) -> list[Outcome]:
+        ratings = self._head(self._clip.pictures([image for images in batch for image in images]))
+        return [Score(float(own.mean())) for own in ratings.split([len(images) for images in batch])]
+
+
+def load_head(file: Path) -> AestheticHead:
+    """The head with exactly the weights of `file`, float32 and frozen.
+
+    Raises:
+        ValueError: the file holds something else than tensors, or other tensors than the head's.
+    """
+    try:
+        weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        head = AestheticHead()
+        head.load_state_dict(weights, strict=True)
+    except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"options.head={str(file)!r} does not hold the head's weights ({reason}): use another") from error
+    return head.eval().requires_grad_(False)

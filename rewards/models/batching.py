@@ -1,0 +1,49 @@
+"""Requests to outcomes through a model: each is encoded by itself, and what can be scored is scored in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from cluster.errors import RewardError
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, failure_kind
+
+T = TypeVar("T")
+
+
+def score_in_batches(
+    requests: Sequence[RewardRequest],
+    *,
+    encode: Callable[[RewardRequest], T],
+    size: Callable[[T], int],
+    score: Callable[[Sequence[T]], Sequence[Outcome | float]],
+    batch_size: int,
+) -> list[Outcome | float]:
+    """One outcome a request, in order; a request that `encode` refuses costs no other one its score.
+
+    A batch that the model cannot compute, for want of memory say, fails by itself. Batches hold requests of like `size`, the largest first, so that little is padded and memory runs out at once or not
+    at all.
+    """
+    outcomes: dict[int, Outcome | float] = {}
+    encoded: dict[int, T] = {}
+    for index, request in enumerate(requests):
+        try:
+            encoded[index] = encode(request)
+        except RewardError as error:
+            outcomes[index] = Failure(failure_kind(error), str(error))
+    order = sorted(encoded, key=lambda index: size(encoded[index]), reverse=True)
+    with torch.inference_mode():
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch]), strict=True))
+    return [outcomes[index] for index in range(len(requests))]
+
+
+def _scored(score: Callable[[Sequence[T]], Sequence[Outcome | float]], batch: Sequence[T]) -> Sequence[Outcome | float]:
+    try:
+        return score(batch)
+    except Exception as error:  # whatever a model raises costs its batch, never the others
+        reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
+        return (Failure(FailureKind.FAILED, reason),) * len(batch)

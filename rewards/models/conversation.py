@@ -1,0 +1,136 @@
+"""A question and its answer as a reward model reads them: its own chat template or a pair of texts, within its length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest
+from rewards.models.question import QuestionFinder
+from rewards.pictures import decode_picture
+
+PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T] each; the rest has its own
+CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each round cuts what is still too much
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` says what was cut."""
+
+    inputs: Mapping[str, torch.Tensor]
+    note: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.inputs["input_ids"].shape[-1])
+
+
+class ConversationReader(Protocol):
+    """Encodes requests and puts encoded ones together."""
+
+    def read(self, request: RewardRequest) -> Conversation:
+        """One request.
+
+        Raises:
+            RewardError: it does not fit, or its pictures cannot be read.
+        """
+        ...
+
+
+class PairReader:
+    """(question, answer) as the two segments of an encoder model; the answer alone is cut, at its end."""
+
+    def __init__(self, tokenizer: Any, questions: QuestionFinder, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._questions = questions
+        self._max_tokens = max_tokens
+
+    def read(self, request: RewardRequest) -> Conversation:
+        question, answer = self._questions.find(request), request.response.text
+        whole = self._tokenizer(question, answer, return_tensors="pt")
+        excess = whole["input_ids"].shape[-1] - self._max_tokens
+        if excess <= 0:
+            return Conversation(dict(whole))
+        num_answer = len(self._tokenizer(answer, add_special_tokens=False)["input_ids"])
+        _refuse_long_question(excess, num_answer, self._max_tokens)
+        limits = {"truncation": "only_second", "max_length": self._max_tokens}
+        return Conversation(dict(self._tokenizer(question, answer, **limits, return_tensors="pt")), _note(excess))
+
+
+class ChatReader:
+    """A user's turn with the question (and the prompt's pictures) and an assistant's turn with the answer.
+
+    `processor` is a tokenizer, or a processor with one where the model takes pictures. The answer alone is cut, at its
+    end, so that the whole conversation with the template's closing tokens has `max_tokens` at most.
+    """
+
+    def __init__(self, processor: Any, questions: QuestionFinder, max_tokens: int, *, takes_pictures: bool) -> None:
+        self._processor = processor
+        self._tokenizer = processor.tokenizer if takes_pictures else processor
+        self._questions = questions
+        self._max_tokens = max_tokens
+        self._takes_pictures = takes_pictures
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+
+    def read(self, request: RewardRequest) -> Conversation:
+        question = self._plain(self._questions.find(request))
+        pictures = request.prompt_pictures if self._takes_pictures else ()
+        images = [decode_picture(picture, f"picture {n} of the prompt") for n, picture in enumerate(pictures, start=1)]
+        answer = self._plain(request.response.text)
+        inputs = self._encode(question, answer, images)
+        num_cut = 0
+        for _ in range(CUT_ROUNDS):
+            excess = inputs["input_ids"].shape[-1] - self._max_tokens
+            if excess <= 0:
+                return Conversation(inputs, _note(num_cut) if num_cut else "")
+            ids = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
+            _refuse_long_question(excess, len(ids), self._max_tokens)
+            num_cut += excess
+            answer = self._tokenizer.decode(ids[: len(ids) - excess], clean_up_tokenization_spaces=False)
+            inputs = self._encode(question, answer, images)
+        raise RewardError(f"the response cannot be cut to max_tokens={self._max_tokens}: raise it")
+
+    def _plain(self, text: str) -> str:
+        """Text in which nothing imitates a turn's end or a picture."""
+        return self._special.sub("", text)
+
+    def _encode(self, question: str, answer: str, images: Sequence[Any]) -> dict[str, torch.Tensor]:
+        content: Any = question
+        if images:
+            content = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        text = self._processor.apply_chat_template(turns, tokenize=False)
+        if self._takes_pictures:
+            return dict(self._processor(text=[text], images=list(images) or None, return_tensors="pt"))
+        return dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+
+
+def pad(conversations: Sequence[Conversation], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """One batch: rows of tokens padded on the right, everything about pictures one behind the other."""
+    longest = max(conversation.num_tokens for conversation in conversations)
+    batch = {}
+    for name in {name for conversation in conversations for name in conversation.inputs}:
+        if name in PER_TOKEN:
+            filler = pad_token_id if name == "input_ids" else 0
+            rows = (c.inputs.get(name, torch.zeros_like(c.inputs["input_ids"])) for c in conversations)
+            parts = [torch.nn.functional.pad(row, (0, longest - row.shape[-1]), value=filler) for row in rows]
+        else:
+            parts = [c.inputs[name] for c in conversations if name in c.inputs]
+        batch[name] = torch.cat(parts)
+    return batch
+
+
+def _refuse_long_question(excess: int, num_answer: int, max_tokens: int) -> None:
+    if excess >= num_answer:
+        raise RewardError(f"the question alone leaves no room for an answer in max_tokens={max_tokens}: raise it")
+
+
+def _note(num_cut: int) -> str:
+    return f"the last {num_cut} tokens of the response were cut off"

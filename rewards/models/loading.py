@@ -1,0 +1,101 @@
+"""Checkpoints to frozen models: every weight comes from the file, or the checkpoint is refused by the weight's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rewards.tools import Tools
+
+NUM_SHOWN = 5
+
+
+def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
+    """The checkpoint `name` (a folder, or a hub's name) as a `model_class` for inference on `tools.device`.
+
+    Transformers itself gives a weight that a checkpoint lacks, such as the head of a reward model, random values and a
+    warning; a random reward is refused here.
+
+    Raises:
+        ValueError: it cannot be loaded, or its weights are not exactly the model's.
+    """
+    try:
+        model, info = model_class.from_pretrained(
+            name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): name a checkpoint") from error
+    flaws = {"lacks": info["missing_keys"], "has unknown": info["unexpected_keys"], "has misshapen": info["mismatched_keys"]}
+    for flaw, keys in flaws.items():
+        if keys:
+            shown = sorted(key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in keys)
+            more = f" and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
+            raise ValueError(
+                f"options.model={name!r} {flaw} weights {', '.join(shown[:NUM_SHOWN])}{more}: it is no checkpoint of a "
+                f"{type(model).__name__}, so name one that is"
+            )
+    return model.eval().requires_grad_(False).to(tools.device)
+
+
+def load_processor(processor_class: Any, name: str) -> Any:
+    """A tokenizer or processor.
+
+    Raises:
+        ValueError: the checkpoint has none.
+    """
+    try:
+        return processor_class.from_pretrained(name)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"{name!r} has no {processor_class.__name__} ({_first_line(error)}): add its files") from error
+
+
+def torch_dtype(tools: Tools) -> torch.dtype:
+    """`tools.dtype` as torch has it.
+
+    Raises:
+        ValueError: torch has no floating-point type of this name.
+    """
+    dtype = getattr(torch, tools.dtype, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={tools.dtype!r} is none of torch's: use float32, bfloat16 or float16")
+    return dtype
+
+
+def positive_int(name: str, value: Any) -> int:
+    """An option that counts something.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"options.{name}={value!r} is no number above 0")
+    return value
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """An option that chooses.
+
+    Raises:
+        ValueError: it is none of `known`.
+    """
+    if value not in known:
+        raise ValueError(f"options.{name}={value!r} is unknown: use {', '.join(known)}")
+    return str(value)
+
+
+def existing_file(name: str, value: Any) -> Path:
+    """An option that names a file.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if not isinstance(value, str) or not Path(value).is_file():
+        raise ValueError(f"options.{name}={value!r} is no file: name one")
+    return Path(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

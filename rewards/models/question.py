@@ -1,0 +1,60 @@
+"""What was asked, found in a rendered chat prompt, so that a model with another chat template can be asked it again."""
+
+from __future__ import annotations
+
+import re
+
+from PIL import Image
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest
+from rewards.markers import without_markers
+from rewards.pictures import decode_picture
+
+PICTURES_FROM = ("prompt", "response")
+
+
+class QuestionFinder:
+    r"""Reads the question out of `RewardRequest.prompt_text`.
+
+    `pattern` is a regular expression with a group named `question` that is searched for in the rendered prompt, e.g.
+    `user\n(?P<question>.*?)<\|im_end\|>`; a dot matches newlines. None takes the prompt as a whole. Special tokens are
+    left out either way.
+
+    Raises:
+        ValueError: the pattern is no regular expression or has no such group.
+    """
+
+    def __init__(self, pattern: str | None) -> None:
+        try:
+            self._pattern = None if pattern is None else re.compile(pattern, re.DOTALL)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"options.question_pattern={pattern!r} is no regular expression ({error})") from error
+        if self._pattern is not None and "question" not in self._pattern.groupindex:
+            raise ValueError(f"options.question_pattern={pattern!r} has no group (?P<question>...): add it")
+
+    def find(self, request: RewardRequest) -> str:
+        """The question.
+
+        Raises:
+            RewardError: the pattern is not in the prompt.
+        """
+        if self._pattern is None:
+            return without_markers(request.prompt_text).strip()
+        found = self._pattern.search(request.prompt_text)
+        if found is None:
+            raise RewardError(f"the prompt does not match question_pattern={self._pattern.pattern!r}")
+        return without_markers(found["question"] or "").strip()
+
+
+def decoded_pictures(request: RewardRequest, source: str) -> tuple[Image.Image, ...]:
+    """The pictures to score, of the prompt or of the response, as RGB.
+
+    Raises:
+        RewardError: there are none, or one cannot be read.
+    """
+    files = request.prompt_pictures if source == "prompt" else request.response.pictures
+    if not files:
+        hint = "set needs_pictures for the component" if source == "prompt" else "only generated pictures can be scored"
+        raise RewardError(f"the {source} has no pictures: {hint}")
+    return tuple(decode_picture(file, f"picture {number} of the {source}") for number, file in enumerate(files, start=1))

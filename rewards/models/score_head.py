@@ -1,0 +1,56 @@
+"""The class of a reward model: transformers' own classifier, or a vision-language model with a linear score head."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+
+def read_config(name: str) -> PreTrainedConfig:
+    """A checkpoint's configuration.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"options.model={name!r} is no checkpoint ({reason}): name a folder with its files") from error
+
+
+def takes_pictures(config: PreTrainedConfig) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Transformers' sequence classifier of this architecture; where it has none, the base model with a `score` head.
+
+    Such a head is what transformers gives other models: one bias-free linear layer, `score.weight` [labels, hidden], on
+    the last hidden state of the last token that is no padding; the rest of the weights is the base model's, `model.*`.
+
+    Raises:
+        ValueError: the architecture is unknown.
+    """
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    if type(config) not in MODEL_MAPPING:
+        raise ValueError(f"there is no model of type {config.model_type!r} to put a score head on: use another checkpoint")
+    return _with_score_head(MODEL_MAPPING[type(config)])
+
+
+@cache
+def _with_score_head(base: Any) -> type[PreTrainedModel]:
+    """A classifier over `base`, whose sibling it is: same configuration, same initialisation, same key conversions."""
+    family = next(c for c in base.__mro__[1:] if issubclass(c, PreTrainedModel))
+    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
+    return type(name, (GenericForSequenceClassification, family), {"__doc__": _with_score_head.__doc__})

@@ -1,0 +1,114 @@
+"""Reward checkpoints of random weights, written as released ones are laid out, and pictures to score."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from learner.policies.tiny import CHAT_TEMPLATE, build_config, build_processor, build_tokenizer
+from rewards.models.score_head import classifier_class
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def picture(seed: int, size: tuple[int, int] = (64, 48)) -> bytes:
+    """Noise as a PNG."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    buffer = BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def write_text_model(folder: Path, *, num_labels: int = 1, pad: bool = True) -> Path:
+    """A Qwen2 with a score head."""
+    torch.manual_seed(1)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, num_labels=num_labels, initializer_range=0.2,
+        pad_token_id=tokenizer.pad_token_id if pad else None, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_pair_model(folder: Path) -> Path:
+    """A BERT that tells three labels apart."""
+    torch.manual_seed(2)
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *LETTERS.strip(), *(f"##{c}" for c in LETTERS.strip())]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 1), ("[SEP]", 2)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]",
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+    ).save_pretrained(folder)  # fmt: skip
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.2, id2label={0: "bad", 1: "fair", 2: "good"},
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def write_vision_model(folder: Path) -> Any:
+    """A Qwen2.5-VL with a score head; returns the model that was written."""
+    torch.manual_seed(3)
+    processor = build_processor()
+    config = build_config(processor.tokenizer, tie_word_embeddings=False)
+    config.num_labels = 1
+    model = classifier_class(config)(config).float().eval()
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model
+
+
+def write_clip(folder: Path, *, projection_dim: int = 24) -> Path:
+    """A CLIP whose text is read letter by letter."""
+    torch.manual_seed(9)
+    vocab = {token: i for i, token in enumerate(["<pad>", *LETTERS, "<start>", "<end>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    ends = [("<start>", vocab["<start>"]), ("<end>", vocab["<end>"])]
+    tokenizer.post_processor = processors.TemplateProcessing("<start> $A <end>", special_tokens=ends)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<start>", eos_token="<end>", model_max_length=16
+    )
+    text = {
+        "vocab_size": len(vocab), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 16, "bos_token_id": vocab["<start>"],
+        "eos_token_id": vocab["<end>"], "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=projection_dim))
+    with torch.no_grad():  # random towers embed everything nearly alike; their differences are what tests look at
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    CLIPProcessor(images, fast).save_pretrained(folder)
+    return folder

@@ -1,4 +1,4 @@
-"""The `mobula` command: train, evaluate, replay, status, scale, plan, show-config, init-model, doctor, serve-rewards.
+"""The `mobula` command: train and evaluate, replay, score and corrupt, serve-rewards, status and scale, plan and others.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
 Exit codes: 0 done, 1 the run failed, 2 the user has something to mend (one message on stderr, no traceback), 130 it
@@ -7,6 +7,7 @@ was told to stop.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ class TinyModel(StrEnum):
     """Models that `init-model` writes."""
 
     QWEN2_5_VL = "tiny-qwen2.5-vl"
+
+
+class Compatible(StrEnum):
+    """Whose published results `score` reproduces."""
+
+    AERORL = "aerorl"
 
 
 def main() -> None:
@@ -150,6 +157,59 @@ def replay(
         from deploy import replay as replaying
 
         raise typer.Exit((replaying.score if score else replaying.replay)(run_folder, config))
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run's folder with trajectories.")],
+    compat: Annotated[
+        Compatible | None, typer.Option(help="Put the published reading of the rules first, to the digit.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Score by a YAML file like a run's `rewards`, too.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Weight of a component.")] = None,
+    require_json: Annotated[bool, typer.Option("--require-json", help="The response has to be JSON.")] = False,
+    regex_pattern: Annotated[str, typer.Option(help="The response has to match this.")] = "",
+    target_tokens: Annotated[int, typer.Option(help="Tokens beyond which a response costs.")] = 128,
+    latency_budget_ms: Annotated[float, typer.Option(help="Latency beyond which a response costs.")] = 500.0,
+    pass_threshold: Annotated[float, typer.Option(help="Total from which a response passes.")] = 0.3,
+    top_k: Annotated[int, typer.Option(min=0, help="Best and worst records that are shown.")] = 3,
+    max_ids: Annotated[int, typer.Option(min=0, help="False passes that are named; all are counted.")] = 1000,
+    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Write each record's scores as JSONL.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that score.")] = len(os.sched_getaffinity(0)),
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one part of the file may take.")] = 600.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a file with a broken line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say one line.")] = False,
+) -> None:
+    """Score recorded responses without a run: component averages, false passes, best and worst."""
+    with _explained():
+        from deploy import score as scoring
+        from rewards.offline.options import Options, parse_weights
+
+        try:
+            weights = parse_weights(weight or [])
+            options = Options(
+                weights, require_json, regex_pattern, target_tokens, latency_budget_ms, pass_threshold, top_k, max_ids
+            )
+        except ValueError as error:
+            raise PreflightError(str(error)) from error
+        command = scoring.ScoreCommand(
+            source, options, compat is not None, recipe, output, html, results, processes, timeout, strict, quiet
+        )
+        raise typer.Exit(scoring.score(command, Console()))
+
+
+@app.command()
+def corrupt(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL of prompts and references.")],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The records to score, as JSONL.")],
+) -> None:
+    """Make responses of five known kinds, good and flawed, to see what a scoring catches."""
+    with _explained():
+        from deploy import score as scoring
+
+        raise typer.Exit(scoring.corrupt(source, target, Console()))
 
 
 @app.command()

@@ -1,0 +1,57 @@
+"""Scores a whole source, part by part in a few processes, and gives one result whatever their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import BinaryIO
+
+from rewards.offline.options import Options
+from rewards.offline.partial import Partial
+from rewards.offline.processes import run_in_order
+from rewards.offline.scoring import Scorer
+from rewards.offline.source import Part, Source
+
+
+class BrokenSourceError(ValueError):
+    """A line is no record, and none may be left out."""
+
+
+def evaluate(
+    source: Source,
+    scorer: Scorer,
+    options: Options,
+    *,
+    num_processes: int,
+    timeout_s: float,
+    is_strict: bool = False,
+    rows: BinaryIO | None = None,
+    on_progress: Callable[[int], None] = lambda size: None,
+) -> Partial:
+    """The results of all records; memory does not grow with their number. `rows` gets each record's results.
+
+    Raises:
+        BrokenSourceError: a line is no record, with `is_strict`.
+        WorkerDiedError, DeadlineError: a process died, or finished no part within `timeout_s`.
+    """
+    with_metadata = any(scheme.rules.reads_everything for scheme in scorer.schemes)
+
+    def score_part(part: Part) -> Partial:
+        found, lines = Partial.of(scorer.schemes), []
+        for batch in part.batches(with_metadata=with_metadata):
+            partial = scorer.score(batch)
+            lines.append(partial.rows)
+            found.merge(partial, scorer.schemes, options.top_k, options.max_ids)
+        found.rows = b"".join(lines)
+        return found
+
+    whole = Partial.of(scorer.schemes)
+    partials = run_in_order(score_part, source.parts, num_processes=num_processes, timeout_s=timeout_s)
+    for part, partial in zip(source.parts, partials, strict=True):
+        if rows is not None:
+            rows.write(partial.rows)
+        whole.merge(partial, scorer.schemes, options.top_k, options.max_ids)
+        if is_strict and whole.num_broken:
+            line, reason = whole.broken[0]
+            raise BrokenSourceError(f"{source.path}, line {line}: {reason}; mend it, or leave out --strict to skip it")
+        on_progress(part.size)
+    return whole

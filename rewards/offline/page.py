@@ -1,0 +1,101 @@
+"""The report of an offline scoring as one HTML page that opens without a network and runs no script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+import cluster.metrics
+from cluster.metrics.chart_scales import write_number
+
+_ASSETS = Path(__file__).parent
+_HOUSE_STYLE = Path(cluster.metrics.__file__).parent / "report.css"
+TOTAL = "total"
+_ROOM = 0.12  # of a bin, on both sides of its bars
+_MAX_ISSUE_IDS = 60
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a histogram, in units of a bin and of the tallest bar."""
+
+    x: float
+    width: float
+    height: float
+    colour: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """One component's scores (or the totals) under two schemes, side by side."""
+
+    title: str
+    num_bins: int
+    bars: Sequence[Bar]
+    ticks: Sequence[tuple[float, str]]  # place in per cent, text
+    tallest: str
+
+
+def render_page(report: Mapping[str, Any]) -> str:
+    """The page. Everything from the records is escaped: responses may be hostile."""
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=write_number, percent=lambda share: f"{100 * share:.1f} %", whole="{:,}".format)
+    environment.tests["mapping_of_scores"] = lambda value: isinstance(value, Mapping)
+    first, second = report["differences"]["between"]
+    by_scheme = {report["semantics"]: report, **report["others"]}
+    return environment.get_template("page.html.j2").render(
+        report=report,
+        name=Path(report["input"]["path"]).name,
+        schemes=by_scheme,
+        shown=[first, second],
+        histograms=_histograms(by_scheme[first], by_scheme[second], (first, second)) if report["count"] else [],
+        max_ids=_MAX_ISSUE_IDS,
+        options=json.dumps(report["options"], indent=1),
+        style=Markup(_HOUSE_STYLE.read_text(encoding="utf-8") + (_ASSETS / "page.css").read_text(encoding="utf-8")),
+    )
+
+
+def _histograms(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]) -> list[Histogram]:
+    """The totals, then each component; bars of the second scheme where it has the component."""
+    ours, theirs = first["histograms"], second["histograms"]
+    order = [TOTAL, *(name for name in ours if name != TOTAL)]
+    return [_histogram(name, [ours[name], *([theirs[name]] if name in theirs else [])], names) for name in order]
+
+
+def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> Histogram:
+    shares = [[count / max(1, sum(s["counts"])) for count in s["counts"]] for s in series]
+    tallest = max(max(share) for share in shares) or 1.0
+    num_bins, low, high = len(shares[0]), series[0]["low"], series[0]["high"]
+    width = (1 - 2 * _ROOM) / len(series)
+    bars = [
+        Bar(
+            x=index + _ROOM + place * width,
+            width=width,
+            height=share / tallest,
+            colour=1 if place == 0 else 2,
+            label=f"{_bin(low, high, index, num_bins)}: {100 * share:.2f} % by {names[place]}",
+        )
+        for place, of_scheme in enumerate(shares)
+        for index, share in enumerate(of_scheme)
+        if share
+    ]
+    ticks = [(25.0 * quarter, write_number(low + (high - low) * quarter / 4)) for quarter in range(5)]
+    return Histogram(title, num_bins, bars, ticks, f"{100 * tallest:.0f} %")
+
+
+def _bin(low: float, high: float, index: int, num_bins: int) -> str:
+    step = (high - low) / num_bins
+    return f"{write_number(low + index * step)} to {write_number(low + (index + 1) * step)}"

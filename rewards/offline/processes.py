@@ -1,0 +1,128 @@
+"""Runs one function over many tasks in a few processes and gives the results in the order of the tasks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from cluster.errors import DeadlineError, WorkerDiedError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+AHEAD = 3  # tasks a process that are given out or finished beyond the one whose turn it is
+_END_S = 5.0  # how long a killed process may take to be collected
+
+
+def run_in_order(
+    function: Callable[[Task], Result], tasks: Sequence[Task], *, num_processes: int, timeout_s: float
+) -> Iterator[Result]:
+    """`function(task)` for each task, in order; an error of the function is raised here.
+
+    The processes are copies of this one, so the function need not be picklable; with one of them everything happens in
+    this process. They end with the iterator, however it ends.
+
+    Raises:
+        WorkerDiedError: a process ended before its task was done.
+        DeadlineError: no process finished a task for `timeout_s`.
+    """
+    num_processes = min(num_processes, len(tasks))
+    if num_processes <= 1:
+        yield from map(function, tasks)
+        return
+    crew = _Crew(function, tasks, num_processes, timeout_s)
+    try:
+        yield from crew.results()
+    finally:
+        crew.close()
+
+
+class _Crew:
+    def __init__(self, function: Callable[[Any], Any], tasks: Sequence[Any], num: int, timeout_s: float) -> None:
+        context = multiprocessing.get_context("fork")
+        self._tasks = tasks
+        self._timeout_s = timeout_s
+        self._members: dict[Connection, BaseProcess] = {}
+        self._busy: dict[Connection, int] = {}  # the place of the task that it has
+        self._next = 0
+        for _ in range(num):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(function, tasks, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self._members[ours] = process
+
+    def results(self) -> Iterator[Any]:
+        finished: dict[int, Any] = {}
+        for connection in self._members:
+            self._give(connection, 0)
+        for turn in range(len(self._tasks)):
+            while turn not in finished:
+                for connection in self._ready():
+                    place = self._busy.pop(connection)
+                    finished[place] = self._take(connection, place)
+                for connection in self._members.keys() - self._busy.keys():
+                    self._give(connection, turn)
+            yield finished.pop(turn)
+            for connection in self._members.keys() - self._busy.keys():
+                self._give(connection, turn + 1)
+
+    def _give(self, connection: Connection, turn: int) -> None:
+        """The next task, unless results would pile up behind the one whose turn it is."""
+        if self._next < len(self._tasks) and self._next - turn < AHEAD * len(self._members):
+            self._busy[connection] = self._next
+            try:
+                connection.send(self._next)
+            except OSError as error:  # it is gone; what it had is named
+                raise self._died(connection, self._next) from error
+            self._next += 1
+
+    def _ready(self) -> list[Connection]:
+        ready = wait(list(self._busy), timeout=self._timeout_s)
+        if not ready:
+            names = ", ".join(str(self._tasks[place]) for place in self._busy.values())
+            raise DeadlineError(f"no process finished within {self._timeout_s:g} s: {names}; look for what hangs there")
+        return ready
+
+    def _take(self, connection: Connection, place: int) -> Any:
+        try:
+            is_done, result = connection.recv()
+        except EOFError as error:
+            raise self._died(connection, place) from error
+        if is_done:
+            return result
+        raise result
+
+    def _died(self, connection: Connection, place: int) -> WorkerDiedError:
+        process = self._members[connection]
+        process.join(_END_S)
+        return WorkerDiedError(
+            f"the process for {self._tasks[place]} ended with code {process.exitcode}: it ran out of memory or was "
+            "killed, try again with fewer processes"
+        )
+
+    def close(self) -> None:
+        for connection, process in self._members.items():
+            connection.close()
+            process.kill()
+        for process in self._members.values():
+            process.join(_END_S)
+
+
+def _serve(function: Callable[[Any], Any], tasks: Sequence[Any], connection: Connection) -> None:
+    """A process's life: one task after the other until its parent hangs up."""
+    gc.disable()  # records refer to nothing that refers to them, and looking for cycles among them costs a fifth
+    while True:
+        try:
+            place = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(tasks[place]))
+        except Exception as error:  # it travels to the parent, which raises it
+            answer = (False, error)
+        connection.send(answer)

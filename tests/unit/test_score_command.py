@@ -1,0 +1,218 @@
+"""`mobula score` and `mobula corrupt`: what they write, what they say, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from score_data import SIX_ROWS, answer, record, write_jsonl
+from typer.testing import CliRunner, Result
+
+from deploy.cli import app
+from rewards.offline.corruption import PATTERNS, corrupt, pattern_of
+
+PUBLISHED = ["--require-json", "--regex-pattern", r"^\{.*\}$", "--target-tokens", "32", "--latency-budget-ms", "400"]
+PUBLISHED += ["--pass-threshold", "0.5", "--weight", "verifier=.45", "--weight", "cost=.05"]
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "hydra", "pyarrow", "numpy", "jinja2")
+RECIPE = """
+components:
+  - name: accuracy
+    function: exact_match
+    weight: 1.0
+    options: {ignore_case: true, whole_response: false}
+    service: reward
+    needs_pictures: false
+    retries: 0
+    cache_entries: 0
+  - name: shape
+    function: format
+    weight: 1.0
+    options: {preset: boxed}
+    service: reward
+    needs_pictures: false
+    retries: 0
+    cache_entries: 0
+recipes:
+  default:
+    components: [accuracy, shape]
+    weights: {}
+    gates: [{component: shape, needs: accuracy, at_least: 1.0}]
+    normalise: true
+accuracy_component: accuracy
+"""
+
+
+def mobula(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def six(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "six.jsonl", SIX_ROWS)
+
+
+def test_the_published_figures_from_the_command_line(six: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "report.json"
+    done = mobula("score", six, "--compat", "aerorl", *PUBLISHED, "--output", target, "--quiet")
+    assert done.exit_code == 0
+    said = "6 records by aerorl: average 0.423333, pass rate 0.5; the manual baseline passes 0.833333, 2 of them falsely"
+    assert done.output.strip() == said
+    report = json.loads(target.read_text())
+    assert report["semantics"] == "aerorl"
+    means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667}
+    assert report["component_averages"] == means
+    assert report["others"]["mobula"]["average_reward"] == 0.573333
+
+
+def test_without_quiet_the_report_is_printed_after_its_headline(six: Path) -> None:
+    lines = mobula("score", six, *PUBLISHED).output.splitlines()
+    assert lines[0] == "=== Reward Summary ==="
+    assert json.loads("\n".join(lines[1:-1]))["average_reward"] == 0.573333
+
+
+def test_the_results_of_each_record_in_their_order(six: Path, tmp_path: Path) -> None:
+    assert mobula("score", six, *PUBLISHED, "--quiet", "--results", tmp_path / "rows.jsonl").exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [row["id"] for row in SIX_ROWS]
+    assert rows[1]["reward"]["aerorl"] == {
+        "total_reward": 0.415,
+        "components": {"verifier": 0.5, "grounding": 1.0, "format": -0.8, "cost": 1.0},
+    }
+
+
+def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    rows = [
+        record("both", r"\boxed{red}", "red"),
+        record("plain", "red", "red"),
+        record("wrong", r"\boxed{blue}", "red"),
+        record("unknown", "red", None),
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    done = mobula("score", path, "--recipe", tmp_path / "recipe.yaml", "--quiet", "--output", tmp_path / "r.json")
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["semantics"] == "recipe"
+    # totals 1, 1/2 and 0, of the weights 1 and 1 normalised; the gate keeps the third one's format from counting
+    assert report["average_reward"] == 0.5
+    assert report["unscored"] == {"accuracy: failed": 1}
+    assert report["component_averages"] == {"accuracy": 0.666667, "shape": 0.5}
+    assert [example["id"] for example in report["best_examples"]] == ["both", "plain", "wrong"]
+    assert set(report["others"]) == {"aerorl", "mobula"}
+    assert report["differences"]["between"] == ["recipe", "mobula"]
+
+
+def test_a_trajectory_run_folder_that_holds_none_is_refused(tmp_path: Path) -> None:
+    refused = mobula("score", tmp_path)
+    assert refused.exit_code == 2
+    assert "replay.trajectory_log=true" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--weight", "fluency=1"], "fluency"),
+        (["--regex-pattern", "("], "regular expression"),
+        (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
+        (["--strict"], "line 7: no JSON"),
+        (["--output", "/proc/nothing/report.json"], "give another path"),
+    ],
+)
+def test_what_the_user_has_to_mend_is_one_message(six: Path, words: list[str], what: str) -> None:
+    with six.open("a") as file:
+        file.write("broken\n")
+    refused = mobula("score", six, "--quiet", *words)
+    assert refused.exit_code == 2
+    assert what in refused.output
+    assert "Traceback" not in refused.output
+
+
+def test_scoring_jsonl_loads_nothing_heavy(six: Path) -> None:
+    program = (
+        "import json, sys\nfrom deploy.cli import app\n"
+        f"try: app(['score', {str(six)!r}, '--quiet', '--processes', '2'])\nexcept SystemExit: pass\n"
+        f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(child.stdout.rpartition("loaded ")[2]) == []
+
+
+def test_the_page_shows_hostile_responses_as_text(tmp_path: Path) -> None:
+    hostile = "</pre><script>alert(1)</script>{{ 7 * 7 }}\ud800"
+    rows = [record(hostile, hostile, hostile, [hostile], ["x"]), record(None, answer("a"), "a")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    with path.open("a") as file:
+        file.write('{"response": <script>}\n')
+    assert mobula("score", path, "--quiet", "--html", tmp_path / "page.html").exit_code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;{{ 7 * 7 }}" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_page_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").touch()
+    assert mobula("score", tmp_path / "none.jsonl", "--quiet", "--html", tmp_path / "page.html").exit_code == 0
+    assert "There is no record to score" in (tmp_path / "page.html").read_text()
+
+
+def test_the_patterns_of_the_corruption_by_their_published_shares() -> None:
+    names = Counter(pattern_of(f"chartqa::{i % 3}:{i}").name for i in range(30_000))
+    expected = {"good_json_exact": 58, "format_bad_contains": 14, "grounding_hidden": 12, "wrong_answer": 11}
+    expected["verbose_slow"] = 5
+    assert list(expected) == [pattern.name for pattern in PATTERNS]
+    for name, percent in expected.items():
+        assert 100 * names[name] / 30_000 == pytest.approx(percent, abs=1.0)
+    # the first 24 bits of md5("a") are 0x0cc175 = 835957, of md5("q") 0x7694f4 = 7771380
+    assert pattern_of("a").name == "good_json_exact"
+    assert pattern_of("q").name == "grounding_hidden"
+
+
+def test_each_pattern_has_its_flaw_and_its_latency() -> None:
+    found = {}
+    for i in range(200):
+        made = corrupt(f"id-{i}", "p", " red ")
+        found[made["metadata"].pop("pattern")] = made
+    good = {"evidence_entities": ["red"], "claimed_entities": ["red"]}
+    assert found["good_json_exact"]["metadata"] == {**good, "latency_ms": 110}
+    assert found["good_json_exact"]["response"] == '{"answer": "red"}'
+    assert found["format_bad_contains"]["response"] == "answer: red"
+    assert found["format_bad_contains"]["metadata"]["latency_ms"] == 150
+    assert found["grounding_hidden"]["metadata"]["claimed_entities"] == ["not-red"]
+    assert found["grounding_hidden"]["metadata"]["latency_ms"] == 170
+    assert found["wrong_answer"]["response"] == '{"answer": "wrong-red"}'
+    assert found["wrong_answer"]["metadata"]["claimed_entities"] == ["wrong-red"]
+    assert found["wrong_answer"]["metadata"]["latency_ms"] == 190
+    assert json.loads(found["verbose_slow"]["response"])["answer"] == "red"
+    assert len(json.loads(found["verbose_slow"]["response"])["reasoning"].split()) == 19
+    assert found["verbose_slow"]["metadata"]["latency_ms"] == 1400
+
+
+def test_corrupt_writes_what_score_reads_and_the_same_again(tmp_path: Path) -> None:
+    rows = [{"id": f"q{i}", "question": "what?", "answer": 7.50} for i in range(300)] + [{"reference": ["a", "b"]}]
+    source = write_jsonl(tmp_path / "data.jsonl", rows)
+    for name in ("one.jsonl", "two.jsonl"):
+        done = mobula("corrupt", source, tmp_path / name)
+        assert done.exit_code == 0
+        assert done.output.startswith("301 records written")
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    made = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert {row["reference"] for row in made} == {"7.5", "a"}
+    assert made[-1]["id"] == "line-301"
+    flawed = sum(row["metadata"]["pattern"] not in ("good_json_exact", "verbose_slow") for row in made)
+    report = tmp_path / "report.json"
+    assert mobula("score", tmp_path / "one.jsonl", *PUBLISHED, "--quiet", "--output", report).exit_code == 0
+    caught = json.loads(report.read_text())["improvement"]["quality_gate_gain"]["false_pass_count"]
+    assert caught == flawed
+
+
+def test_corrupt_refuses_a_row_without_a_reference(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "data.jsonl", [{"reference": "x"}, {"prompt": "y"}])
+    refused = mobula("corrupt", source, tmp_path / "out.jsonl")
+    assert refused.exit_code == 2
+    assert "line 2: it has no reference" in refused.output
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]

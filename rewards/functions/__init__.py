@@ -23,6 +23,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "grounding": "rewards.functions.grounding:Grounding",
     "http": "rewards.http.client:HttpReward",
     "iou": "rewards.functions.iou:Iou",
+    "judge": "rewards.models.judge:Judge",
     "language": "rewards.functions.language:Language",
     "math_answer": "rewards.functions.math_answer:MathAnswer",
     "multiple_choice": "rewards.functions.multiple_choice:MultipleChoice",

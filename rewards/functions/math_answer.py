@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.errors import RewardError
 from rewards.contract import Outcome, RewardRequest, Score
+from rewards.functions.answer_words import why_other_words
 from rewards.functions.boxed import last_boxed
 from rewards.functions.exact import decide, why_no_value
 from rewards.functions.extraction import Extractor, extractor
@@ -24,8 +25,10 @@ class MathAnswer:
 
     Where the answer stands is said by one of two options. `require_boxed`: in the last balanced box; where it is false,
     a response without a box is its own answer as a whole, and a number somewhere in its prose never counts. `extract`:
-    any way of `rewards.functions.extraction`, such as `json:answer`; a box within what was found is opened. Units are
-    ignored, as math-verify does.
+    any way of `rewards.functions.extraction`, such as `json:answer`; a box within what was found is opened.
+
+    A unit may be left out or added, but not exchanged for another; nothing is converted. Words that change what a
+    number says ("5 or more", "not 5") make it no answer.
     """
 
     def __init__(self, tools: Tools, *, require_boxed: bool | None = None, extract: str | None = None) -> None:
@@ -84,7 +87,8 @@ def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
     verdicts = {reference: decide(answer, reference) for reference in references}
     if True in verdicts.values():
         return Score(1.0)
-    refusals = {r: why_no_value(answer, r) for r, verdict in verdicts.items() if verdict is None}
+    unclear = [reference for reference, verdict in verdicts.items() if verdict is None]
+    refusals = {r: why_no_value(answer, r) or why_other_words(answer, r) for r in unclear}
     undecided = tuple(reference for reference, refusal in refusals.items() if not refusal)
     if not undecided:
         return Score(0.0, next(filter(None, refusals.values()), "another value"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 from cluster.errors import RewardError
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, failure_kind
 from rewards.http.connection import Connection
-from rewards.http.lightrft import LightrftReplyOfAnybody, Row, join_rows
+from rewards.http.lightrft import LightrftReplyOfAnybody, QueryForm, Row, join_rows
 from rewards.http.poster import JsonPoster, RefusedError
 from rewards.http.wire import ScoreReply, encode_sample, join_samples
 from rewards.tools import Tools
@@ -48,10 +49,13 @@ class MobulaDialect:
 
 
 class LightrftDialect:
-    """Columns in, numbers out; queries hold the prompt and the response, as that protocol has it."""
+    """Columns in, numbers out; queries hold the prompt and the response, as that protocol has it, or responses alone."""
+
+    def __init__(self, queries_are: QueryForm) -> None:
+        self._queries_are = queries_are
 
     def encode(self, request: RewardRequest) -> Row:
-        return Row(request, "full")
+        return Row(request, self._queries_are)
 
     def body(self, samples: Sequence[Row]) -> bytes:
         return join_rows(samples)
@@ -60,20 +64,24 @@ class LightrftDialect:
         return LightrftReplyOfAnybody.model_validate_json(reply).outcomes()
 
 
-DIALECTS: dict[str, Callable[[], Dialect]] = {"mobula": MobulaDialect, "lightrft": LightrftDialect}
+DIALECTS: dict[str, Callable[[], Dialect]] = {
+    "mobula": MobulaDialect,
+    "lightrft": partial(LightrftDialect, "full"),
+    "lightrft_responses": partial(LightrftDialect, "response"),
+}
 
 
 class HttpReward:
     """Sends responses to a service in batches and reads one outcome each; see `Connection` for the other options.
 
-    `dialect` is mobula or lightrft. `batch_size` samples at most travel in one request, fewer where their bytes are too
+    `dialect` is mobula, lightrft, or lightrft_responses for services that score a query as a whole. `batch_size` samples at most travel in one request, fewer where their bytes are too
     many. A reply with another number of outcomes than samples says nothing about any of them. A request that is refused
     because of one of its samples (413, 422) is halved until that one is alone.
     """
 
     def __init__(self, tools: Tools, *, dialect: str, batch_size: int, **connection: Any) -> None:
         if dialect not in DIALECTS:
-            raise ValueError(f"options.dialect={dialect!r} is unknown: use {' or '.join(DIALECTS)}")
+            raise ValueError(f"options.dialect={dialect!r} is unknown: use {', '.join(DIALECTS)}")
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"options.batch_size={batch_size!r} is no number of samples: give 1 or more")
         self._dialect = DIALECTS[dialect]()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -255,7 +258,7 @@ def test_the_token_travels_and_its_absence_is_named(honest: str, monkeypatch: py
         ({"urls": []}, "urls"),
         ({"urls": ["reward:8000"]}, "whole URLs"),
         ({"urls": ["http://a/x", "http://a/x"]}, "twice"),
-        ({"dialect": "grpc"}, "mobula or lightrft"),
+        ({"dialect": "grpc"}, "use mobula, lightrft, lightrft_responses"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"timeout_s": 0}, "timeout_s got 0"),
         ({"total_timeout_s": 1}, "shorter than timeout_s"),
@@ -338,11 +341,24 @@ def test_what_lightrft_says_is_checked_one_by_one() -> None:
 def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:
     asked = requests("a", "unfit", "ccc", "dd", "ee")
     native = ask([f"{honest}/score"], asked)
-    for route in ("score", "lightrft"):
-        told = ask([f"{honest}/{route}"], asked, dialect="lightrft")
+    ways = (("score", "lightrft"), ("lightrft", "lightrft"), ("lightrft?queries=response", "lightrft_responses"))
+    for route, dialect in ways:
+        told = ask([f"{honest}/{route}"], asked, dialect=dialect)
         assert [type(outcome) for outcome in told] == [type(outcome) for outcome in native]
         assert values([told[0], *told[2:]]) == values([native[0], *native[2:]]) == [1, 3, 2, 2]
         assert "no reference" in str(told[1])
+
+
+def test_a_process_that_asked_ends_without_a_word(honest: str) -> None:
+    code = (
+        "import json, sys; import test_http_rewards as t;"
+        "print(t.values(t.ask([sys.argv[1]], t.requests('abc', 'd')))); ends = t.build_function("
+        "'http', {**t.OPTIONS, 'urls': sys.argv[1]}, t.TOOLS); ends.score_batch(t.requests('x'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", code, f"{honest}/score"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3.0, 1.0]\n", "")
 
 
 # Endpoints: who is asked, on a clock of the test's.

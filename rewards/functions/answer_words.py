@@ -17,8 +17,9 @@ _LISTING = frozenset({"or", "and"})  # between values, where the reference has s
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm)\b\s*|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 _MULTIPLIER = re.compile(r"\{\s*(?:k|K|M|B|bn|mn)\s*\}")
+_LETTER = re.compile(r"[^\W\d_]")
 _DOTS = re.compile(r"\\[lcdv]?dots|\.\.\.")
-_DATE = re.compile(r"\s*(?:[0-9]{4}([-/.])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/.])[0-9]{1,2}\2[0-9]{4})\s*")
+_DATE = re.compile(r"[0-9]{4}([-/.])[0-9]{1,2}\1[0-9]{1,2}|[0-9]{1,2}([-/.])[0-9]{1,2}\2[0-9]{4}")
 
 _UNIT = re.compile(
     r"(?:[0-9})\]]|\\pi)\s*(?:\\,|\\ |~)?"
@@ -36,7 +37,7 @@ _KNOWN = {*_SPELLINGS.values(), *_SPELLINGS, "cents", "years", "days", "weeks", 
 
 
 def why_other_words(answer: str, reference: str) -> str:
-    """Why the words of an answer make it say something other than the reference, or ""; both are as written."""
+    """Why the words of an answer make it say something other than the reference, or ""; both are normalised."""
     words = _words(answer) - _words(reference)
     talk = sorted((words & _TALK) - (_LISTING if _has_several(reference) else frozenset()))
     if talk:
@@ -47,7 +48,10 @@ def why_other_words(answer: str, reference: str) -> str:
         return "dots are no value"
     if _DATE.fullmatch(reference):
         return "another date"  # to computer algebra, 2020-05-01 is 2014
-    if answer.lstrip().startswith("\\{") and reference.lstrip().startswith("("):
+    is_of_numbers = "=" in reference and not _LETTER.search(reference)
+    if is_of_numbers and answer.replace(" ", "") != reference.replace(" ", ""):
+        return "another equation"  # of numbers: to computer algebra, all true ones are equal, and all false ones
+    if answer.rpartition("=")[2].lstrip().startswith("\\{") and reference.startswith("("):
         return "a set, where the order counts"
     ours, theirs = unit(answer), unit(reference)
     return f"{ours} instead of {theirs}" if ours and theirs and ours != theirs else ""
@@ -55,7 +59,6 @@ def why_other_words(answer: str, reference: str) -> str:
 
 def unit(text: str) -> str:
     r"""The unit behind a value, in one spelling: "cm^2" for `5\text{ cm}^2` and "5 square centimeters", or ""."""
-    text = text.strip().strip("$").strip()
     found = next((m for m in _UNIT.finditer(text) if m.end() == len(text)), None)
     if found is None:
         return ""

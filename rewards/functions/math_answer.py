@@ -8,7 +8,7 @@ from cluster.errors import RewardError
 from rewards.contract import Outcome, RewardRequest, Score
 from rewards.functions.answer_words import why_other_words
 from rewards.functions.boxed import last_boxed
-from rewards.functions.exact import decide, why_no_value
+from rewards.functions.exact import decide, normalise, why_no_value
 from rewards.functions.extraction import Extractor, extractor
 from rewards.functions.given import check_true_or_false, given_references
 from rewards.functions.isolated_calls import call_each, failure
@@ -88,7 +88,7 @@ def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
     if True in verdicts.values():
         return Score(1.0)
     unclear = [reference for reference, verdict in verdicts.items() if verdict is None]
-    refusals = {r: why_no_value(answer, r) or why_other_words(answer, r) for r in unclear}
+    refusals = {r: why_no_value(answer, r) or why_other_words(normalise(answer), normalise(r)) for r in unclear}
     undecided = tuple(reference for reference, refusal in refusals.items() if not refusal)
     if not undecided:
         return Score(0.0, next(filter(None, refusals.values()), "another value"))

@@ -25,7 +25,7 @@ _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 
 
 class MultipleChoice:
-    r"""Reads the option that a response chooses: `B`, `(B)`, `B.`, `B) text`, `answer: B`, `the answer is (B)`.
+    r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`.
 
     `letters` are the options, such as "ABCD". `extract` says where the answer stands (`rewards.functions.extraction`);
     in what was found, a `\boxed{}` is taken before the text around it. A choice has its own form: a letter within a
@@ -57,12 +57,12 @@ class _Choices:
 
     def __init__(self, letters: str) -> None:
         either = f"[{letters}{letters.lower()}]"
-        alone = rf"[\s\"'`*$(\[{{]*({either})[\s\"'`*$)\]}}.:,;]*"
+        alone = rf"[\s\"'`*$(\[{{]*(?:(?i:option|choice) )?[\"'`*$(\[{{]*({either})[\s\"'`*$)\]}}.:,;]*"
         self._alone = re.compile(alone)
         # "B. text", "B) text", "(B) text", "**B**: text" at the start
         self._first = re.compile(rf"\**(?:\(({either})\)|([{letters}])\**[.):])\**(?=[\s:.,]|$)")
         self._cued = re.compile(
-            r"\b(?i:answer|option|choice)\**(?:(?i: is)(?: ?:)?| ?:)\** ?(?:(?i:the )?(?i:option|choice) )?\**"
+            r"\b(?i:answer|option|choice)\**(?:(?i: is)(?: ?:)?| ?:)\** ?(?:(?i:the )?(?i:option|choice) )?[*\"]*"
             rf"(?:\(({either})\)|(?![AI] (?!because|since|as\b)[a-z])([{letters}]))(?![\w'?])"
         )
         # a letter by itself, in any role; "A" and "I" before a word are English

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 # Markers such as <|im_end|> stand anywhere; the shorter ones are also words of HTML, so they go at the ends alone.
-_MARKERS = re.compile(r"<\|[^|<>\s]{1,64}\|>|<\uff5c[^\uff5c<>]{1,64}\uff5c>|<(?:(?:start|end)_of_turn|image|IMG_CONTEXT)>")
+_MARKERS = re.compile(
+    r"<\|[^|<>\s]{1,64}\|>|<\uff5c[^\uff5c<>]{1,64}\uff5c>|<(?:start_of_turn|end_of_turn|image|IMG_CONTEXT)>"
+)
 _EDGES = re.compile(r"^(?:\s*<(?:/?s|bos|eos|pad|unk)>)+|(?:<(?:/?s|bos|eos|pad|unk)>\s*)+$")
 
 

@@ -49,7 +49,7 @@ class MobulaDialect:
 
 
 class LightrftDialect:
-    """Columns in, numbers out; queries hold the prompt and the response, as that protocol has it, or responses alone."""
+    """Columns in, numbers out; queries hold prompt and response, as that protocol has it, or responses alone."""
 
     def __init__(self, queries_are: QueryForm) -> None:
         self._queries_are = queries_are
@@ -74,9 +74,10 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
 class HttpReward:
     """Sends responses to a service in batches and reads one outcome each; see `Connection` for the other options.
 
-    `dialect` is mobula, lightrft, or lightrft_responses for services that score a query as a whole. `batch_size` samples at most travel in one request, fewer where their bytes are too
-    many. A reply with another number of outcomes than samples says nothing about any of them. A request that is refused
-    because of one of its samples (413, 422) is halved until that one is alone.
+    `dialect` is mobula, lightrft, or lightrft_responses where services score queries as a whole. `batch_size` samples
+    at most travel in one request, fewer where their bytes are too many. A reply with another number of outcomes than
+    samples says nothing about any of them. A request that is refused because of one of its samples (413, 422) is halved
+    until that one is alone.
     """
 
     def __init__(self, tools: Tools, *, dialect: str, batch_size: int, **connection: Any) -> None:
@@ -147,7 +148,7 @@ class HttpReward:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the reply"
-            raise RewardError(f"{urls} replied with something else than the protocol: {where}: {first['msg']}") from error
+            raise RewardError(f"{urls} replied with something else than agreed: {where}: {first['msg']}") from error
         if len(outcomes) != num_samples:
-            raise RewardError(f"{urls} replied with {len(outcomes)} rewards for {num_samples} samples: mend the service")
+            raise RewardError(f"{urls} replied with {len(outcomes)} rewards for {num_samples} samples: mend it")
         return outcomes

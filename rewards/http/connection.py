@@ -84,7 +84,7 @@ class Connection(Section):
             return {}
         token = os.environ.get(self.token_env, "")
         if not token:
-            raise ValueError(f"options.token_env={self.token_env!r} is not set in the environment: export it, or use null")
+            raise ValueError(f"options.token_env={self.token_env!r} is not set in the environment: set it or use null")
         return {"Authorization": f"Bearer {token}"}
 
 

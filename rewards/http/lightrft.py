@@ -50,7 +50,7 @@ class LightrftBody(Message):
         if queries_are == "full":
             if self.prompts is None or not text.startswith(prompt):
                 raise RewardError(
-                    f"sample {row}: its query does not begin with its prompt, so nobody knows where the response begins: "
+                    f"sample {row}: its query does not begin with its prompt, so where its response begins is unknown: "
                     "send the prompt as it was decoded, or responses alone with ?queries=response"
                 )
             text = without_markers(text[len(prompt) :])
@@ -112,6 +112,6 @@ def _outcome(reward: Any) -> float | Failure:
 def _pictures(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:
     files = [images] if isinstance(images, str) else images or []
     try:
-        return tuple(decode_base64(file.partition(";base64,")[2] if file.startswith("data:") else file) for file in files)
+        return tuple(decode_base64(f.partition(";base64,")[2] if f.startswith("data:") else f) for f in files)
     except ValueError as error:
         raise RewardError(f"sample {row}: a picture is {error}: send base64 of whole files") from error

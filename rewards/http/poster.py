@@ -149,7 +149,7 @@ class JsonPoster:
         async for chunk in response.content.iter_chunked(READ_BYTES):
             num_bytes += len(chunk)
             if num_bytes > limit:
-                raise RewardError(f"{response.url} replies with more than max_reply_bytes={limit}: raise it, or send less")
+                raise RewardError(f"{response.url} replied with more than max_reply_bytes={limit}: raise it")
             chunks.append(chunk)
         return b"".join(chunks)
 

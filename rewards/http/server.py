@@ -89,8 +89,8 @@ class RewardService:
         """(HTTP status, what to say): out of order once every lane hangs."""
         stuck = self.lanes.num_stuck(self.limits.timeout_s + GRACE_S)
         is_well = stuck < len(self.lanes)
-        said = {"lanes": len(self.lanes), "busy": self.lanes.num_busy, "stuck": stuck, "waiting": self.lanes.num_waiting}
-        return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", **said}
+        counts = {"lanes": len(self.lanes), "busy": self.lanes.num_busy, "waiting": self.lanes.num_waiting}
+        return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
 def make_app(service: RewardService, token: str | None) -> Gate:
@@ -123,7 +123,7 @@ def _add_scoring(app: FastAPI, service: RewardService) -> None:
         return await _answered(service, body, queries)
 
     async def lightrft(body: LightrftBody, queries: Queries = "full") -> Response:
-        """Score LightRFT's columns; a sample that cannot be scored refuses them all, since a reply holds only numbers."""
+        """Score LightRFT's columns; one sample that cannot be scored fails them all: a reply holds only numbers."""
         return await _answered(service, body, queries)
 
     replies: dict[int | str, dict[str, Any]] = {503: {"description": "Busy: see Retry-After."}}

@@ -24,6 +24,7 @@ from rewards.models.question import PICTURES_FROM, decoded_pictures
 from rewards.tools import Tools
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
+_UNREADABLE = (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError)
 DROPOUTS = (0.2, 0.2, 0.1)  # behind the first layers; nothing at inference, but they have places in the numbering
 
 
@@ -88,7 +89,7 @@ def load_head(file: Path) -> AestheticHead:
         weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         head = AestheticHead()
         head.load_state_dict(weights, strict=True)
-    except (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"options.head={str(file)!r} does not hold the head's weights ({reason}): use another") from error
+        raise ValueError(f"options.head={str(file)!r} does not hold its weights ({reason}): use another") from error
     return head.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""CLIP: how well pictures and a text go together, with a fixed scale (CLIPScore) or the one the model learnt (PickScore).
+"""CLIP: how well pictures and a text go together, on a fixed scale (CLIPScore) or the one it learnt (PickScore).
 
 CLIPScore (Hessel et al. 2021): w * max(cos(E_image, E_text), 0) with w = 2.5; others report 100 * cos. PickScore
 (Kirstain et al. 2023): exp(logit_scale) * cos, by a CLIP that was trained on people's choices.

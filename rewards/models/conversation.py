@@ -1,4 +1,4 @@
-"""A question and its answer as a reward model reads them: its own chat template or a pair of texts, within its length."""
+"""A question and its answer as a reward model reads them: in its chat template or as a pair, within its length."""
 
 from __future__ import annotations
 

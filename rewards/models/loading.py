@@ -27,10 +27,10 @@ def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
             name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): name a checkpoint") from error
-    flaws = {"lacks": info["missing_keys"], "has unknown": info["unexpected_keys"], "has misshapen": info["mismatched_keys"]}
-    for flaw, keys in flaws.items():
-        if keys:
+        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
+    flaws = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has misshapen"}
+    for kind, flaw in flaws.items():
+        if keys := info[f"{kind}_keys"]:
             shown = sorted(key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in keys)
             more = f" and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
             raise ValueError(

@@ -57,4 +57,4 @@ def decoded_pictures(request: RewardRequest, source: str) -> tuple[Image.Image, 
     if not files:
         hint = "set needs_pictures for the component" if source == "prompt" else "only generated pictures can be scored"
         raise RewardError(f"the {source} has no pictures: {hint}")
-    return tuple(decode_picture(file, f"picture {number} of the {source}") for number, file in enumerate(files, start=1))
+    return tuple(decode_picture(file, f"picture {n} of the {source}") for n, file in enumerate(files, start=1))

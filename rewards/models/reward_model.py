@@ -1,4 +1,4 @@
-"""The reward function `reward_model`: a sequence classifier, of text or of pictures and text, says how good an answer is."""
+"""The reward function `reward_model`: a sequence classifier, of text or of pictures and text, judges an answer."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     if type(config) not in MODEL_MAPPING:
-        raise ValueError(f"there is no model of type {config.model_type!r} to put a score head on: use another checkpoint")
+        raise ValueError(f"options.model is of type {config.model_type!r}, which is unknown here: use another")
     return _with_score_head(MODEL_MAPPING[type(config)])
 
 

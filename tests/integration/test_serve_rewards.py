@@ -1,4 +1,4 @@
-"""`mobula serve-rewards` as a process: configured by a file, asked by the reward function `http`, stopped by SIGTERM."""
+"""`mobula serve-rewards` as a process: configured by a file, asked by the function `http`, stopped by SIGTERM."""
 
 from __future__ import annotations
 

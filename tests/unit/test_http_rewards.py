@@ -196,7 +196,7 @@ def test_a_server_that_hangs_costs_its_deadline() -> None:
 LIES: dict[str, tuple[bytes | dict[str, Any], str, str]] = {
     "too few": ({"outcomes": [{"status": "ok", "value": 1.0}]}, "failed", "1 rewards for 2 samples"),
     "too many": ({"outcomes": [{"status": "ok", "value": 1.0}] * 3}, "failed", "3 rewards for 2 samples"),
-    "no json": (b"<html>hello</html>", "failed", "something else than the protocol"),
+    "no json": (b"<html>hello</html>", "failed", "something else than agreed"),
     "another schema": ({"scores": [1, 2]}, "failed", "outcomes"),
     "text": ({"outcomes": [{"status": "ok", "value": "1.0"}] * 2}, "failed", "outcomes.0.value"),
     "no value": ({"outcomes": [{"status": "ok"}] * 2}, "failed", "has no value"),

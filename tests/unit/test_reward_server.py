@@ -32,7 +32,8 @@ def fetch(url: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[st
     except urllib.error.HTTPError as error:
         status, content, found = error.code, error.read(), error.headers
     is_json = found.get_content_type() == "application/json"
-    return status, json.loads(content) if is_json else content.decode(), {name.lower(): value for name, value in found.items()}
+    names = {name.lower(): value for name, value in found.items()}
+    return status, json.loads(content) if is_json else content.decode(), names
 
 
 def wait_until(server: Running, state: dict[str, Any]) -> None:
@@ -63,7 +64,8 @@ def server() -> Iterator[Running]:
 def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running) -> None:
     body = {
         "queries": [
-            "<|pad|><|im_start|>user\n<|image_pad|><|image_pad|>How many?<|im_end|>\n<|im_start|>assistant\n12<|im_end|>",
+            "<|pad|><|im_start|>user\n<|image_pad|><|image_pad|>How many?<|im_end|>\n"
+            "<|im_start|>assistant\n12<|im_end|>",
             "<pad><pad><s>Question</s>four</s><pad>",
         ],
         "prompts": [
@@ -187,7 +189,8 @@ def test_a_full_server_says_when_to_come_back_and_a_stuck_one_is_not_well() -> N
             for _ in range(4)
         ]
         try:
-            for asker, state in zip(askers, ({"busy": 1, "waiting": 0}, {"busy": 1, "waiting": 1}, {}, {}), strict=True):
+            states = ({"busy": 1, "waiting": 0}, {"busy": 1, "waiting": 1}, {}, {})
+            for asker, state in zip(askers, states, strict=True):
                 asker.start()
                 wait_until(running, state)
             for asker in askers:

@@ -30,7 +30,7 @@ from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.records import trajectory_log
 from deploy.spawner import Spawner
 from learner.learner_group import LearnerGroup
-from rewards.isolated import IsolatedProcess
+from rewards.isolated_pool import IsolatedPool
 from rewards.replay_evaluator import Rescoring, rescore
 from rewards.scoring import Scoring
 from rewards.tools import Tools
@@ -77,7 +77,9 @@ def score(run_folder: Path, config: RunConfig) -> int:
         named = ", ".join(c.name for c in config.rewards.components if c.needs_pictures)
         raise PreflightError(f"{named} needs pictures, which the log does not hold: leave it out of rewards.components")
     timeouts, resources = config.timeouts, config.resources
-    isolated = IsolatedProcess(timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s)
+    isolated = IsolatedPool(
+        num_processes=config.rewards.processes, timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s
+    )
     try:
         scoring = Scoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
         result = rescore(scoring, (group for step in steps for group in log.read(step)))

@@ -13,7 +13,7 @@ from cluster.objects import fetch
 from cluster.trajectory import Prompt, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
 from rewards.contract import Outcome, RewardRequest
-from rewards.isolated import IsolatedProcess
+from rewards.isolated_pool import IsolatedPool
 from rewards.scoring import Scoring
 from rewards.tools import Tools
 
@@ -32,7 +32,7 @@ class GroupOutcomes:
 class RewardWorker:
     """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
 
-    Functions that may hang run in a process that the worker owns: each call has `function_timeout_s`, importing what
+    Functions that may hang run in `rewards.processes` processes that the worker owns: each call has `function_timeout_s`, importing what
     it needs `start_timeout_s`. Once the time of a call's groups is used up, what is left is counted as timed out.
     """
 
@@ -48,7 +48,9 @@ class RewardWorker:
         device: str,
         dtype: str,
     ) -> None:
-        self._isolated = IsolatedProcess(timeout_s=function_timeout_s, start_timeout_s=start_timeout_s)
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes, timeout_s=function_timeout_s, start_timeout_s=start_timeout_s
+        )
         self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype))
         own = [component for component in rewards.components if component.service == service]
         self._needs_pictures = any(component.needs_pictures for component in own)
@@ -80,7 +82,7 @@ class RewardWorker:
         return True
 
     def close(self) -> None:
-        """End the isolated process."""
+        """End the isolated processes."""
         self._isolated.close()
 
     def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:

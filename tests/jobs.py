@@ -58,9 +58,12 @@ class Job:
 
     def start(self) -> subprocess.Popen[str]:
         """In a process group of its own, so that no signal of ours reaches anything else."""
-        (self.folder / "job_reward.py").write_text(REWARD)
+        self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
         return self.start_command("train", *SMALL, *words)
+
+    def write_reward(self) -> None:
+        (self.folder / "job_reward.py").write_text(REWARD)
 
     def start_command(self, *words: str) -> subprocess.Popen[str]:
         """Any `mobula` command, in the same surroundings."""

@@ -1,18 +1,32 @@
-"""The main job with another learner, by configuration alone: DeepSpeed ZeRO-3 ranks that train and push adapters."""
+"""The main job with other parts, by configuration alone: DeepSpeed ZeRO-3 ranks that train and push adapters, and a
+recipe of three rules and a reward that `mobula serve-rewards` answers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import Job
+from jobs import Job, wait_until
 from safetensors.numpy import load_file
 
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.records import StepRecord
 from cluster.metrics.run_folder import read_run_folder
+from cluster.metrics.sinks.jsonl import read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+START_S = 120.0
+URLS = "rewards.components.3.options.urls"
+SERVED = """
+components:
+  - {name: length, function: "job_reward:score", weight: 1.0, options: {}, service: reward, needs_pictures: false,
+     retries: 0, cache_entries: 0}
+accuracy_component: length
+"""
 ADAPTED = ("qkv.weight", "proj.weight")  # how the names of weights with adapters end
 
 
@@ -23,10 +37,23 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     learner = ("learner=deepspeed", "learner.zero_stage=3", "resources.rollout.num_workers=1")
     job = Job(folder, (*words, *learner, "weight_sync.canary_interval=1"))
     try:
+        served = ("rewards=recipe_and_http", "rewards.recipes.default.gates=[]", f"{URLS}=[{serve(job)}/score]")
+        job = replace(job, overrides=(*job.overrides, *served))
         job.finish(job.start())
         yield job
     finally:
         job.end()
+
+
+def serve(job: Job) -> str:
+    """The URL of a reward server with the job's own reward; it ends with the job."""
+    (job.folder / "served.yaml").write_text(SERVED)
+    job.write_reward()
+    server = job.start_command("serve-rewards", str(job.folder / "served.yaml"))
+    found = re.compile(r"http://127\.0\.0\.1:\d+")
+    wait_until(lambda: found.search(job.output) or server.poll() is not None, START_S, lambda: job.output)
+    assert server.poll() is None, job.output
+    return found.search(job.output).group()
 
 
 def test_the_run_ends_and_every_push_of_adapters_brought_the_engine_to_the_learner(job: Job) -> None:
@@ -36,6 +63,17 @@ def test_the_run_ends_and_every_push_of_adapters_brought_the_engine_to_the_learn
     assert summary.weight_syncs == 3
     assert 0 < summary.canary_max <= 3e-5
     assert summary.logprob_gap_max <= 1e-3
+
+
+def test_three_rules_and_the_served_reward_are_combined_by_the_recipe(job: Job) -> None:
+    steps = [r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
+    for step in steps:
+        parts = step.components
+        assert parts.keys() == {"accuracy", "format", "overlong", "served"}
+        assert parts["served"] == parts["accuracy"], "both are the same function, here and behind HTTP"
+        total = parts["accuracy"] + 0.25 * parts["overlong"] + 0.5 * parts["served"]
+        assert step.values[MetricName.REWARD_MEAN] == pytest.approx(total / 1.75, abs=1e-6)
+    assert read_run_folder(job.run_folder).summary.rejected == {}
 
 
 def test_reference_and_policy_differ_from_the_base_in_adapted_weights_alone(job: Job) -> None:

@@ -1,0 +1,143 @@
+"""Two ranks train exactly as one process does: FSDP2, and DeepSpeed ZeRO at either stage, all over gloo."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from backend_run import LORA, config_of, equal, train
+from safetensors.torch import load_file
+
+from learner.backends import fsdp2
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MODELS = {"untied": (), "tied": (), "adapters": LORA}  # name -> overrides that go with it
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train one of the models on two ranks."""
+
+    model: str
+    overrides: tuple[str, ...]
+    min_unit_numel: int = 0  # of FSDP2: every block a unit, or the tiny model in one unit
+
+
+VARIANTS = {
+    "fsdp2": {
+        "untied": Variant("untied", ("learner=fsdp2",)),
+        "tied": Variant("tied", ("learner=fsdp2",), min_unit_numel=1 << 20),
+        "adapters": Variant("adapters", ("learner=fsdp2",)),
+    },
+    "deepspeed": {
+        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2")),
+        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3")),
+        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3")),
+    },
+}
+
+
+def _rank(rank: int, variants: dict[str, Variant], models: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    for name, variant in variants.items():
+        fsdp2.MIN_UNIT_NUMEL = variant.min_unit_numel
+        words = ("resources.learner.num_workers=2", *variant.overrides, *MODELS[variant.model])
+        train(config_of(models / variant.model, *words), rank, 2, out / name)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models, and below `one-<model>` what one process made of each."""
+    out = tmp_path_factory.mktemp("one_process")
+    for name, overrides in MODELS.items():
+        model = write_tiny_qwen2_5_vl(out / name, seed=0, tie_word_embeddings=name == "tied")
+        (out / f"one-{name}").mkdir()
+        train(config_of(model, *overrides), 0, 1, out / f"one-{name}")
+    return out
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below each variant's name, what two ranks of this backend made of its model."""
+    out = tmp_path_factory.mktemp(request.param)
+    variants = VARIANTS[request.param]
+    for name in variants:
+        (out / name).mkdir()
+    # DeepSpeed keeps what it is told once a process: a variant there has processes of its own.
+    together = [{name: variant} for name, variant in variants.items()] if request.param == "deepspeed" else [variants]
+    for some in together:
+        mp.spawn(_rank, args=(some, one_process, out), nprocs=2)
+    (out / "backend").write_text(request.param)
+    return out
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One variant: its folders, and what was seen on the way, by one process and by two ranks."""
+
+    variant: Variant
+    base: Path
+    folders: tuple[Path, Path]
+    one: dict
+    two: dict
+
+
+@pytest.fixture(params=range(3))
+def ran(request: pytest.FixtureRequest, one_process: Path, two_ranks: Path) -> Ran:
+    name, variant = list(VARIANTS[(two_ranks / "backend").read_text()].items())[request.param]
+    folders = (one_process / f"one-{variant.model}", two_ranks / name)
+    return Ran(variant, one_process / variant.model, folders, *(torch.load(folder / "seen.pt") for folder in folders))
+
+
+def test_two_ranks_end_with_the_weights_of_one_process(ran: Ran) -> None:
+    assert equal(ran.one["weights"], ran.two["weights"], atol=2e-6)
+    assert not equal(ran.one["weights"], ran.one["before"], atol=1e-4)
+    torch.testing.assert_close(ran.two["canary"], ran.one["canary"], atol=1e-5, rtol=0)
+
+
+def test_metrics_are_those_of_the_whole_batch_on_any_number_of_ranks(ran: Ran) -> None:
+    for step in range(2):
+        assert ran.two["metrics"][step] == pytest.approx(ran.one["metrics"][step], rel=1e-4, abs=1e-5)
+    assert ran.two["supervised"] == pytest.approx(ran.one["supervised"], rel=1e-4)
+    assert ran.two["accuracy"] == ran.one["accuracy"]
+
+
+def test_a_resumed_group_goes_on_bit_for_bit(ran: Ran) -> None:
+    for seen in (ran.one, ran.two):
+        assert seen["version"] == 2
+        assert equal(seen["reloaded"], seen["weights"], atol=0)
+        assert torch.equal(seen["canary_reloaded"], seen["canary"])
+        assert equal(seen["third_again"], seen["third"], atol=0)
+        assert not equal(seen["third"], seen["weights"], atol=1e-5)
+
+
+def test_a_group_goes_back_to_where_rl_began(ran: Ran) -> None:
+    for seen in (ran.one, ran.two):
+        assert equal(seen["start_again"], seen["start"], atol=0)
+        assert seen["metrics_again"] == seen["metrics"], "the optimizer is as fresh as it was"
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(ran: Ran) -> None:
+    for seen in (ran.one, ran.two):
+        assert seen["skipped"] == 1
+        assert equal(seen["not_finite"], seen["third_again"], atol=0)
+
+
+def test_the_export_holds_the_weights_under_the_names_of_the_checkpoint(ran: Ran) -> None:
+    names = load_file(ran.base / "model.safetensors").keys()
+    for folder, seen in zip(ran.folders, (ran.one, ran.two), strict=True):
+        exported = load_file(folder / "export" / "model.safetensors")
+        assert exported.keys() == names
+        assert equal(exported, seen["weights"], atol=0)
+
+
+@pytest.mark.parametrize("two_ranks", ["deepspeed"], indirect=True)
+def test_a_checkpoint_says_for_which_ranks_it_is(two_ranks: Path) -> None:
+    for name in VARIANTS["deepspeed"]:
+        assert json.loads((two_ranks / name / "state" / "deepspeed.json").read_text())["num_ranks"] == 2

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 import torch
 from learner_data import tiny_config
@@ -22,6 +23,7 @@ from actors.processors.chat import ChatProcessor
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
+from cluster.errors import ManifestError
 from cluster.leases import LeaseTable
 from cluster.media import MediaReader, MediaStore
 from cluster.objects import fetch
@@ -29,7 +31,7 @@ from cluster.placement import PlacedWorker
 from cluster.ray_group import stop
 from cluster.roles import SamplingSettings
 from cluster.trajectory import Prompt, Trajectory, TrajectoryGroup
-from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
 from cluster.weight_sync.publish import WeightSync
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
@@ -150,6 +152,22 @@ class LocalSender:
 
     async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await asyncio.to_thread(self.learner.sequence_logprobs, prompt)
+
+
+class AlteredManifest(LocalSender):
+    """A sender that would push something else."""
+
+    def __init__(self, learner: Learner, alter: Callable[[tuple[TensorSpec, ...]], tuple[TensorSpec, ...]]) -> None:
+        super().__init__(learner)
+        self._alter = alter
+
+    async def manifest(self) -> Manifest:
+        return Manifest(self._alter(self.learner.manifest().tensors))
+
+
+def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """All but the third."""
+    return tensors[:3] + tensors[4:]
 
 
 def open_model(folder: Path, *overrides: str) -> Model:
@@ -293,6 +311,21 @@ async def probe_gap(engine: Engine, learner: Learner) -> float:
     found = [await engine.client.prompt_logprobs(prompt) for prompt in engine.model.prompts]
     expected = [learner.sequence_logprobs(prompt) for prompt in engine.model.prompts]
     return float(max(np.abs(a - b).max() for a, b in zip(found, expected, strict=True)))
+
+
+async def sampled_gap(engine: Engine, learner: Learner) -> float:
+    """Largest log-prob difference over sampled tokens, under the distribution that training samples from."""
+    groups = await asyncio.gather(*(engine.sample(prompt) for prompt in engine.model.prompts))
+    return float(gaps(learner, engine.model, groups).max())
+
+
+async def refusal(engine: Engine, sender: LocalSender) -> str:
+    """What a push says that is refused for its manifest; nothing was opened or sent, and the engine is as it was."""
+    with pytest.raises(ManifestError) as refused:
+        await weight_sync(engine, sender).publish(1)
+    assert (sender.num_opened, sender.num_sent) == (0, 0)
+    assert await engine.client.weight_version() == 0
+    return str(refused.value)
 
 
 def _row(index: int, sizes: Sequence[tuple[int, int]], folder: Path) -> Row:

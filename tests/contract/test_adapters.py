@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from engines import LORA, Engine, LocalSender, Model, gaps, new_learner, perturb_adapters, probe_gap, weight_sync
+from engines import (
+    LORA,
+    AlteredManifest,
+    Engine,
+    LocalSender,
+    Model,
+    dropped,
+    new_learner,
+    perturb_adapters,
+    probe_gap,
+    refusal,
+    sampled_gap,
+    weight_sync,
+)
 
-from cluster.errors import ManifestError
-from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.manifest import TensorSpec
 from cluster.weight_sync.publish import Push
 from learner.learner import Learner
 
@@ -34,11 +45,6 @@ def adapted(request: pytest.FixtureRequest, engine_name: str, models: dict[str, 
     learner = new_learner(models[model], *LORA, "sampler.temperature=0.8", f"weight_sync.payload={request.param}")
     yield learner
     learner.close()
-
-
-async def sampled_gap(engine: Engine, learner: Learner) -> float:
-    groups = await asyncio.gather(*(engine.sample(prompt) for prompt in engine.model.prompts))
-    return float(gaps(learner, engine.model, groups).max())
 
 
 async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the_learner_computes(
@@ -73,10 +79,6 @@ async def test_a_late_joiner_gets_the_adapters_through_the_object_store(engine: 
     assert await probe_gap(engine, adapted) <= EXACT
 
 
-def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return tensors[:3] + tensors[4:]
-
-
 def added(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return (*tensors, TensorSpec("lm_head.lora_A.weight", (4, 128), "float32"))
 
@@ -104,13 +106,5 @@ def of_another_rank(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 async def test_adapters_that_do_not_fit_are_refused_by_name_before_a_byte_is_sent(
     engine: Engine, adapted: Learner, alter: Callable[..., tuple[TensorSpec, ...]], said: str
 ) -> None:
-    class Altered(LocalSender):
-        async def manifest(self) -> Manifest:
-            return Manifest(alter(self.learner.manifest().tensors))
-
-    sender = Altered(adapted)
-    with pytest.raises(ManifestError) as refused:
-        await weight_sync(engine, sender).publish(1)
-    assert said.format(third=adapted.manifest().tensors[3].name) in str(refused.value)
-    assert (sender.num_opened, sender.num_sent) == (0, 0)
-    assert await engine.client.weight_version() == 0
+    third = adapted.manifest().tensors[3].name
+    assert said.format(third=third) in await refusal(engine, AlteredManifest(adapted, alter))

@@ -34,6 +34,7 @@ class Name(StrEnum):
     DRIVER_OVERHEAD = "driver_overhead"
     RECOVERY = "recovery"
     REWARD_POOL = "reward_pool"
+    SCORE_RECORDS = "score_records"
     ALL = "all"
 
 

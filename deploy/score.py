@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cluster.errors import PreflightError
 from rewards.offline.evaluation import BrokenSourceError, evaluate
@@ -118,6 +117,8 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
     if is_quiet or not console.is_terminal:
         yield lambda size: None
         return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task(f"scoring {source.path.name}", total=source.size)

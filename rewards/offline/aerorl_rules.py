@@ -8,11 +8,10 @@ from typing import Any
 
 from rewards.offline.answers import Answer
 from rewards.offline.entities import Memo, aerorl_aliases
-from rewards.offline.options import Options, clipped
+from rewards.offline.options import Options, clipped, format_scores
 from rewards.offline.records import Record
 
 EXACT, CONTAINED, WRONG, UNKNOWN = 1.0, 0.5, -0.5, 0.0
-NO_JSON_PENALTY, NO_MATCH_PENALTY = 1.3, 0.5
 
 
 class AeroRLRules:
@@ -23,6 +22,7 @@ class AeroRLRules:
 
     def __init__(self, options: Options) -> None:
         self._require_json = options.require_json
+        self._formats = format_scores(options)
         self._search = re.compile(options.regex_pattern).search if options.regex_pattern else None
         self._target_tokens = max(options.target_tokens, 1)
         self._budget_ms = max(options.latency_budget_ms, 1.0)
@@ -35,11 +35,11 @@ class AeroRLRules:
 
     def score(self, record: Record, references: tuple[str, ...], answer: Answer) -> tuple[float, float, float, float]:
         """The four components; nothing is refused here."""
-        metadata = record.metadata
+        metadata, search = record.metadata, self._search
         return (
             verify(record.response, references),
             self._ground(metadata.claimed_entities, metadata.evidence_entities),
-            self._format(record.response, answer.is_lenient_json),
+            self._formats[answer.is_lenient_json, search is None or search(record.response) is not None],
             self._cost(record.response, metadata.latency_ms),
         )
 
@@ -67,14 +67,6 @@ class AeroRLRules:
         known = [aliases for aliases in map(self._aliases, evidence or ()) if aliases]
         of_evidence = frozenset().union(*known)
         return len(claims), len(known), sum(not aliases.isdisjoint(of_evidence) for aliases in claims)
-
-    def _format(self, response: str, is_json: bool) -> float:
-        score = 1.0
-        if self._require_json and not is_json:
-            score -= NO_JSON_PENALTY
-        if self._search is not None and self._search(response) is None:
-            score -= NO_MATCH_PENALTY
-        return clipped(score)
 
     def _cost(self, response: str, latency_ms: float) -> float:
         # n characters are at most (n + 1) / 2 tokens, so most responses need not be split

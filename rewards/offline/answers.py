@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -13,7 +13,7 @@ ANSWER_FIELD = "answer"
 _decode = msgspec.json.Decoder().decode
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, gc=False):
     """What a response says.
 
     `text` is what is held against the references: the answer field of a JSON object, else the whole response; None is

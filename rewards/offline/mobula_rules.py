@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.offline.aerorl_rules import CONTAINED, EXACT, NO_JSON_PENALTY, NO_MATCH_PENALTY, UNKNOWN, WRONG, cost
+from rewards.offline.aerorl_rules import CONTAINED, EXACT, UNKNOWN, WRONG, cost
 from rewards.offline.answers import Answer
 from rewards.offline.entities import Key, Memo, entity_keys, fold
-from rewards.offline.options import Options, clipped
+from rewards.offline.options import Options, clipped, format_scores
 from rewards.offline.records import Record
 
 NO_REFERENCE = "no reference"
@@ -32,7 +32,7 @@ class MobulaRules:
     reads_everything = False
 
     def __init__(self, options: Options) -> None:
-        self._require_json = options.require_json
+        self._formats = format_scores(options)
         self._search = re.compile(options.regex_pattern, re.DOTALL).search if options.regex_pattern else None
         self._target_tokens = max(options.target_tokens, 1)
         self._budget_ms = max(options.latency_budget_ms, 1.0)
@@ -49,10 +49,11 @@ class MobulaRules:
         """The four components, or the reason why they cannot be told."""
         if not references:
             return NO_REFERENCE
+        search = self._search
         return (
             self._verify(answer.text, references),
             self._ground(record, references),
-            self._format(record.response, answer.is_object),
+            self._formats[answer.is_object, search is None or search(record.response) is not None],
             self._cost(record),
         )
 
@@ -109,14 +110,6 @@ class MobulaRules:
         known, said = frozenset().union(*entities), frozenset().union(*claims)
         precision = sum(not keys.isdisjoint(known) for keys in claims) / len(claims)
         return precision, sum(not keys.isdisjoint(said) for keys in entities) / len(entities)
-
-    def _format(self, response: str, is_object: bool) -> float:
-        score = 1.0
-        if self._require_json and not is_object:
-            score -= NO_JSON_PENALTY
-        if self._search is not None and self._search(response) is None:
-            score -= NO_MATCH_PENALTY
-        return clipped(score)
 
     def _cost(self, record: Record) -> float:
         is_short = record.metadata.generated_tokens is None and len(record.response) < 2 * self._target_tokens

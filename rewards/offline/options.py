@@ -9,6 +9,7 @@ from dataclasses import dataclass
 COMPONENTS = ("verifier", "grounding", "format", "cost")
 DEFAULT_WEIGHTS: Mapping[str, float] = {"verifier": 0.4, "grounding": 0.3, "format": 0.2, "cost": 0.1}
 WORST_SCORE, BEST_SCORE = -1.0, 1.0
+NO_JSON_PENALTY, NO_MATCH_PENALTY = 1.3, 0.5
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,20 @@ def parse_weights(words: Sequence[str]) -> dict[str, float]:
         if not abs(weights[name]) < float("inf"):
             raise ValueError(f"--weight {word}: give a finite number")
     return weights
+
+
+def format_scores(options: Options) -> dict[tuple[bool, bool], float]:
+    """The format component by whether the response is JSON (as the reading means it), and the pattern was found."""
+    found = {}
+    for is_json in (True, False):
+        for is_matched in (True, False):
+            score = 1.0
+            if options.require_json and not is_json:
+                score -= NO_JSON_PENALTY
+            if not is_matched:
+                score -= NO_MATCH_PENALTY
+            found[is_json, is_matched] = clipped(score)
+    return found
 
 
 def clipped(score: float) -> float:

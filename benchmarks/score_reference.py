@@ -194,17 +194,28 @@ def answer_of(response: str) -> tuple[str | None, bool]:
     if response.startswith("```"):
         inner = response.strip()[3:].removesuffix("```").removeprefix("json").strip()
         answer, is_object = answer_of(inner) if not inner.startswith("```") else (None, False)
-        return (answer if is_object else response), False
+        return (answer if is_object else boxed(response)), False
     try:
         value = json.loads(response, parse_constant=lambda word: float(f"{word} is no JSON"))
     except (ValueError, RecursionError):
-        return response, False
+        return boxed(response), False
     if isinstance(value, dict):
         if "answer" in value or len(value) == 1:
             value = value["answer"] if "answer" in value else next(iter(value.values()))
             return plain(value), True
         return None, True
     return (response if isinstance(value, list) else plain(value)), False
+
+
+def boxed(response: str) -> str:
+    """The inside of the last box that is closed, or all of it."""
+    for match in reversed(list(re.finditer(r"\\boxed\{", response))):
+        depth = 1
+        for place in range(match.end(), len(response)):
+            depth += {"{": 1, "}": -1}.get(response[place], 0)
+            if depth == 0:
+                return response[match.end() : place]
+    return response
 
 
 def plain(value: Any) -> str | None:

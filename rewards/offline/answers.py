@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from rewards.functions.boxed import last_boxed
+
 _STARTS = frozenset('{["-0123456789tfnNI \t\r\n')  # of any text that Python reads as JSON
 _FENCE = "```"
 ANSWER_FIELD = "answer"
@@ -16,8 +18,8 @@ _decode = msgspec.json.Decoder().decode
 class Answer(msgspec.Struct, gc=False):
     """What a response says.
 
-    `text` is what is held against the references: the answer field of a JSON object, else the whole response; None is
-    an object that names no answer. Python's reader also takes NaN and infinities for JSON, the standard does not.
+    `text` is what is held against the references: the answer field of a JSON object, else the last `\\boxed{}`, else the
+    whole response; None is an object that names no answer. Python's reader also takes NaN and infinities for JSON, the standard does not.
     """
 
     text: str | None
@@ -30,7 +32,7 @@ def read_answer(response: str) -> Answer:
     if response[:1] not in _STARTS:
         if response.startswith(_FENCE):
             return _fenced(response)
-        return Answer(response, False, False)
+        return Answer(_boxed(response), False, False)
     try:
         value = _decode(response)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -56,14 +58,19 @@ def _slowly(response: str) -> Answer:
         is_strict = True
     except (ValueError, RecursionError):  # too long a number is a plain ValueError
         pass
-    return _answer(response, value) if is_strict else Answer(response, False, is_lenient)
+    return _answer(response, value) if is_strict else Answer(_boxed(response), False, is_lenient)
 
 
 def _fenced(response: str) -> Answer:
     """The answer inside a code fence, which keeps the response from being JSON as it stands."""
     body = response.strip().removeprefix(_FENCE).removesuffix(_FENCE).removeprefix("json")
     inner = read_answer(body.strip()) if not body.strip().startswith(_FENCE) else None
-    return Answer(inner.text if inner and inner.is_object else response, False, False)
+    return Answer(inner.text if inner and inner.is_object else _boxed(response), False, False)
+
+
+def _boxed(response: str) -> str:
+    content = last_boxed(response) if "\\boxed" in response else None
+    return response if content is None else content
 
 
 def _text(value: Any) -> str | None:

@@ -52,6 +52,9 @@ def scores(row: dict[str, Any], chosen: Options | None = None) -> tuple[dict[str
         ('{"a": 1, "b": 2}', "1", 0.5, -0.5),  # an object that names no answer has none
         ('{"result": "cat"}', "cat", 0.5, 1.0),
         ("```json\n" + answer("cat") + "\n```", "cat", 0.5, 1.0),
+        (r"so it is \boxed{14}", "14.0", -0.5, 1.0),
+        (r"\boxed{the cat}. Or \boxed{", "cat", 0.5, 1.0),
+        (r"red \boxed{}", "red", 0.5, -0.5),
         ("答案是红色", "红", 0.5, 0.5),  # no spaces between words
     ],
 )

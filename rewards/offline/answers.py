@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rewards.functions.boxed import last_boxed
-
 _STARTS = frozenset('{["-0123456789tfnNI \t\r\n')  # of any text that Python reads as JSON
 _FENCE = "```"
 ANSWER_FIELD = "answer"
@@ -69,7 +67,11 @@ def _fenced(response: str) -> Answer:
 
 
 def _boxed(response: str) -> str:
-    content = last_boxed(response) if "\\boxed" in response else None
+    if "\\boxed" not in response:
+        return response
+    from rewards.functions.boxed import last_boxed  # its package is needed where a response has a box alone
+
+    content = last_boxed(response)
     return response if content is None else content
 
 

@@ -18,8 +18,10 @@ import numpy as np
 import pytest
 from metrics_data import write_run
 from PIL import Image
+from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 
 from cluster.metrics.report import write_report
+from rewards.offline.page import render_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -246,6 +248,27 @@ def test_even_a_script_that_got_into_the_page_is_refused_by_its_policy(browser: 
         "(s => { s.textContent = 'window.owned = true'; document.body.append(s); })(document.createElement('script'))"
     )
     assert browser.evaluate("window.owned === undefined")
+
+
+@pytest.mark.parametrize(("width", "is_dark"), [(360, False), (1280, True)])
+def test_the_score_page_draws_without_scripts_and_fits(
+    browser: Browser, tmp_path: Path, width: int, is_dark: bool
+) -> None:
+    hostile = record("<b>", "<script>window.owned = true</script><img src=x onerror='window.owned = true'>", "y" * 300)
+    report = score_rows(tmp_path, [*SIX_ROWS, hostile], **PUBLISHED_OPTIONS)
+    (tmp_path / "page.html").write_text(render_page(report))
+    browser.open((tmp_path / "page.html").as_uri(), width=width, is_dark=is_dark)
+    bars = browser.evaluate("[...document.querySelectorAll('rect')].map(r => r.getBoundingClientRect().height)")
+    assert len(bars) > 20
+    assert max(bars) > 100
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("[...document.querySelectorAll('.answer')].map(a => a.textContent)").count(
+        hostile["response"]
+    ) == 1
+    assert browser.evaluate("window.owned === undefined")
+    assert (np.median(browser.screenshot()) < 60) == is_dark
+    assert browser.complaints() == []
+    assert browser.requests() == [(tmp_path / "page.html").as_uri()]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

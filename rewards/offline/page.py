@@ -78,17 +78,10 @@ def _histograms(first: Mapping[str, Any], second: Mapping[str, Any], names: tupl
 def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> Histogram:
     shares = [[count / max(1, sum(s["counts"])) for count in s["counts"]] for s in series]
     tallest = max(max(share) for share in shares) or 1.0
-    num_bins, low, high = len(shares[0]), series[0]["low"], series[0]["high"]
-    width = (1 - 2 * _ROOM) / len(series)
+    num_bins, low, high = len(shares[0]), min(s["low"] for s in series), max(s["high"] for s in series)
     bars = [
-        Bar(
-            x=index + _ROOM + place * width,
-            width=width,
-            height=share / tallest,
-            colour=1 if place == 0 else 2,
-            label=f"{_bin(low, high, index, num_bins)}: {100 * share:.2f} % by {names[place]}",
-        )
-        for place, of_scheme in enumerate(shares)
+        _bar(index, share / tallest, place, len(series), one, (low, high), f"{100 * share:.2f} % by {names[place]}")
+        for place, (one, of_scheme) in enumerate(zip(series, shares, strict=True))
         for index, share in enumerate(of_scheme)
         if share
     ]
@@ -96,6 +89,14 @@ def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str
     return Histogram(title, num_bins, bars, ticks, f"{100 * tallest:.0f} %")
 
 
-def _bin(low: float, high: float, index: int, num_bins: int) -> str:
-    step = (high - low) / num_bins
-    return f"{write_number(low + index * step)} to {write_number(low + (index + 1) * step)}"
+def _bar(
+    index: int, height: float, place: int, num: int, of: Mapping[str, Any], axis: tuple[float, float], text: str
+) -> Bar:
+    """A bin's bar on an axis that may reach further than the bins: the `place`-th of `num` side by side."""
+    num_bins, low, high = len(of["counts"]), of["low"], of["high"]
+    start, end = (low + (high - low) * i / num_bins for i in (index, index + 1))
+    unit = num_bins / (axis[1] - axis[0])
+    room = (end - start) * unit
+    width = room * (1 - 2 * _ROOM) / num
+    label = f"{write_number(start)} to {write_number(end)}: {text}"
+    return Bar((start - axis[0]) * unit + room * _ROOM + place * width, width, height, 1 + place, label)

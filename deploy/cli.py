@@ -24,7 +24,6 @@ from configs.errors import ConfigError
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
-FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 
 app = typer.Typer(
     help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
@@ -92,6 +91,19 @@ def evaluate(overrides: Overrides = None) -> None:
         from deploy import runtime
 
         raise typer.Exit(runtime.evaluate(config))
+
+
+@app.command()
+def benchmark_model(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL[@IN_FLIGHT]...", help="Checkpoints to compare.")],
+    override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for evaluate.")] = None,
+    folder: Annotated[Path, typer.Option("--output", help="Where the dated report and the records go.")] = Path("."),
+) -> None:
+    """Let models answer the held-out split: quality, samples/s, latencies, and use of GPUs or CPUs."""
+    with _explained():
+        from deploy.model_benchmark import benchmark
+
+        raise typer.Exit(benchmark(models, override or [], folder, Console()))
 
 
 @app.command()
@@ -306,7 +318,12 @@ def doctor(
 ) -> None:
     """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
     if leftovers or free:
-        _show_leftovers([*(free or []), *(overrides or [])], address)
+        with _explained():
+            from deploy.leftovers_view import show_leftovers
+
+            num_left = show_leftovers([*(free or []), *(overrides or [])], address, Console(soft_wrap=True))
+        if num_left:
+            raise typer.Exit(FAILED)
         return
     from configs.load import load_config
     from deploy.doctor import Verdict, examine
@@ -322,26 +339,6 @@ def doctor(
             if finding.action:
                 console.print(f"          -> {finding.action}", markup=False, highlight=False)
     if num_missing:
-        raise typer.Exit(FAILED)
-
-
-def _show_leftovers(ids: Sequence[str], address: str | None) -> None:
-    """End the leftovers of these ids, or list all of them."""
-    from deploy.leftovers import find_leftovers, free
-
-    console = Console(soft_wrap=True)
-    num_left = 0
-    with _explained():
-        found = find_leftovers(address=address)
-        if not ids:
-            for leftover in found:
-                console.print(leftover.id, style="bold", end="  ")
-                console.print(f"run {leftover.run}: {leftover.what}", markup=False, highlight=False)
-            console.print("End one with --free ID." if found else "Dead runs left nothing on this machine.")
-        for leftover, refusal in free(ids, found, FREE_WITHIN_S):
-            num_left += bool(refusal)
-            console.print(f"{leftover.id}: {refusal or 'freed'}", markup=False, highlight=False)
-    if num_left:
         raise typer.Exit(FAILED)
 
 

@@ -6,12 +6,12 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deploy.session import Session, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
 import ray
@@ -29,7 +29,7 @@ from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_
 from cluster.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from cluster.placement_groups import create_placement_groups, plan_when_free
 from configs.schema import RunConfig
-from deploy.build import build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
+from deploy.build import Inference, build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
 from deploy.logs import set_up_logging
 from deploy.observers import build_metrics
 from deploy.preparation import Prepared, make_run_folder, prepare, write_skipped
@@ -37,6 +37,8 @@ from deploy.records import reached_version
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
 from deploy.spawner import Spawner
+
+T = TypeVar("T")
 
 
 def train(config: RunConfig) -> int:
@@ -55,8 +57,7 @@ def train(config: RunConfig) -> int:
 def evaluate(config: RunConfig) -> int:
     """Score `policy.model` as it is on the held-out split; returns the exit code."""
     console = Console()
-    with _cluster(config, inference_roles(config)) as cluster:
-        result = asyncio.run(_until_signal(_evaluate(cluster)))
+    result = with_engines(config, _evaluate)
     console.print(
         f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "
         f"on {result.num_scored} prompts of {config.evaluation.split}",
@@ -64,6 +65,17 @@ def evaluate(config: RunConfig) -> int:
         soft_wrap=True,
     )
     return 0
+
+
+def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
+    """The result of `work` with engines that serve `policy.model` and with reward workers, on a cluster of their own.
+
+    Raises:
+        PreflightError, ValueError: it cannot start; no role was started.
+        MobulaError: it failed on the way.
+    """
+    with _cluster(config, inference_roles(config)) as cluster:
+        return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
 def run_training(config: RunConfig, console: Console) -> Summary:
@@ -161,15 +173,18 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
             await build_controller(cluster.prepared, inference, training, metrics).run()
 
 
-async def _evaluate(cluster: _Cluster) -> EvaluationResult:
+async def _evaluate(prepared: Prepared, inference: Inference) -> EvaluationResult:
+    return await build_evaluator(prepared, inference.rollouts, inference.rewards, lambda result: None).run(0)
+
+
+async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
     async with cluster.spawner() as spawner:
         inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
         fleet = inference.rollouts
         fleet.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
         await fleet.start()
-        evaluator = build_evaluator(cluster.prepared, fleet, inference.rewards, lambda result: None)
         async with fleet.tended():
-            return await evaluator.run(0)
+            return await work(cluster.prepared, inference)
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:

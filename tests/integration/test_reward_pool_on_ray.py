@@ -1,4 +1,5 @@
-"""The reward pool over real actors: a killed worker and a hanging function lose nothing and are counted by name."""
+"""The reward pool over real actors: a killed worker, and functions that hang, raise or return NaN, lose nothing and are
+counted by name."""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ import time
 def score(request):
     if request.response.text == "hang":
         time.sleep(1000)
+    if request.response.text == "raise":
+        raise KeyError("a bug")
     time.sleep(0.05)
     return float(request.response.text)
 '''
@@ -68,7 +71,7 @@ def group(index: int, *texts: str) -> TrajectoryGroup:
     return TrajectoryGroup(prompt, tuple(trajectories))
 
 
-async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
+async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
     class Hosts:
         async def start(self, index: int) -> Any:
             return spawn_worker(plugin_folder)
@@ -91,16 +94,17 @@ async def test_a_killed_worker_and_a_hanging_function_lose_nothing(local_ray: st
         max_in_flight=2,
     )
     service = pool.services["reward"]
-    texts = [(str(i), "hang" if i == 5 else str(i + 0.5)) for i in range(12)]
+    bad = {3: "raise", 5: "hang", 8: "nan"}
+    texts = [(str(i), bad.get(i, str(i + 0.5))) for i in range(12)]
     references = [ray.put(group(i, *pair)) for i, pair in enumerate(texts)]
     tasks = [asyncio.create_task(pool.score(reference)) for reference in references]
     await tasks[0]
     ray.kill(workers[1])
     rewards = await asyncio.gather(*tasks)
 
-    expected = [[2 * float(t) if t != "hang" else None for t in pair] for pair in texts]
+    expected = [[None if t in bad.values() else 2 * float(t) for t in pair] for pair in texts]
     assert [[r and r.value for r in pair] for pair in rewards] == expected
-    assert +pool.failures == {"worker_died": 1, "timed_out": 1}
+    assert +pool.failures == {"worker_died": 1, "timed_out": 1, "failed": 1, "not_finite": 1}
     async with asyncio.timeout(60):
         while len(service.workers) < 2:  # the one that replaces it may still start
             await asyncio.sleep(0.1)

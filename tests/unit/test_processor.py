@@ -119,6 +119,16 @@ def check_token_spaces(prompt: Prompt, image_pad: int) -> None:
 TINY, SMALL, WIDE, BIG = (5, 3), (56, 56), (120, 33), (480, 380)
 
 
+def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(model: str, pictures: Pictures) -> None:
+    paths = pictures((56, 56))
+    row = Row("r", "<image>Which?", "7", "7", paths, {"label": "digits"})
+    for keep_files, expected in ((True, paths[0].read_bytes()), (False, b"")):
+        store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
+        prompt = ChatProcessor(model, data_config(), SAMPLER, store, keep_files=keep_files).prepare(row, "0/0/r")
+        assert prompt.media[0].reference.file == expected
+        assert prompt.metadata == {"label": "digits"}
+
+
 @pytest.mark.parametrize("sizes", [(), (SMALL,), (SMALL, WIDE), (SMALL, SMALL), (TINY,), (BIG,), (BIG, TINY, WIDE)])
 def test_ids_and_tensors_equal_those_of_the_models_own_processor(
     model: str, processor: ChatProcessor, pictures: Pictures, sizes: tuple[tuple[int, int], ...]

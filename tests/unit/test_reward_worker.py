@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from reward_data import component, rewards_of
+from reward_data import component, component_of, rewards_of
 
 from cluster.actions import TokenActions
 from cluster.errors import RewardError
+from cluster.media import MediaHandle, ProcessedMedia
 from cluster.trajectory import FinishReason, Prompt, Response, Reward, Trajectory, TrajectoryGroup, WeightSpan
 from configs.schema import RewardComponent
 from rewards.contract import FailureKind, TimedOutError
@@ -48,6 +50,9 @@ def score(request, *, bonus):
 
 def pid(*arguments):
     return os.getpid()
+
+def num_picture_bytes(request):
+    return float(sum(map(len, request.prompt_pictures)))
 '''
 
 SPINNER = """
@@ -208,6 +213,20 @@ def test_groups_of_one_call_get_each_their_own(make_worker: Callable[..., OneWor
     first, second = worker.score(group(r"\boxed{7}", r"\boxed{8}"), group(r"\boxed{9}", references=("9",)))
     assert [r and r.value for r in first.rewards] == [1.0, 0.0]
     assert [r and r.value for r in second.rewards] == [1.0]
+
+
+def test_pictures_come_to_the_components_that_look_at_them(
+    make_worker: Callable[..., OneWorker], plugin: str
+) -> None:
+    media = ProcessedMedia("image", {}, file=b"12345")
+    handle = MediaHandle("key", "image", media.num_bytes, media)
+    asked = group("0")
+    asked = replace(asked, prompt=replace(asked.prompt, media=(handle,)))
+    name = plugin.replace(":score", ":num_picture_bytes")
+    for needs_pictures, expected in ((True, 5.0), (False, 0.0)):
+        worker = make_worker(component_of("seen", name, needs_pictures=needs_pictures))
+        (score,) = worker.score(asked)
+        assert [r and r.value for r in score.rewards] == [expected]
 
 
 def unused_tools() -> Tools:

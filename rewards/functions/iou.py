@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import get_args
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from scipy.optimize import linear_sum_assignment
 
 from cluster.errors import RewardError
@@ -95,8 +95,10 @@ def _picture_size(request: RewardRequest) -> tuple[float, float]:
         try:
             with Image.open(io.BytesIO(request.prompt_pictures[0])) as picture:
                 return picture.size
+        except UnidentifiedImageError as error:
+            raise RewardError("the prompt's first picture cannot be opened: it is of no known kind") from error
         except (OSError, Image.DecompressionBombError) as error:
-            raise RewardError(f"the prompt's first picture cannot be opened ({error})") from error
+            raise RewardError(f"the prompt's first picture cannot be opened: {error}") from error
     if not all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size):
         raise RewardError(f"the picture's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
     return size

@@ -7,7 +7,7 @@ import re
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from rapidfuzz.distance import Levenshtein
 from rapidocr import RapidOCR
 
@@ -16,6 +16,7 @@ from rewards.contract import RewardRequest, Score
 from rewards.functions.given import check_true_or_false, given_references
 from rewards.tools import Tools
 
+MAX_ASPECT = 100  # of the longer side to the shorter one; the engine scales the shorter one up
 _QUOTED = re.compile(r'"([^"]+)"|\N{LEFT DOUBLE QUOTATION MARK}([^\N{RIGHT DOUBLE QUOTATION MARK}]+)')
 
 
@@ -31,7 +32,7 @@ class Ocr:
     a frame in which nothing is read counts 0. `num_threads` is for the network.
 
     Raises:
-        RewardError: the response has no picture, one cannot be opened, or there is no target.
+        RewardError: the response has no picture, one cannot be opened or is a line, or there is no target.
     """
 
     def __init__(
@@ -78,8 +79,13 @@ class Ocr:
         try:
             with Image.open(io.BytesIO(picture)) as opened:
                 pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]  # [H, W, BGR], as the engine takes it
+        except UnidentifiedImageError as error:
+            raise RewardError("a picture of the response cannot be opened: it is of no known kind") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise RewardError(f"a picture of the response cannot be opened ({error})") from error
+            raise RewardError(f"a picture of the response cannot be opened: {error}") from error
+        height, width = pixels.shape[:2]
+        if max(height, width) > MAX_ASPECT * min(height, width):
+            raise RewardError(f"a picture of the response is {width} x {height}: too narrow to be read")
         return " ".join(self._engine(np.ascontiguousarray(pixels)).txts or ())
 
     def _similarity(self, text: str, target: str) -> float:

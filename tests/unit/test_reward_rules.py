@@ -461,9 +461,13 @@ def test_the_text_of_a_picture_is_read() -> None:
     assert evaluate(ocr, pictured(shown, picture(""), references=("Haven",))).value == 0.5
     quoted = build_function("ocr", {**options, "target": "quoted_prompt", "frame_stride": 2}, TOOLS)
     assert evaluate(quoted, pictured(shown, picture(""), prompt='A sign that says "New Haven 42".')).value == 1.0
+    line = io.BytesIO()
+    Image.new("RGB", (1, 2000)).save(line, "PNG")
     for unfit, message in [
         (pictured(references=("a",)), "no picture"),
-        (pictured(b"junk", references=("a",)), "cannot be opened"),
+        (pictured(b"junk", references=("a",)), "of no known kind"),
+        (pictured(shown[:200], references=("a",)), "cannot be opened"),
+        (pictured(line.getvalue(), references=("a",)), "1 x 2000: too narrow"),
         (pictured(shown), "no reference"),
     ]:
         with pytest.raises(RewardError, match=message):

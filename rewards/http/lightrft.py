@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from cluster.errors import RewardError
 from cluster.trajectory import Response
@@ -19,7 +19,9 @@ QueryForm = Literal["full", "response"]
 
 
 class LightrftBody(Message):
-    """A request in columns, a row a sample."""
+    """A request in columns, a row a sample; what else a client of that protocol sends is not looked at."""
+
+    model_config = ConfigDict(extra="ignore")
 
     queries: Annotated[list[str], Field(min_length=1)]
     """Prompt and response as they were decoded, special tokens and padding included; or the response alone."""

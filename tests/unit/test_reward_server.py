@@ -72,6 +72,7 @@ def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running)
             "<|im_start|>user\n<|image_pad|>How many?<|im_end|>\n<|im_start|>assistant\n",
             "<s>Question</s>",
         ],
+        "labels": ["ours to ignore"],
     }
     for route in ("score", "lightrft"):
         assert fetch(f"{server.url}/{route}", body)[:2] == (200, {"rewards": [2.0, 4.0]})

@@ -19,12 +19,13 @@ from configs.schema.rewards import RewardsConfig
 from rewards.contract import Failure, Outcome, RewardRequest, Score
 from rewards.http.lanes import Lanes
 from rewards.http.server import RewardService, ServerLimits, make_app
-from rewards.isolated import IsolatedProcess
+from rewards.isolated_pool import IsolatedPool
 from rewards.recipes import ComponentError
 from rewards.scoring import Scoring
 from rewards.tools import Tools
 
 PENDING_CONNECTIONS = 512
+FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
 
 
@@ -47,7 +48,11 @@ class RewardScorer:
     """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values."""
 
     def __init__(self, rewards: RewardsConfig, options: ServeOptions) -> None:
-        self._isolated = IsolatedProcess(timeout_s=options.timeout_s, start_timeout_s=START_TIMEOUT_S)
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes,
+            timeout_s=options.timeout_s / FUNCTION_SHARE,
+            start_timeout_s=START_TIMEOUT_S,
+        )
         self._scoring = Scoring(rewards, None, Tools(self._isolated, options.device, options.dtype))
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:

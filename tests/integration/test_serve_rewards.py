@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate_batch
+from rewards.contract import Failure, FailureKind, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolated import IsolatedProcess
 from rewards.tools import Tools
@@ -85,7 +85,7 @@ def _announced(process: subprocess.Popen[str]) -> str:
 def test_a_served_file_scores_and_stops_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    with served(tmp_path, "--token-env", "REWARD_TOKEN") as (process, url):
+    with served(tmp_path, "--token-env", "REWARD_TOKEN", "--timeout", "40") as (process, url):
         tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
         http = build_function("http", {**CONNECTION, "urls": [f"{url}/score"]}, tools)
         texts = (r"\boxed{4}", r"\boxed{\frac{8}{2}}", r"\boxed{5}", "4")
@@ -93,6 +93,10 @@ def test_a_served_file_scores_and_stops_when_told(tmp_path: Path, monkeypatch: p
         outcomes = evaluate_batch(http, requests)
         assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [1.5, 1.5, 0.5, 0.0]
         assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0}
+        hanging = RewardRequest(Response(r"\boxed{9^{9^{9^{9^{9}}}}}", 3, False), (r"\frac{x}{2}",), {}, "")
+        late, early = evaluate_batch(http, [hanging, requests[1]])
+        assert isinstance(late, Failure) and late.kind in (FailureKind.TIMED_OUT, FailureKind.FAILED)  # time or memory
+        assert isinstance(early, Score) and early.value == 1.5, "one that hangs costs no other its score"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
 

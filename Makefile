@@ -6,10 +6,13 @@ PRESET ?= $(if $(filter 0,$(NUM_GPUS)),laptop,$(if $(filter 1,$(NUM_GPUS)),gpu_1
 NAME ?= digits-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: environment train test benchmark clean
+.PHONY: environment harness train test benchmark clean
 
 environment:
 	@./deploy/environment.sh
+
+harness:
+	@./deploy/environment.sh lmms-eval
 
 train: environment
 	.venv/bin/mobula train experiment=digits resources=$(PRESET) name=$(NAME) $(ARGS)
@@ -21,4 +24,4 @@ benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-uv build *.egg-info
+	rm -rf .venv .venv-uv .venv-lmms-eval build *.egg-info

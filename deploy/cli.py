@@ -1,16 +1,14 @@
-"""The `mobula` command: train and evaluate, replay, score and corrupt, serve-rewards, status and scale, plan and others.
+"""The `mobula` command: train and evaluate, replay, score and corrupt, lmms-eval, serve-rewards, status and others.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
-Exit codes: 0 done, 1 the run failed, 2 the user has something to mend (one message on stderr, no traceback), 130 it
-was told to stop.
+Exit codes are in `deploy/cli_errors.py`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +16,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.errors import MobulaError, PreflightError
+from cluster.errors import PreflightError
 from configs.errors import ConfigError
-
-FAILED = 1
-USER_ERROR = 2
-INTERRUPTED = 130
+from deploy.cli_errors import FAILED, explained
+from deploy.cli_lmms_eval import lmms_eval
 
 app = typer.Typer(
     help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
@@ -74,7 +70,7 @@ def train(overrides: Overrides = None) -> None:
     """Train: warm start, evaluation, RL, evaluation, report."""
     from configs.load import load_config
 
-    with _explained():
+    with explained():
         config = load_config(overrides or [])
         from deploy import runtime
 
@@ -86,7 +82,7 @@ def evaluate(overrides: Overrides = None) -> None:
     """Score a policy on the held-out split."""
     from configs.load import load_config
 
-    with _explained():
+    with explained():
         config = load_config(overrides or [])
         from deploy import runtime
 
@@ -100,7 +96,7 @@ def benchmark_model(
     folder: Annotated[Path, typer.Option("--output", help="Where the dated report and the records go.")] = Path("."),
 ) -> None:
     """Let models answer the held-out split: quality, samples/s, latencies, and use of GPUs or CPUs."""
-    with _explained():
+    with explained():
         from deploy.model_benchmark import benchmark
 
         raise typer.Exit(benchmark(models, override or [], folder, Console()))
@@ -115,7 +111,7 @@ def status(
     timeout: Deadline = DEADLINE_S,
 ) -> None:
     """Show what a run that goes on does: phase, queue, workers."""
-    with _explained():
+    with explained():
         from deploy.run_client import find_run, read_status
 
         found = read_status(find_run(name, run, address), timeout)
@@ -138,7 +134,7 @@ def scale(
     timeout: Deadline = DEADLINE_S,
 ) -> None:
     """Give roles of a run that goes on more or fewer workers; those who leave finish what they have."""
-    with _explained():
+    with explained():
         from deploy import run_client
 
         wanted, name = _parse_scale(words)
@@ -164,7 +160,7 @@ def replay(
     from cluster.metrics.run_folder import CONFIG_FILE
     from configs.load import load_resolved
 
-    with _explained():
+    with explained():
         config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
         from deploy import replay as replaying
 
@@ -195,7 +191,7 @@ def score(
     quiet: Annotated[bool, typer.Option("--quiet", help="Say one line.")] = False,
 ) -> None:
     """Score recorded responses without a run: component averages, false passes, best and worst."""
-    with _explained():
+    with explained():
         from deploy import score as scoring
         from rewards.offline.options import Options, parse_weights
 
@@ -218,7 +214,7 @@ def corrupt(
     target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The records to score, as JSONL.")],
 ) -> None:
     """Make responses of five known kinds, good and flawed, to see what a scoring catches."""
-    with _explained():
+    with explained():
         from deploy import score as scoring
 
         raise typer.Exit(scoring.corrupt(source, target, Console()))
@@ -236,7 +232,7 @@ def plan(
     from configs.load import load_config
     from deploy.plan_view import as_table, nodes_at
 
-    with _explained():
+    with explained():
         config = load_config(overrides or [])
         nodes = nodes_at(config, address)
         placement = plan_placement(config.resources, nodes, needed_roles(config))
@@ -251,7 +247,7 @@ def show_config(overrides: Overrides = None) -> None:
     """Print the whole configuration as YAML, every group and override resolved."""
     from configs.load import dump_config, load_config
 
-    with _explained():
+    with explained():
         config = load_config(overrides or [])
     Console(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
 
@@ -264,7 +260,7 @@ def init_model(
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
 ) -> None:
     """Write a small random-weight model in the Hugging Face layout."""
-    with _explained():
+    with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
         from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -293,7 +289,7 @@ def serve_rewards(
 ) -> None:
     """Serve reward functions over HTTP until stopped."""
     console = Console(soft_wrap=True)
-    with _explained():
+    with explained():
         from deploy import serve_rewards as serving
 
         token = serving.read_token(token_env, token_file)
@@ -318,7 +314,7 @@ def doctor(
 ) -> None:
     """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
     if leftovers or free:
-        with _explained():
+        with explained():
             from deploy.leftovers_view import show_leftovers
 
             num_left = show_leftovers([*(free or []), *(overrides or [])], address, Console(soft_wrap=True))
@@ -331,7 +327,7 @@ def doctor(
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = Console(soft_wrap=True)
     num_missing = 0
-    with _explained():
+    with explained():
         for finding in examine(load_config(overrides or [])):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
@@ -340,6 +336,9 @@ def doctor(
                 console.print(f"          -> {finding.action}", markup=False, highlight=False)
     if num_missing:
         raise typer.Exit(FAILED)
+
+
+app.command()(lmms_eval)
 
 
 def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
@@ -353,28 +352,6 @@ def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
             "e.g. `mobula scale rollout=4 reward=8`"
         )
     return {role: int(num) for role, _, num in pairs}, names[0] if names else None
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """What was raised on purpose becomes one message on stderr and an exit code; anything else is a bug and travels."""
-    try:
-        yield
-    except (ConfigError, PreflightError) as error:
-        _complain(error)
-        raise typer.Exit(USER_ERROR) from error
-    except MobulaError as error:
-        _complain(error)
-        raise typer.Exit(FAILED) from error
-    except KeyboardInterrupt as error:
-        _complain("interrupted: the same command with resume=auto goes on from the last checkpoint")
-        raise typer.Exit(INTERRUPTED) from error
-
-
-def _complain(message: object) -> None:
-    console = Console(stderr=True, soft_wrap=True)
-    console.print("mobula:", style="bold red", end=" ")
-    console.print(str(message), markup=False, highlight=False)
 
 
 if __name__ == "__main__":

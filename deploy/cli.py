@@ -169,7 +169,7 @@ def replay(
 
 @app.command()
 def score(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run's folder with trajectories.")],
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run with trajectories.")],
     compat: Annotated[
         Compatible | None, typer.Option(help="Put the published reading of the rules first, to the digit.")
     ] = None,

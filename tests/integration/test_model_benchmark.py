@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job
+from rich.console import Console
 
-from deploy.model_benchmark import latency_summary, leaders
+from cluster.errors import PreflightError
+from deploy.model_benchmark import benchmark, latency_summary, leaders
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -65,6 +67,12 @@ def test_the_records_are_the_responses_as_generated_and_score_again_to_the_same(
     assert sum(row["metadata"]["generated_tokens"] for row in rows) == run["generation"]["generated_tokens_total"]
     latencies = latency_summary([row["metadata"]["latency_ms"] for row in rows])
     assert latencies == pytest.approx(run["generation"]["sample_latency_ms"], abs=0.002)
+
+
+def test_more_prompts_in_flight_than_engines_take_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="'999' prompts in flight .* algorithm.max_concurrent_groups"):
+        benchmark(["model@999"], ["experiment=digits"], tmp_path / "found", Console())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_percentiles_are_interpolated() -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from rewards.offline.corruption import PATTERNS, corrupt, pattern_of
+from rewards.offline.jsonl import MIN_STRETCH_BYTES
 
 PUBLISHED = ["--require-json", "--regex-pattern", r"^\{.*\}$", "--target-tokens", "32", "--latency-budget-ms", "400"]
 PUBLISHED += ["--pass-threshold", "0.5", "--weight", "verifier=.45", "--weight", "cost=.05"]
@@ -82,6 +83,18 @@ def test_the_results_of_each_record_in_their_order(six: Path, tmp_path: Path) ->
         "total_reward": 0.415,
         "components": {"verifier": 0.5, "grounding": 1.0, "format": -0.8, "cost": 1.0},
     }
+
+
+def test_the_results_are_the_same_from_several_processes(tmp_path: Path) -> None:
+    rows = [corrupt(f"row-{i}", "what?", f"thing {i % 7}") for i in range(2500)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert path.stat().st_size > 2 * MIN_STRETCH_BYTES
+    for num in (1, 2):
+        done = mobula("score", path, "--quiet", "--processes", num, "--results", tmp_path / f"{num}.jsonl")
+        assert done.exit_code == 0
+    found = (tmp_path / "1.jsonl").read_bytes()
+    assert found == (tmp_path / "2.jsonl").read_bytes()
+    assert [json.loads(line)["id"] for line in found.splitlines()] == [row["id"] for row in rows]
 
 
 def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 def _table(artifact: Mapping[str, Any]) -> Table:
     table = Table(title=f"lmms-eval {artifact['versions']['lmms-eval']}: {artifact['model']}")
-    table.add_column("task")
-    table.add_column("metric")
-    for name in ("score", "stderr", "samples", "empty answers", "tokens/answer"):
+    for name in ("task", "metric"):
+        table.add_column(name, overflow="fold")
+    for name in ("score", "stderr", "samples", "empty", "tokens"):  # answers without a character; tokens an answer
         table.add_column(name, justify="right")
     for task in artifact["tasks"]:
         metric = task["primary_metric"]

@@ -20,6 +20,7 @@ _RETRACTION = re.compile(
     re.IGNORECASE,
 )
 _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
+_MAX_ALONE_CHARS = 60  # of a letter with its wrapping: the pattern's time grows with the square of it
 _MAX_CHARS = 100_000  # of the text around a choice
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 
@@ -77,7 +78,7 @@ class _Choices:
         boxed = last_boxed(text) if "\\boxed" in text else None
         text = " ".join((text if boxed is None else boxed).split())
         text = _WRAPPING.sub(r"\1", text) if "\\" in text else text
-        alone = self._alone.fullmatch(text)
+        alone = self._alone.fullmatch(text) if len(text) <= _MAX_ALONE_CHARS else None
         if alone:
             return alone[1].upper(), ""
         if len(text) > _MAX_CHARS:

@@ -13,14 +13,17 @@ from rewards.tools import Tools
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
 _NUMBER_BEGINS = r"(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])"
 _NUMBER_ENDS = r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)"
+# A word at its edge must be a whole one: Germany is not in wrong-Germany, red not in red-haired.
+_WORD_BEGINS = r"(?<!\w-)"
+_WORD_ENDS = r"(?!-\w)"
 
 
 class ExactMatch:
     """Compares text, every reference being an alias of the right answer; white space counts as one space.
 
     `ignore_case` folds upper and lower case. `whole_response` asks for nothing but the answer; else it may stand
-    anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate") and numbers ("7" is
-    not in "-7", "3.7" or "7/8"). What else is said there is not looked at: "not red" has "red". `extract` says where
+    anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate" or "cat-like") and
+    numbers ("7" is not in "-7", "3.7" or "7/8"). What else is said there is not looked at: "not red" has "red". `extract` says where
     the answer stands (`rewards.functions.extraction`); None is `whole`.
     """
 
@@ -54,6 +57,6 @@ def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _bounded(alias: str) -> re.Pattern[str]:
-    before = _NUMBER_BEGINS if alias[0].isdigit() else ""
-    after = _NUMBER_ENDS if alias[-1].isdigit() else ""
+    before = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
+    after = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
     return re.compile(rf"(?<!\w){before}{re.escape(alias)}{after}(?!\w)")

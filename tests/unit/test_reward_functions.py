@@ -366,6 +366,8 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
     whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
     assert score(anywhere, "It is a  Tabby\ncat.", "lion", "tabby CAT") == 1.0
     assert score(anywhere, "concatenate", "cat") == 0.0
+    assert [score(anywhere, text, "Germany") for text in ("wrong-Germany", "Germany-born")] == [0.0, 0.0]
+    assert [score(anywhere, text, "Germany") for text in ("- Germany", "Germany - Berlin", "Germany's")] == [1.0] * 3
     assert score(anywhere, "c++ rocks", "C++") == 1.0
     assert score(whole, " tabby cat ", "cat", "tabby cat") == 1.0
     assert score(whole, "Cat", "cat") == 0.0

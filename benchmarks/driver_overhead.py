@@ -28,11 +28,14 @@ from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import StalenessGate
-from cluster.trajectory import GroupSummary, Prompt, Reward, TrajectoryGroup
-from configs.schema import RunConfig
+from cluster.trajectory import GroupSummary, Prompt, TrajectoryGroup
+from configs.schema import Recipe, RunConfig
+from configs.schema.rewards import SHARED_SERVICE
 from deploy.buffer import replay_buffer
-from rewards.pool import RewardPool
-from rewards.worker import GroupScore
+from rewards.contract import Score
+from rewards.pool import LossCounter, RewardPool
+from rewards.service import RewardService, ServiceSettings
+from rewards.worker import GroupOutcomes
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
@@ -70,7 +73,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
     async with staged(config, ROLES) as stage:
         others = ray.remote(_Others).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
-        rewards = _reward_pool(others)
+        rewards = _reward_pool(others, config)
         replay = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
         return await interleave(_sides("ray", lambda mean_s: _Roles(_Engines(others, mean_s), rewards, replay)), effort)
 
@@ -148,9 +151,10 @@ class _Others:
         await asyncio.sleep(_sleep_s(prompt, mean_s))
         return replace(self._group, prompt=prompt), _summary(prompt)
 
-    async def score(self, groups: Sequence[Any]) -> list[GroupScore]:
+    async def score(self, groups: Sequence[Any], earlier: Sequence[Any]) -> list[GroupOutcomes]:
         await asyncio.sleep(REWARD_S)
-        return [GroupScore((Reward(0.0),) * NUM_SIBLINGS, ())] * len(groups)
+        ids = tuple(f"#{sibling}" for sibling in range(NUM_SIBLINGS))
+        return [GroupOutcomes("default", ids, ({"accuracy": Score(0.0)},) * NUM_SIBLINGS)] * len(groups)
 
 
 class _Engines:
@@ -165,18 +169,28 @@ class _Engines:
         return group, await answer(finished, timeout_s=TIMEOUT_S, what=f"prompt {prompt.prompt_id}")
 
 
-def _reward_pool(handle: ray.actor.ActorHandle) -> RewardPool:
-    return RewardPool(
-        [handle] * 8,
-        hosts=_NoHosts(),
-        restarts=RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0),
+def _reward_pool(handle: ray.actor.ActorHandle, config: RunConfig) -> RewardPool:
+    losses = LossCounter()
+    settings = ServiceSettings(
         start_s=TIMEOUT_S,
         alive_s=TIMEOUT_S,
         timeout_s=TIMEOUT_S,
+        max_batch=config.rewards.pool.max_batch_groups,
         max_in_flight=max(IN_FLIGHT) // 8,
+        max_queued=max(IN_FLIGHT),
         max_attempts=1,
-        on_failure="stop",
     )
+    service = RewardService(
+        SHARED_SERVICE,
+        [handle] * 8,
+        hosts=_NoHosts(),
+        restarts=RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0),
+        settings=settings,
+        on_lost=losses.count_loss,
+    )
+    recipe = Recipe(components=("accuracy",), weights={}, gates=(), normalise=False)
+    rewards = config.rewards.model_copy(update={"recipes": {"default": recipe}})
+    return RewardPool(rewards, {SHARED_SERVICE: service}, losses)
 
 
 class _NoHosts:

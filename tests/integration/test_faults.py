@@ -187,7 +187,7 @@ def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: 
                 await asyncio.sleep(0.05)
 
     async def scale(num: int) -> None:
-        for role in (run.fleet, run.rewards, run.reference):
+        for role in (run.fleet, run.rewards.services["reward"], run.reference):
             await role.scale(num)
 
     async def act(version: int) -> None:

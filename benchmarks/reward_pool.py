@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
-
-import numpy as np
 
 from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
 import ray
 
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave
-from cluster.actions import TokenActions
-from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from benchmarks.replay import NUM_SIBLINGS, Load, make_group
+from cluster.trajectory import Response, TrajectoryGroup
 from configs.schema import RunConfig
 from deploy.scorers import reward_pool
 from rewards.isolated import IsolatedProcess
@@ -31,7 +30,8 @@ SETTINGS = (
     "rewards.pool.max_batch_groups=32",
     "rewards.pool.max_queued_groups=4096",
 )
-NUM_SIBLINGS = 8
+NUM_TOKENS = 8  # of each response
+SHAPE = Load("answers", num_groups=1, num_tokens=NUM_TOKENS, num_trips=1)
 NUM_GROUPS = 2500  # of one measurement: 20,000 samples
 IN_FLIGHT = 256  # groups, where throughput is measured
 OFFERED_PER_S = 10_000  # samples, where latency is measured
@@ -59,7 +59,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
-        groups = [make_group(index) for index in range(NUM_GROUPS)]
+        groups = [numbered_group(index) for index in range(NUM_GROUPS)]
         references = [ray.put(group) for group in groups]
         pool = reward_pool(config, stage.spawner)
         try:
@@ -136,21 +136,14 @@ async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: i
     return rate
 
 
-def make_group(index: int) -> TrajectoryGroup:
+def numbered_group(index: int) -> TrajectoryGroup:
     """Eight short answers of different shapes, some of them right."""
-    ids = np.zeros(16, np.int32)
-    prompt = Prompt(f"0/{index}", str(index), "Which number?", ids, ids, references=(str(index),))
-    texts = (ANSWERS[(index + i) % len(ANSWERS)] % (index + i % 2) for i in range(NUM_SIBLINGS))
-    return TrajectoryGroup(prompt, tuple(_trajectory(prompt, i, text) for i, text in enumerate(texts)))
-
-
-def _trajectory(prompt: Prompt, sibling: int, text: str) -> Trajectory:
-    return Trajectory(
-        trajectory_id=f"{prompt.prompt_id}#{sibling}",
-        actions=TokenActions(np.zeros(8, np.int32)),
-        behavior_logprobs=np.zeros(8, np.float32),
-        action_mask=np.ones(8, bool),
-        weight_spans=(WeightSpan(0, 0, 8),),
-        finish_reason=FinishReason.STOP,
-        response=Response(text, num_tokens=8, is_truncated=False),
+    group = make_group(SHAPE)
+    texts = [ANSWERS[(index + i) % len(ANSWERS)] % (index + i % 2) for i in range(len(group.trajectories))]
+    return TrajectoryGroup(
+        replace(group.prompt, prompt_id=f"0/{index}", sample_id=str(index), references=(str(index),)),
+        tuple(
+            replace(trajectory, trajectory_id=f"0/{index}#{i}", response=Response(text, NUM_TOKENS, is_truncated=False))
+            for i, (trajectory, text) in enumerate(zip(group.trajectories, texts, strict=True))
+        ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
 from cluster.trajectory import Reward
@@ -33,14 +34,15 @@ class Scoring:
         self, requests: Sequence[RewardRequest], earlier: Sequence[Mapping[str, Outcome]] | None = None
     ) -> list[dict[str, Outcome]]:
         """One mapping a request, component -> outcome, of the components that ran; `earlier` ones are not repeated."""
-        before = earlier or [{}] * len(requests)
         recipes = [self.book.find(self.book.label(request.metadata)) for request in requests]
         found: list[dict[str, Outcome]] = [{} for _ in requests]
+        before = earlier or [{}] * len(requests)
+        known = [ChainMap(own, dict(others)) for own, others in zip(found, before, strict=True)]
         for component in self.components:
             wanted = [
                 i
                 for i, recipe in enumerate(recipes)
-                if recipe is not None and recipe.wants(component.name, {**before[i], **found[i]})
+                if recipe is not None and recipe.wants(component.name, known[i])
             ]
             for i, outcome in zip(wanted, component.evaluate([requests[i] for i in wanted]), strict=True):
                 found[i][component.name] = outcome

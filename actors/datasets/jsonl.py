@@ -6,7 +6,8 @@ One line of `<folder>/<split>.jsonl`:
 
 `image` is one path, a list of paths (one for each `<image>`, in order) or absent. Paths are relative to the folder and
 may not leave it. `metadata`, an object, and every key that the schema does not know travel with the row to the reward
-functions: a label that chooses a recipe, entities, limits. A line that cannot be used is skipped and named; only a split without any usable row is an error.
+functions: a label that chooses a recipe, entities, limits. A line that cannot be used is skipped and named; only a
+split without any usable row is an error.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from cluster.trajectory import Response
-from http_servers import Reply, Scripted, reward_app, serving
+from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.http.endpoints import Endpoints
@@ -29,17 +29,8 @@ TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 OPTIONS: dict[str, Any] = {
     "dialect": "mobula",
     "batch_size": 4,
-    "max_concurrency": 4,
-    "timeout_s": 5.0,
-    "total_timeout_s": 20.0,
+    **CONNECTION,
     "max_attempts": 3,
-    "backoff_s": 0.01,
-    "max_backoff_s": 0.05,
-    "max_request_bytes": 1 << 20,
-    "max_reply_bytes": 1 << 20,
-    "max_failures": 2,
-    "aside_s": 30.0,
-    "token_env": None,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.trajectory import Response
-from http_servers import Reply, Scripted, serving
+from http_servers import CONNECTION, Reply, Scripted, serving
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolated import IsolatedProcess
@@ -29,17 +29,8 @@ OPTIONS: dict[str, Any] = {
     "temperature": 0,
     "extra": {"seed": 7},
     "question_pattern": None,
-    "max_concurrency": 4,
-    "timeout_s": 5.0,
-    "total_timeout_s": 20.0,
+    **CONNECTION,
     "max_attempts": 2,
-    "backoff_s": 0.01,
-    "max_backoff_s": 0.05,
-    "max_request_bytes": 1 << 20,
-    "max_reply_bytes": 1 << 20,
-    "max_failures": 2,
-    "aside_s": 30.0,
-    "token_env": None,
 }
 
 

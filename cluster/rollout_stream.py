@@ -6,7 +6,6 @@ It knows the fate of every prompt it handed out: trained on, rejected for a reas
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from cluster.errors import DeadlineError, DependencyError, LostObjectError, Rewa
 from cluster.leases import LeaseTable
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from cluster.seeds import derived_seed
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
@@ -233,7 +233,7 @@ class RolloutStream:
         return None
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
-        settings = replace(self._settings, seed=prompt_seed(self._settings.seed, prompt.prompt_id))
+        settings = replace(self._settings, seed=derived_seed(self._settings.seed, prompt.prompt_id))
         group = await self._scored(prompt, settings)
         reason = self._reason_to_reject(group)
         if reason is None:
@@ -310,12 +310,3 @@ class RolloutStream:
             self._gate.drop()
             await self._forget(group, OVER_AGE)
         return self._order.pop_step()
-
-
-def prompt_seed(run_seed: int, prompt_id: str) -> int:
-    """The seed of one prompt's samples, a pure function of both arguments: sha256 cut to 31 bits.
-
-    A sampler that adds the sibling's number to it stays below 2^32.
-    """
-    digest = hashlib.sha256(f"{run_seed}/{prompt_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1

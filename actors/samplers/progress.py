@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ import numpy as np
 from cluster.errors import RolloutError
 from cluster.roles import SamplingSettings
 from cluster.sampled import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
+from cluster.seeds import derived_seed
 from cluster.trajectory import Prompt
 
 
@@ -73,6 +73,5 @@ def settings_to_continue(settings: SamplingSettings, sibling: int, so_far: Sampl
     been, from the same distribution. Its seed depends on where it begins: the seed of the first tokens would repeat
     their random numbers. Greedy decoding goes on exactly.
     """
-    digest = hashlib.sha256(f"{settings.seed}/{sibling}/{so_far.num_tokens}".encode()).digest()
-    seed = int.from_bytes(digest[:4], "big") >> 1
+    seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
     return replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)

@@ -18,7 +18,7 @@ from runs import Run
 from benchmarks.virtual_time import run_virtually
 from cluster.actions import TokenActions
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.rollout_stream import prompt_seed
+from cluster.seeds import derived_seed
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
 
 STEPS, SIZE = 8, 4
@@ -68,7 +68,7 @@ def plain_synchronous_loop(seed: int, drop_uniform: bool) -> list[Step]:
         while len(ids) < SIZE:
             prompt_id = prompts.id_at(index)
             index += 1
-            own_settings = replace(SETTINGS, seed=prompt_seed(seed, prompt_id))
+            own_settings = replace(SETTINGS, seed=derived_seed(seed, prompt_id))
             siblings = sample(prompt_id, own_settings, parameter)
             if not (drop_uniform and len(set(score(siblings))) == 1):
                 ids.append(prompt_id)

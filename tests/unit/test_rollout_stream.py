@@ -10,7 +10,8 @@ from cluster.errors import DatasetError, DeadlineError, LostObjectError, RewardE
 from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
-from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream, prompt_seed
+from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
+from cluster.seeds import derived_seed
 from cluster.staleness import StalenessGate
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
 
@@ -181,9 +182,9 @@ async def test_every_prompt_has_a_seed_of_its_own_that_a_retry_keeps() -> None:
     rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError("once") if attempt == 0 else None)
     await Bench(rollouts, FakeRewards(), max_retries=1).step()
     seeds = {prompt_id: settings.seed for prompt_id, settings in rollouts.settings.items()}
-    assert seeds == {prompt_id: prompt_seed(SETTINGS.seed, prompt_id) for prompt_id in seeds}
-    assert len({prompt_seed(run, f"0/{i}/s") for run in range(3) for i in range(100)}) == 300
-    assert all(0 <= prompt_seed(0, str(i)) < 2**31 for i in range(100))
+    assert seeds == {prompt_id: derived_seed(SETTINGS.seed, prompt_id) for prompt_id in seeds}
+    assert len({derived_seed(run, f"0/{i}/s") for run in range(3) for i in range(100)}) == 300
+    assert all(0 <= derived_seed(0, str(i)) < 2**31 for i in range(100))
 
 
 async def test_pending_prompts_leave_when_trained_and_come_first_after_a_restore() -> None:

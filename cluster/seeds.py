@@ -1,0 +1,14 @@
+"""Seeds that follow from another one: the same for the same name, unrelated for different ones."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """A pure function of both arguments: sha256 cut to 31 bits.
+
+    A sampler that adds the sibling's number to it stays below 2^32.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1

@@ -136,7 +136,8 @@ def test_one_bad_reply_costs_one_response_and_servers_share_the_rest() -> None:
     with serving(first) as one, serving(second) as two:
         found = ask([one.url, two.url], [request(text) for text in ("a", "b", "bad", "c", "d", "e")])
     assert [outcome.value if isinstance(outcome, Score) else None for outcome in found] == [5, 5, None, 5, 5, 5]
-    assert len(first.bodies) == len(second.bodies) == 3
+    assert len(first.bodies) + len(second.bodies) == 6
+    assert first.bodies and second.bodies, "how the six are split is a matter of who answers sooner"
 
 
 def test_without_references_a_template_that_needs_them_has_no_score() -> None:

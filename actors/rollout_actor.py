@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -66,7 +67,7 @@ class RolloutActor:
         Two results, so that the bytes can stay where they were made.
         """
         media = await self._read(prompt)
-        sequences = await self._sampler.sample(prompt, media, settings, attempt, self._outbox.put)
+        sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, group.summary()
 
@@ -99,17 +100,23 @@ class RolloutActor:
     async def _read(self, prompt: Prompt) -> list[ProcessedMedia]:
         return await asyncio.to_thread(self._media.read, prompt.media) if prompt.media else []
 
+    def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+        """Responses that have ended travel as text as well: they can be scored before their group is there."""
+        ended = {chunk.sibling: self._response(siblings[chunk.sibling]) for chunk in news if chunk.tokens.is_finished}
+        self._outbox.put([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in news])
+
+    def _response(self, sequence: SampledSequence) -> Response:
+        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        return Response(text, sequence.num_tokens, is_truncated=sequence.finish_reason is FinishReason.LENGTH)
+
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
         assert sequence.finish_reason is not None
-        num_tokens = sequence.num_tokens
-        is_truncated = sequence.finish_reason is FinishReason.LENGTH
-        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{index}",
             actions=TokenActions(sequence.token_ids),
             behavior_logprobs=sequence.logprobs,
-            action_mask=np.ones(num_tokens, dtype=bool),
+            action_mask=np.ones(sequence.num_tokens, dtype=bool),
             weight_spans=sequence.weight_spans,
             finish_reason=sequence.finish_reason,
-            response=Response(text, num_tokens, is_truncated),
+            response=self._response(sequence),
         )

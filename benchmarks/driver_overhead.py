@@ -35,7 +35,7 @@ from deploy.buffer import replay_buffer
 from rewards.contract import Score
 from rewards.pool import LossCounter, RewardPool
 from rewards.service import RewardService, ServiceSettings
-from rewards.worker import GroupOutcomes
+from rewards.worker import GroupOutcomes, Question
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
@@ -151,10 +151,10 @@ class _Others:
         await asyncio.sleep(_sleep_s(prompt, mean_s))
         return replace(self._group, prompt=prompt), _summary(prompt)
 
-    async def score(self, groups: Sequence[Any], earlier: Sequence[Any]) -> list[GroupOutcomes]:
+    async def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         await asyncio.sleep(REWARD_S)
         ids = tuple(f"#{sibling}" for sibling in range(NUM_SIBLINGS))
-        return [GroupOutcomes("default", ids, ({"accuracy": Score(0.0)},) * NUM_SIBLINGS)] * len(groups)
+        return [GroupOutcomes("default", ids, ({"accuracy": Score(0.0)},) * NUM_SIBLINGS)] * len(questions)
 
 
 class _Engines:

@@ -100,7 +100,7 @@ async def _throughput(pool: RewardPool, references: Sequence[Any], _: int) -> fl
 
     async def score(reference: Any) -> None:
         async with gate:
-            await pool.score(reference)
+            await pool.score(reference, "a group")
 
     started = time.perf_counter()
     await asyncio.gather(*(score(reference) for reference in references))
@@ -112,7 +112,7 @@ async def _latency(pool: RewardPool, references: Sequence[Any], _: int) -> float
     latencies: list[float] = []
 
     async def score(reference: Any, due: float) -> None:
-        await pool.score(reference)
+        await pool.score(reference, "a group")
         latencies.append(time.perf_counter() - due)
 
     started, tasks = time.perf_counter(), []

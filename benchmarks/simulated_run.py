@@ -205,7 +205,7 @@ class DelayedRewards:
         self._seconds = seconds
         self._rewards = (Reward(0.0),) * num_siblings
 
-    async def score(self, group: object) -> Sequence[Reward]:
+    async def score(self, group: object, group_id: str) -> Sequence[Reward]:
         await asyncio.sleep(self._seconds)
         return self._rewards
 

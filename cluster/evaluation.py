@@ -133,7 +133,7 @@ class Evaluator:
     async def _score(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
         async with slots:
             group, summary = await self._rollouts.generate(prompt, self._settings)
-            rewards = await self._rewards.score(group)
+            rewards = await self._rewards.score(group, prompt.prompt_id)
         return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
 
     def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:

@@ -23,7 +23,7 @@ from cluster.errors import RolloutError
 from cluster.roles import SamplingSettings
 from cluster.sampled import NOTHING, Attempt, SampledSequence, TokenChunk
 from cluster.status import InFlight
-from cluster.trajectory import Prompt
+from cluster.trajectory import EndedResponse, Prompt
 
 PROMPTS, TOKENS_KEPT, TOKENS_LOST = "prompts", "tokens_kept", "tokens_lost_at_most"
 
@@ -31,9 +31,10 @@ PROMPTS, TOKENS_KEPT, TOKENS_LOST = "prompts", "tokens_kept", "tokens_lost_at_mo
 class Lease:
     """One prompt in flight: its newest attempt, and its siblings as far as they are known."""
 
-    def __init__(self, prompt_id: str, settings: SamplingSettings, table: LeaseTable, since_s: float) -> None:
-        self.prompt_id = prompt_id
+    def __init__(self, prompt: Prompt, settings: SamplingSettings, table: LeaseTable, since_s: float) -> None:
+        self.prompt_id = prompt.prompt_id
         self.since_s = since_s
+        self._prompt = prompt
         self._settings = settings
         self._table = table
         self._siblings = [NOTHING] * settings.num_samples
@@ -70,6 +71,8 @@ class Lease:
                 f"begins after {chunk.start}: chunks were lost or came twice"
             )
         self._siblings[chunk.sibling] = known.followed_by(chunk.tokens)
+        if chunk.response is not None:
+            self._table.on_ended(EndedResponse(self._prompt, chunk.sibling, chunk.response))
 
     def _num_new(self, attempt: Attempt) -> int:
         return self.num_tokens - sum(sibling.num_tokens for sibling in attempt.siblings)
@@ -85,9 +88,16 @@ class Lease:
 class LeaseTable:
     """Every lease of a run. `resumed` counts prompts that were handed on, and their tokens kept and lost thereby."""
 
-    def __init__(self, chunk_tokens: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Actors report a response every `chunk_tokens` tokens."""
+    def __init__(
+        self,
+        chunk_tokens: int,
+        *,
+        on_ended: Callable[[EndedResponse], None] = lambda ended: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Actors report a response every `chunk_tokens` tokens; `on_ended` is told each that ends before its siblings."""
         self.chunk_tokens = chunk_tokens
+        self.on_ended = on_ended
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})
         self._clock = clock
         self._leases: dict[str, Lease] = {}  # by prompt id, oldest first
@@ -122,4 +132,4 @@ class LeaseTable:
         self.resumed.update({PROMPTS: 1, TOKENS_KEPT: num_kept, TOKENS_LOST: num_lost})
 
     def _new(self, prompt: Prompt, settings: SamplingSettings) -> Lease:
-        return Lease(prompt.prompt_id, settings, self, self._clock())
+        return Lease(prompt, settings, self, self._clock())

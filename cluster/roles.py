@@ -68,8 +68,10 @@ class Rollouts(Protocol):
 class Rewards(Protocol):
     """The reward pool."""
 
-    async def score(self, group: Any) -> Sequence[Reward | None]:
+    async def score(self, group: Any, group_id: str) -> Sequence[Reward | None]:
         """One reward a trajectory, in order; None where it could not be scored (counted by the pool).
+
+        Responses of the group that were scored before it was whole are not scored again.
 
         Raises: LostObjectError: the group went with the node that held it.
         """

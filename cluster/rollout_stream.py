@@ -247,7 +247,7 @@ class RolloutStream:
         for _ in range(MAX_NODES_LOST):
             reference, summary = await self._rollouts.generate(prompt, settings)
             try:
-                rewards = tuple(await self._rewards.score(reference))
+                rewards = tuple(await self._rewards.score(reference, prompt.prompt_id))
             except LostObjectError as error:
                 _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
                 self._on_lost(type(error).__name__)

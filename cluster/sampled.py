@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.trajectory import FinishReason, WeightSpan
+from cluster.trajectory import FinishReason, Response, WeightSpan
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,11 @@ class TokenChunk:
     sibling: int
     start: int  # how many tokens of the sibling come before
     tokens: SampledSequence
+    response: Response | None = None  # all of it as text, with the chunk that ends it
 
 
-Emit = Callable[[Sequence[TokenChunk]], None]
+Emit = Callable[[Sequence[TokenChunk], Sequence[SampledSequence]], None]
+"""Takes news, and all siblings as they are with them."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,15 @@ class Response:
 
 
 @dataclass(frozen=True)
+class EndedResponse:
+    """A response that has ended while siblings of it are still sampled, as reward functions read it."""
+
+    prompt: Prompt
+    sibling: int
+    response: Response
+
+
+@dataclass(frozen=True)
 class Reward:
     """One response's score. `components` holds each component's unweighted value by name."""
 

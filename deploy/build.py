@@ -75,7 +75,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
     config = prepared.config
     pool = reward_pool(config, spawner)
-    leases = LeaseTable(config.sampler.chunk_tokens)
+    leases = LeaseTable(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
     return Inference(
         rollouts=rollout_fleet(prepared, spawner, leases, on_lost),
         leases=leases,
@@ -336,6 +336,7 @@ def _observe(
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.leases.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
+    metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
     metrics.count_up_to(CounterName.RESTARTS, reference.losses)
     prepared.late_skips[:] = source.skipped
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

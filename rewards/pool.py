@@ -6,17 +6,24 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cluster.errors import DeadlineError, RewardError
-from cluster.trajectory import Reward
+from cluster.trajectory import EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
+from rewards.ahead import Ahead, Said, ScoringAhead
 from rewards.contract import FailureKind, Outcome
 from rewards.recipes import ComponentError, RecipeBook
 from rewards.service import RewardService
-from rewards.worker import GroupOutcomes
+from rewards.worker import GroupOutcomes, Question
 
 logger = logging.getLogger(__name__)
+
+USED, UNUSED = "used", "unused"
+NO_IDS = np.empty(0, np.int32)
 
 
 class LossCounter:
@@ -43,14 +50,20 @@ class RewardPool:
         self._stages = rewards.service_stages()
         self._on_failure = rewards.on_failure
         self._losses = losses
+        self._ahead = ScoringAhead(self._score_ended)
         self.services = services
+        self.scored_ahead: Counter[str] = Counter({USED: 0, UNUSED: 0})
 
     @property
     def failures(self) -> Counter[str]:
         """How often what befell a response or a worker, since the pool was built."""
         return self._losses.failures
 
-    async def score(self, group: Any) -> tuple[Reward | None, ...]:
+    def score_ahead(self, ended: EndedResponse) -> None:
+        """Begin to score a response before its group is there. What is said of it counts if the group holds it."""
+        self._ahead.begin(ended)
+
+    async def score(self, group: Any, group_id: str) -> tuple[Reward | None, ...]:
         """One reward a trajectory, in order; None where it could not be scored and failures exclude.
 
         Waits for a free place at a worker of each service.
@@ -61,14 +74,12 @@ class RewardPool:
             WorkerDiedError: every worker of a service was lost too often.
             LostObjectError: the group went with the node that held it.
         """
-        found: list[GroupOutcomes] = []
-        for stage in self._stages:
-            earlier = _merged(found) if found else None
-            found += await asyncio.gather(*(self.services[name].score(group, earlier) for name in stage))
-        merged = _merged(found)
+        with self._ahead.taken(group_id) as ahead:
+            said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
+            outcomes = await self._completed(group, said, ahead)
         return tuple(
-            self._reward(found[0].label, trajectory_id, outcomes)
-            for trajectory_id, outcomes in zip(found[0].trajectory_ids, merged, strict=True)
+            self._reward(said.label, trajectory_id, of_one)
+            for trajectory_id, of_one in zip(said.trajectory_ids, outcomes, strict=True)
         )
 
     async def check(self) -> None:
@@ -76,7 +87,33 @@ class RewardPool:
         await asyncio.gather(*(service.check() for service in self.services.values()))
 
     async def close(self) -> None:
+        await self._ahead.close()
         await asyncio.gather(*(service.close() for service in self.services.values()))
+
+    async def _score_ended(self, ended: EndedResponse) -> Said:
+        prompt = replace(ended.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS)  # no reward function looks at them
+        (outcomes,) = (await self._ask(replace(ended, prompt=prompt), {})).outcomes
+        assert outcomes is not None, "nothing of it was known"
+        return outcomes
+
+    async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
+        """What all services say of the responses that are not `known`."""
+        found: list[GroupOutcomes] = []
+        for stage in self._stages:
+            earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None
+            question = Question(group, earlier, known)
+            found += await asyncio.gather(*(self.services[name].score(question) for name in stage))
+        return _merged(found)
+
+    async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
+        """`said` with what was said ahead; where the way to the components failed then, they are asked again."""
+        told = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
+        used = {i: outcomes for i, outcomes in told.items() if outcomes is not None}
+        self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
+        again = said
+        if len(used) < len(told):
+            again = await self._ask(group, {i: begun.digest for i, begun in ahead.items() if i in used})
+        return [used[i] if i in used else outcomes for i, outcomes in enumerate(again.outcomes)]
 
     def _reward(self, label: str, trajectory_id: str, outcomes: Mapping[str, Outcome]) -> Reward | None:
         try:
@@ -92,6 +129,10 @@ class RewardPool:
             return None
 
 
-def _merged(parts: Sequence[GroupOutcomes]) -> list[dict[str, Outcome]]:
-    """What all services said of each response."""
-    return [{k: v for part in parts for k, v in part.outcomes[i].items()} for i in range(len(parts[0].outcomes))]
+def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
+    """What all services said of each response; a response that is known is known to all of them."""
+    whole = [
+        None if None in of_one else {name: outcome for said in of_one for name, outcome in said.items()}
+        for of_one in zip(*(part.outcomes for part in parts), strict=True)
+    ]
+    return replace(parts[0], outcomes=tuple(whole))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,7 @@ from cluster.errors import DeadlineError, LostObjectError, RewardError, WorkerDi
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
-from rewards.contract import Outcome
-from rewards.worker import GroupOutcomes
-
-Earlier = Sequence[Mapping[str, Outcome]] | None
+from rewards.worker import GroupOutcomes, Question
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,9 @@ class ServiceSettings:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A group on its way to a worker."""
+    """A question on its way to a worker."""
 
-    group: Any
-    earlier: Earlier
+    question: Question
     result: asyncio.Future[GroupOutcomes]
     lost: list[str] = field(default_factory=list)  # what befell the workers that had it
 
@@ -82,7 +78,7 @@ class RewardService:
         """The handles that serve now; replaced ones are gone."""
         return self._crew.handles
 
-    async def score(self, group: Any, earlier: Earlier) -> GroupOutcomes:
+    async def score(self, question: Question) -> GroupOutcomes:
         """What the service's components say of a group; waits for room in the queue, then for a worker.
 
         Raises:
@@ -91,7 +87,7 @@ class RewardService:
             LostObjectError: the group went with the node that held it.
         """
         async with self._room:
-            waiting = _Waiting(group, earlier, asyncio.get_running_loop().create_future())
+            waiting = _Waiting(question, asyncio.get_running_loop().create_future())
             self._queue.append(waiting)
             self._carry()
             try:
@@ -172,7 +168,7 @@ class RewardService:
 
     async def _ask(self, place: Place, batch: Sequence[_Waiting]) -> list[GroupOutcomes]:
         what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
-        call = place.handle.score.remote([w.group for w in batch], [w.earlier for w in batch])
+        call = place.handle.score.remote([waiting.question for waiting in batch])
         return await answer(call, timeout_s=self._settings.timeout_s, what=what)
 
     async def _greet(self, name: str, handle: Any) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import DeadlineError, RewardError
 from cluster.media import MediaReader
 from cluster.objects import fetch
-from cluster.trajectory import Prompt, TrajectoryGroup
+from cluster.trajectory import EndedResponse, Prompt, Response, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
+from rewards.ahead import response_digest
 from rewards.contract import Outcome, RewardRequest
 from rewards.isolated_pool import IsolatedPool
 from rewards.scoring import Scoring
@@ -21,19 +22,32 @@ MAX_PICTURES = 64  # that one worker keeps at hand
 
 
 @dataclass(frozen=True)
+class Question:
+    """What a service is to score: a `TrajectoryGroup`, or one `EndedResponse`, as object ref or value.
+
+    `earlier[i]` holds what other services said of response i, where gates look at it. `known` holds the digests of
+    responses, by position, that need not be scored: a response that is another one than its digest says is scored.
+    """
+
+    group: Any
+    earlier: Sequence[Mapping[str, Outcome]] | None = None
+    known: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GroupOutcomes:
-    """What one service says of a group: for each trajectory, in order, component -> outcome."""
+    """What one service says of a group: for each trajectory, in order, component -> outcome; None where it is known."""
 
     label: str  # of the group's recipe
     trajectory_ids: tuple[str, ...]
-    outcomes: tuple[Mapping[str, Outcome], ...]
+    outcomes: tuple[Mapping[str, Outcome] | None, ...]
 
 
 class RewardWorker:
     """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
 
-    Functions that may hang run in `rewards.processes` processes that the worker owns: each call has `function_timeout_s`, importing what
-    it needs `start_timeout_s`. Once the time of a call's groups is used up, what is left is counted as timed out.
+    Functions that may hang run in `rewards.processes` processes that the worker owns: each call has
+    `function_timeout_s`, importing what it needs `start_timeout_s`. Once the time of a call's groups is used up, what is left is counted as timed out.
     """
 
     def __init__(
@@ -58,24 +72,21 @@ class RewardWorker:
         self._object_timeout_s = object_timeout_s
         self._group_timeout_s = group_timeout_s
 
-    def score(
-        self, groups: Sequence[Any], earlier: Sequence[Sequence[Mapping[str, Outcome]] | None]
-    ) -> list[GroupOutcomes]:
-        """Score groups given as object refs or values; refs come in a sequence, so that fetching has our deadline.
-
-        `earlier[i]` holds what other services said of group i's responses, where gates look at it.
+    def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
+        """Score groups; refs come in a sequence, so that fetching has our deadline.
 
         Raises:
             RewardError: a group did not arrive within `object_timeout_s`.
             LostObjectError: a group went with its node.
         """
         try:
-            found = fetch(groups, timeout_s=self._object_timeout_s, what="groups to score")
-            pictures = [self._pictures(group.prompt) for group in found]
+            found = fetch([q.group for q in questions], timeout_s=self._object_timeout_s, what="groups to score")
+            asked = [_Asked.of(group, question) for group, question in zip(found, questions, strict=True)]
+            pictures = [self._pictures(group.prompt) for group in asked]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
-        self._isolated.deadline = time.monotonic() + len(found) * self._group_timeout_s
-        return self._score(found, pictures, earlier)
+        self._isolated.deadline = time.monotonic() + len(asked) * self._group_timeout_s
+        return self._score(asked, pictures)
 
     def ping(self) -> bool:
         """Answers once the worker is built and free."""
@@ -88,34 +99,48 @@ class RewardWorker:
     def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
         return tuple(media.file for media in self._media.read(prompt.media)) if self._needs_pictures else ()
 
-    def _score(
-        self,
-        groups: Sequence[TrajectoryGroup],
-        pictures: Sequence[tuple[bytes, ...]],
-        earlier: Sequence[Sequence[Mapping[str, Outcome]] | None],
-    ) -> list[GroupOutcomes]:
+    def _score(self, asked: Sequence[_Asked], pictures: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
         """All responses of all groups together: what a model scores as one batch."""
-        with_pictures = zip(groups, pictures, strict=True)
-        requests = [request for group, files in with_pictures for request in group_requests(group, files)]
-        before = [
-            known
-            for group, said in zip(groups, earlier, strict=True)
-            for known in (said if said is not None else [{}] * len(group.trajectories))
-        ]
+        wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
+        requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
+        before = [group.earlier[i] if group.earlier is not None else {} for group, i, _ in wanted]
         outcomes = iter(self._scoring.outcomes(requests, before))
         return [
             GroupOutcomes(
                 label=self._scoring.book.label(group.prompt.metadata),
-                trajectory_ids=tuple(t.trajectory_id for t in group.trajectories),
-                outcomes=tuple(next(outcomes) for _ in group.trajectories),
+                trajectory_ids=group.trajectory_ids,
+                outcomes=tuple(next(outcomes) if i in group.wanted else None for i in range(len(group.responses))),
             )
-            for group in groups
+            for group in asked
         ]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question whose group is there."""
+
+    prompt: Prompt
+    trajectory_ids: tuple[str, ...]
+    responses: tuple[Response, ...]
+    earlier: Sequence[Mapping[str, Outcome]] | None
+    wanted: Sequence[int]  # positions of the responses that are not known, ascending
+
+    @classmethod
+    def of(cls, group: TrajectoryGroup | EndedResponse, question: Question) -> _Asked:
+        if isinstance(group, EndedResponse):
+            ids, responses = (f"{group.prompt.prompt_id}#{group.sibling}",), (group.response,)
+        else:
+            ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+            responses = tuple(trajectory.response for trajectory in group.trajectories)
+        known = question.known
+        wanted = [i for i, it in enumerate(responses) if i not in known or known[i] != response_digest(it)]
+        return cls(group.prompt, ids, responses, question.earlier, wanted)
 
 
 def group_requests(group: TrajectoryGroup, pictures: tuple[bytes, ...]) -> list[RewardRequest]:
     """One request a response; `pictures` are the files of the prompt's."""
-    prompt = group.prompt
-    return [
-        RewardRequest(t.response, prompt.references, prompt.metadata, prompt.text, pictures) for t in group.trajectories
-    ]
+    return [reward_request(group.prompt, trajectory.response, pictures) for trajectory in group.trajectories]
+
+
+def reward_request(prompt: Prompt, response: Response, pictures: tuple[bytes, ...]) -> RewardRequest:
+    return RewardRequest(response, prompt.references, prompt.metadata, prompt.text, pictures)

@@ -141,7 +141,8 @@ class FakeRewards:
     def __init__(self, values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0)) -> None:
         self._values = values
 
-    async def score(self, group: TrajectoryGroup) -> list[Reward | None]:
+    async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
+        assert group_id == group.group_id
         await turns(1)
         values = self._values(group.group_id)
         return [None if value is None else Reward(value, {"accuracy": value}) for value in values]

@@ -68,9 +68,9 @@ class Sampler(Protocol):
     ) -> list[SampledSequence]:
         """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
 
-        `emit` is given the news of the siblings every `chunk_tokens` tokens. The tokens that were kept stay as they are,
-        with their log-probs and versions. A sampler that takes prompts one after the other takes them in order of
-        arrival, whatever their priority.
+        `emit` is given the news of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that were
+        kept stay as they are, with their log-probs and versions. A sampler that takes prompts one after the other takes
+        them in order of arrival, whatever their priority.
         """
         ...
 

@@ -43,7 +43,7 @@ class GroupProgress:
         is_due = any(chunk.tokens.num_tokens >= self._chunk_tokens for chunk in news)
         if is_due and self.unfinished():
             self._told = list(self.siblings)
-            self._emit(news)
+            self._emit(news, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
         """All siblings, once each has ended.

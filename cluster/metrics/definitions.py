@@ -65,6 +65,7 @@ class CounterName(StrEnum):
     ROLLOUT_RETRIES = "rollout_retries"
     RESUMED = "resumed"
     REWARD_FAILURES = "reward_failures"
+    SCORED_AHEAD = "scored_ahead"
     DROPPED_SINKS = "dropped_sinks"
     DROPPED_SAMPLES = "dropped_samples"
     RECOVERED = "recovered"
@@ -129,6 +130,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.ROLLOUT_RETRIES: Metric("", "Prompts that were sent out again after a failure"),
     CounterName.RESUMED: Metric("", "Prompts that were tried again, and their sampled tokens kept and lost thereby"),
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
+    CounterName.SCORED_AHEAD: Metric("", "Responses scored while siblings of theirs were still sampled, used or not"),
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
     CounterName.RECOVERED: Metric("", "Steps and groups that came back from the journal, and what did not, by reason"),

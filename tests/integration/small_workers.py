@@ -13,7 +13,7 @@ from cluster.objects import fetch
 from cluster.replay_buffer import ReplayBuffer
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from rewards.contract import Score
-from rewards.worker import GroupOutcomes
+from rewards.worker import GroupOutcomes, Question
 
 OBJECT_S = 5.0
 
@@ -28,9 +28,9 @@ class SmallReward:
     def ping(self) -> bool:
         return True
 
-    def score(self, groups: Sequence[Any], earlier: Sequence[Any]) -> list[GroupOutcomes]:
+    def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         self._saboteur.moment("scoring")
-        found = fetch(groups, timeout_s=OBJECT_S, what="groups")
+        found = fetch([question.group for question in questions], timeout_s=OBJECT_S, what="groups")
         return [_by_position(group) for group in found]
 
     def close(self) -> None: ...

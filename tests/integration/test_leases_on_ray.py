@@ -20,7 +20,7 @@ from cluster.objects import fetch
 from cluster.restarts import RestartPolicy
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import RetryingRollouts
-from cluster.trajectory import FinishReason
+from cluster.trajectory import EndedResponse, FinishReason
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,7 +33,8 @@ DEADLINES_S = {"start_s": 90, "rollout_s": 30, "sync_s": 10, "sign_s": 10, "prob
 
 
 async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_ray: str, tmp_path: Path) -> None:
-    leases, retries, handles = LeaseTable(CHUNK), Counter[str](), []
+    ended: list[EndedResponse] = []
+    leases, retries, handles = LeaseTable(CHUNK, on_ended=ended.append), Counter[str](), []
 
     async def spawn(index: int) -> RolloutClient:
         role = (tmp_path, LENGTHS, CHUNK, DIES_AT, 0.03)
@@ -69,6 +70,9 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
         assert trajectory.behavior_logprobs.tolist() == [-position for position in range(LENGTHS[index])]
         assert trajectory.finish_reason is FinishReason.STOP
     assert leases.in_flight().num_prompts == 0
+    [first, *others] = ended  # the shortest one, before the actor was killed; it is not told of again
+    assert (first.sibling, first.response) == (1, group.trajectories[1].response)
+    assert [(it.sibling, it.response) for it in others] in ([], [(2, group.trajectories[2].response)])
 
 
 async def nothing(index: int) -> Any: ...

@@ -79,7 +79,7 @@ async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
     bad = {3: "raise", 5: "hang", 8: "nan"}
     texts = [(str(i), bad.get(i, str(i + 0.5))) for i in range(12)]
     references = [ray.put(answers(f"0/{i}", *pair)) for i, pair in enumerate(texts)]
-    tasks = [asyncio.create_task(pool.score(reference)) for reference in references]
+    tasks = [asyncio.create_task(pool.score(reference, f"0/{i}")) for i, reference in enumerate(references)]
     await tasks[0]
     ray.kill(workers[1])
     rewards = await asyncio.gather(*tasks)

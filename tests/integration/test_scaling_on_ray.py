@@ -128,7 +128,7 @@ class Load:
     async def _send(self, rewards: RewardPool) -> None:
         while not self._is_over:
             index = next(self._indices)
-            (reward,) = await rewards.score(ray.put(answers(f"0/{index}", str(index))))
+            (reward,) = await rewards.score(ray.put(answers(f"0/{index}", str(index))), f"0/{index}")
             assert index not in self.scored
             self.scored[index] = reward.value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from fakes import make_prompt
@@ -33,7 +34,7 @@ async def attempt(lease: Lease, lengths: list[int], chunk: int, dies_at: int | N
         if step == dies_at:
             raise WorkerDiedError("SIGKILL")
 
-    def emit(chunks: list[TokenChunk]) -> None:
+    def emit(chunks: list[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         if len(heard) < num_heard:
             heard.append(chunks)
             for news in chunks:
@@ -56,7 +57,7 @@ def test_interrupted_groups_equal_the_uninterrupted_one(
 ) -> None:
     async def go() -> None:
         whole = await KnownSampler(lengths, chunk).sample(
-            PROMPT, (), settings(lengths), Attempt("whole"), lambda chunks: None
+            PROMPT, (), settings(lengths), Attempt("whole"), lambda chunks, siblings: None
         )
         leases, group, version = LeaseTable(chunk), None, 0
         with leases.held(PROMPT, settings(lengths)) as lease:
@@ -99,6 +100,8 @@ def test_a_death_costs_less_than_one_chunk_of_each_response(lengths: list[int], 
 def test_siblings_that_run_side_by_side_are_reported_together(chunk: int) -> None:
     reports: list[list[TokenChunk]] = []
     engine = KnownSampler([12] * 8, chunk)
-    asyncio.run(engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), reports.append))
+    asyncio.run(
+        engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), lambda news, siblings: reports.append(news))
+    )
     assert len(reports) == 11 // chunk
     assert all({news.sibling for news in report} == set(range(8)) for report in reports)

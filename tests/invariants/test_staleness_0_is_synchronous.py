@@ -119,7 +119,7 @@ class TokenRewards:
     def __init__(self, timing: int) -> None:
         self._timing = timing
 
-    async def score(self, group: TrajectoryGroup) -> list[Reward]:
+    async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward]:
         await asyncio.sleep(random.Random(f"{self._timing}:{group.group_id}").expovariate(1.0))
         return [Reward(value) for value in score([t.actions.token_ids.tolist() for t in group.trajectories])]
 

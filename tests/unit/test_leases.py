@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -106,7 +107,10 @@ class Actor:
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt) -> tuple[list, str]:
         self.attempts.append(attempt)
-        return await self._sampler.sample(prompt, (), settings, attempt, self._outbox.put), "summary"
+        return await self._sampler.sample(prompt, (), settings, attempt, self._report), "summary"
+
+    def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+        self._outbox.put(news)
 
     async def chunks(self, num_batches: int):
         async for batch in self._outbox.batches(num_batches):

@@ -18,7 +18,7 @@ from configs.schema import Gate, Recipe
 from rewards.contract import Failure, FailureKind, Outcome, Score
 from rewards.pool import LossCounter, RewardPool
 from rewards.service import RewardService
-from rewards.worker import GroupOutcomes
+from rewards.worker import GroupOutcomes, Question
 
 
 class FakeCall:
@@ -49,10 +49,11 @@ class FakeWorker:
         self.score = self
         self.ping = FakePing()
 
-    def remote(self, groups: list[Any], earlier: list[Any]) -> FakeCall:
+    def remote(self, questions: list[Question]) -> FakeCall:
         future: Future[Any] = Future()
+        groups = [question.group for question in questions]
         self.calls.append((groups[0] if len(groups) == 1 else groups, future))
-        self.earlier = earlier
+        self.earlier = [question.earlier for question in questions]
         if self._reply is not None:
             results = [self._reply(group) for group in groups]
             failed = next((result for result in results if isinstance(result, Exception)), None)
@@ -103,7 +104,7 @@ def service(pool: RewardPool) -> RewardService:
 async def test_groups_go_to_the_least_loaded_worker_and_wait_beyond_the_bound() -> None:
     workers = [FakeWorker(), FakeWorker()]
     pool = make_pool(workers, max_in_flight=2)
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(6)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(6)]
     await settle()
     assert [[call[0] for call in w.calls] for w in workers] == [[0, 2], [1, 3]]
     workers[1].finish(0)
@@ -119,7 +120,7 @@ async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored_by_anoth
     doomed, healthy = FakeWorker(), FakeWorker(scored)
     hosts = FakeHosts(lambda index: FakeWorker(scored), booked=2)
     pool = make_pool([doomed, healthy], hosts=hosts, max_in_flight=4)
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(8)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(8)]
     await settle()
     for _, future in doomed.calls:
         future.set_exception(ActorDiedError())
@@ -132,14 +133,14 @@ async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored_by_anoth
 
 async def test_a_worker_that_does_not_answer_is_replaced() -> None:
     pool = make_pool([FakeWorker()], start=lambda index: FakeWorker(scored), timeout_s=0.05)
-    assert (await pool.score(3))[0].value == 3.0
+    assert (await pool.score(3, "a group"))[0].value == 3.0
     assert +pool.failures == {FailureKind.WORKER_HUNG: 1}
 
 
 async def test_a_group_that_kills_every_worker_ends_in_an_error_not_in_a_loop() -> None:
     pool = make_pool([FakeWorker(dead)], start=lambda index: FakeWorker(dead), max_attempts=3)
     with pytest.raises(RewardError, match="3 reward workers were lost"):
-        await pool.score(0)
+        await pool.score(0, "a group")
     assert pool.failures[FailureKind.WORKER_DIED] == 3
 
 
@@ -153,7 +154,7 @@ async def test_a_worker_that_cannot_start_is_counted_and_tried_again() -> None:
         return worker
 
     pool = make_pool([FakeWorker(dead)], start=start)
-    assert (await pool.score(1))[0].value == 1.0
+    assert (await pool.score(1, "a group"))[0].value == 1.0
     assert pool.failures[FailureKind.WORKER_DIED] == 2
 
 
@@ -166,7 +167,7 @@ async def test_the_pool_grows_and_shrinks_while_it_scores() -> None:
 
     first = FakeWorker()
     pool = make_pool([first], start=start)
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(3)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(3)]
     await settle()
     await service(pool).scale(2)
     await settle()
@@ -191,23 +192,23 @@ def half_failed(_: Any) -> GroupOutcomes:
 
 async def test_unscored_responses_are_excluded_and_counted_by_kind() -> None:
     pool = make_pool([FakeWorker(half_failed)])
-    assert await pool.score(0) == (Reward(1.0, {"accuracy": 1.0}), None, None)
-    await pool.score(0)
+    assert await pool.score(0, "a group") == (Reward(1.0, {"accuracy": 1.0}), None, None)
+    await pool.score(0, "a group")
     assert pool.failures == {"timed_out": 2, "not_finite": 2, "failed": 0, "worker_died": 0, "worker_hung": 0}
 
 
 async def test_on_failure_stop_names_the_component_and_the_next_action() -> None:
     pool = make_pool([FakeWorker(half_failed)], on_failure="stop")
     with pytest.raises(RewardError, match=r"p#1: .*'accuracy' timed_out .*rewards.on_failure=exclude"):
-        await pool.score(0)
+        await pool.score(0, "a group")
     assert pool.failures["timed_out"] == 1
 
 
 async def test_an_error_of_the_group_itself_travels_and_frees_the_place() -> None:
     pool = make_pool([FakeWorker(lambda group: RewardError("no such object") if group == 0 else scored(group))])
     with pytest.raises(RewardError, match="no such object"):
-        await pool.score(0)
-    assert (await pool.score(1))[0].value == 1.0
+        await pool.score(0, "a group")
+    assert (await pool.score(1, "a group"))[0].value == 1.0
 
 
 def test_a_pool_without_workers_is_refused() -> None:
@@ -218,7 +219,7 @@ def test_a_pool_without_workers_is_refused() -> None:
 async def test_groups_that_wait_travel_together_up_to_the_batch() -> None:
     worker = FakeWorker()
     pool = make_pool([worker], max_batch=3)
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(6)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(6)]
     await settle()
     worker.finish(0)
     await settle()
@@ -230,7 +231,7 @@ async def test_groups_that_wait_travel_together_up_to_the_batch() -> None:
 async def test_a_group_that_cannot_be_had_costs_no_other_one_of_its_batch() -> None:
     worker = FakeWorker(lambda group: RewardError("no such object") if group == 1 else scored(group))
     pool = make_pool([worker], max_batch=3)
-    results = await asyncio.gather(*(pool.score(i) for i in range(3)), return_exceptions=True)
+    results = await asyncio.gather(*(pool.score(i, "a group") for i in range(3)), return_exceptions=True)
     assert [r[0].value for r in (results[0], results[2])] == [0.0, 2.0]
     assert isinstance(results[1], RewardError)
 
@@ -238,7 +239,7 @@ async def test_a_group_that_cannot_be_had_costs_no_other_one_of_its_batch() -> N
 async def test_beyond_the_queue_whoever_brings_a_group_waits_with_it() -> None:
     worker = FakeWorker()
     pool = make_pool([worker], max_queued=2)
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(4)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(4)]
     await settle()
     assert len(service(pool)._queue) == 1, "one travels, one waits, two are not let in"
     for index in range(4):
@@ -250,7 +251,7 @@ async def test_beyond_the_queue_whoever_brings_a_group_waits_with_it() -> None:
 async def test_whoever_gave_up_is_not_scored() -> None:
     worker = FakeWorker()
     pool = make_pool([worker])
-    tasks = [asyncio.create_task(pool.score(i)) for i in range(3)]
+    tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(3)]
     await settle()
     tasks[1].cancel()
     worker.finish(0)
@@ -262,7 +263,7 @@ async def test_whoever_gave_up_is_not_scored() -> None:
 
 async def test_closing_tells_those_who_wait() -> None:
     pool = make_pool([FakeWorker()])
-    task = asyncio.create_task(pool.score(0))
+    task = asyncio.create_task(pool.score(0, "a group"))
     await settle()
     await pool.close()
     with pytest.raises(RewardError, match="was closed"):
@@ -281,7 +282,7 @@ async def test_services_are_asked_in_the_order_of_gates_and_their_outcomes_merge
         pool_over(config, [worker], hosts=FakeHosts(no_worker, booked=1), restarts=AT_ONCE) for worker in (rules, judge)
     )
     pool = RewardPool(config, {"reward": service(one), "judge": service(other)}, LossCounter())
-    first, second = await pool.score(0)
+    first, second = await pool.score(0, "a group")
     assert first == Reward(1.25, {"accuracy": 1.0, "style": 0.5})
     assert second == Reward(0.0, {"accuracy": 0.0}, {"style": "not run: accuracy is below 1"})
     assert judge.earlier == [[{"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}]]

@@ -25,7 +25,7 @@ from rewards.isolated import IsolatedProcess
 from rewards.recipes import ComponentError, RecipeBook
 from rewards.scoring import Scoring
 from rewards.tools import Tools
-from rewards.worker import GroupOutcomes, RewardWorker
+from rewards.worker import GroupOutcomes, Question, RewardWorker
 
 PLUGIN = '''
 import os, signal, time
@@ -86,7 +86,7 @@ class OneWorker:
         self._book = book
 
     def score(self, *groups: TrajectoryGroup) -> list[Scores]:
-        return [self._scores(outcomes) for outcomes in self.worker.score(groups, [None] * len(groups))]
+        return [self._scores(outcomes) for outcomes in self.worker.score([Question(group) for group in groups])]
 
     def _scores(self, said: GroupOutcomes) -> Scores:
         rewards: list[Reward | None] = []

@@ -270,11 +270,11 @@ async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled
     class LosingRewards(FakeRewards):
         num_lost = 0
 
-        async def score(self, group: TrajectoryGroup) -> list[Reward | None]:
+        async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
             if group.group_id == "0/1/s1" and self.num_lost < 2:
                 self.num_lost += 1
                 raise LostObjectError("groups to score cannot be had: the node that held it is gone")
-            return await super().score(group)
+            return await super().score(group, group_id)
 
     bench = Bench(FakeRollouts(), LosingRewards())
     assert await bench.step() == ["0/0/s0", "0/1/s1"]

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from cluster.roles import SamplingSettings
+from cluster.roles import EngineLoad, SamplingSettings
 from cluster.trajectory import GroupSummary, Prompt
 
 _EPSILON_S = 1e-6  # what sums of seconds may be off by
@@ -55,7 +55,8 @@ class SimulatedEngine:
     When a response starts and ends is known when its group arrives; a group needs one timer.
     """
 
-    def __init__(self, lengths: Lengths, *, num_slots: int, tokens_per_s: float) -> None:
+    def __init__(self, lengths: Lengths, *, num_slots: int, tokens_per_s: float, name: str = "simulated") -> None:
+        self.name = name
         self.num_in_flight = 0  # groups
         self._lengths = lengths
         self._tokens_per_s = tokens_per_s
@@ -94,6 +95,13 @@ class SimulatedEngine:
         for span in spans:
             tokens.update(self._tokens_by_version(span))
         return prompt.prompt_id, summary(prompt, tokens, num_trajectories=len(spans))
+
+    async def load(self) -> EngineLoad:
+        """What runs and what waits for a slot; slots are all that it can run out of."""
+        now = self.clock_s
+        num_running = sum(span.start_s <= now < span.end_s for span in self._spans)
+        num_waiting = sum(span.start_s > now for span in self._spans)
+        return EngineLoad(self.name, 0.0, num_running, num_waiting, num_preemptions=0)
 
     def busy_s(self, start_s: float, end_s: float) -> float:
         """Slot-seconds of decoding between two moments of its clock."""

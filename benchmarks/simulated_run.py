@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from benchmarks.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
 from benchmarks.virtual_time import run_virtually
+from cluster.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.controller import Controller
 from cluster.replay_buffer import ReplayBuffer
-from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from cluster.roles import EngineLoad, ReplayStats, SamplingSettings, UpdateReport
 from cluster.rollout_stream import AdmissionFilter, RolloutStream
 from cluster.staleness import StalenessGate, StepOrder
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
@@ -70,17 +71,36 @@ class Outcome:
     dropped_tokens: float | None  # mean, of a dropped response
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """The number of groups under way follows the engines' load."""
+
+    policy: AimdPolicy
+    start: int
+    interval_s: float
+    on_limit: Callable[[int, Sequence[EngineLoad]], None]
+
+
 def simulate(
-    workload: Workload, *, max_staleness: int, max_concurrent: int, order: type[StepOrder] = StepOrder
+    workload: Workload,
+    *,
+    max_staleness: int,
+    max_concurrent: int,
+    order: type[StepOrder] = StepOrder,
+    adaptive: Adaptive | None = None,
 ) -> Outcome:
-    """Run the workload once, from version 0 to its end."""
-    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order))
+    """Run the workload once, from version 0 to its end; `adaptive` moves the limit within `max_concurrent`."""
+    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order, adaptive))
 
 
-async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder]) -> Outcome:
+async def _simulate(
+    workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder], adaptive: Adaptive | None
+) -> Outcome:
     engines = [
-        SimulatedEngine(workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s)
-        for _ in range(workload.num_engines)
+        SimulatedEngine(
+            workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s, name=str(index)
+        )
+        for index in range(workload.num_engines)
     ]
     learner = _Learner(workload.update_s)
     observer = _Observer(engines)
@@ -98,7 +118,7 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int,
         groups_per_step=workload.prompts_per_step,
         checkpoints=_Nothing(),
         weights=_Push(workload.push_s, engines, stream.advance),
-        supervisor=_Nothing(),
+        supervisor=_Adapting(adaptive, engines, gate) if adaptive else _Nothing(),
         rollouts=stream,
         replay=replay,
         reference=_Reference(workload.reference_s),
@@ -281,6 +301,19 @@ class _Observer:
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
         """The learner keeps the groups."""
+
+
+class _Adapting:
+    """The supervisor of a run in which nobody fails."""
+
+    def __init__(self, adaptive: Adaptive, engines: Sequence[SimulatedEngine], gate: StalenessGate) -> None:
+        limit = AimdLimit(adaptive.policy, start=adaptive.start)
+        self._concurrency = AdaptiveConcurrency(
+            lambda: engines, gate, limit, interval_s=adaptive.interval_s, on_limit=adaptive.on_limit
+        )
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        return self._concurrency.tended()
 
 
 class _Nothing:

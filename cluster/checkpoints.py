@@ -160,6 +160,8 @@ class Checkpoints:
         reached = await self._recovery.recover(version)
         if reached > version:
             await self.maybe_save(reached)  # the part that was killed may not have come to it
+        elif reached == self._schedule.total_steps:
+            await self._finish()  # nor to this, which leaves no word of how far it came
         return reached
 
     @asynccontextmanager

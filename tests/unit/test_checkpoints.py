@@ -146,6 +146,20 @@ async def test_the_run_is_finished_once_after_its_last_checkpoint(tmp_path: Path
     assert setup.num_finished == 1
 
 
+async def test_a_run_that_was_killed_while_it_exported_its_policy_exports_it_when_it_goes_on(tmp_path: Path) -> None:
+    class DiesThere(Setup):
+        async def _finish(self) -> None:
+            raise Killed
+
+    first = DiesThere(tmp_path)
+    first.learner.version = 9
+    with pytest.raises(Killed):
+        await first.checkpoints.maybe_save(9)
+    again = Setup(tmp_path)
+    assert await again.checkpoints.resume() == 9
+    assert again.num_finished == 1 and again.names() == ["step-000009"]
+
+
 async def test_a_run_goes_on_from_where_its_journal_leads_and_saves_what_the_killed_part_did_not_come_to(
     tmp_path: Path,
 ) -> None:

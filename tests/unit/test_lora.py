@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import random_groups, tiny_config
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.numpy import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
@@ -179,3 +180,24 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resumed_learner_goes_on_bit_fo
         assert torch.equal(a, b), name
     kept = FileSystemReader(tmp_path / "state").read_metadata().state_dict_metadata
     assert all(".lora_" in name for name in kept if name.startswith(("model.", "optimizer.state."))), "no frozen weight"
+
+
+def test_the_reference_of_a_run_without_a_warm_start_is_the_policy_with_its_adapters_switched_off(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(folder, *LORA)
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 3)
+    connected(config).export(tmp_path / "reference")  # as the run makes its version 0
+    scorer, learner = ReferenceScorer(config, (250,)), trained(folder)
+    scorer.load(tmp_path / "reference")
+    reference = scorer.score(groups)
+    scorer._policy = learner._policy.eval()
+    policy = scorer.score(groups)
+    for module in learner._policy.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
+    without = scorer.score(groups)
+    for of_reference, of_policy, of_base in zip(reference, policy, without, strict=True):
+        for expected, adapted, found in zip(of_reference, of_policy, of_base, strict=True):
+            np.testing.assert_array_equal(found, expected)
+            assert np.abs(adapted - expected).max() > 1e-4, "the adapters have learned something"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.errors import RewardError
+from cluster.mending import sample_and_score
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.supervision import background_tasks
 from cluster.trajectory import Prompt, Reward
@@ -132,8 +133,9 @@ class Evaluator:
 
     async def _score(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
         async with slots:
-            group, summary = await self._rollouts.generate(prompt, self._settings)
-            rewards = await self._rewards.score(group, prompt.prompt_id)
+            _, summary, rewards = await sample_and_score(
+                self._rollouts, self._rewards, prompt, self._settings, on_lost=lambda kind: None
+            )
         return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
 
     def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:

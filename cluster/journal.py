@@ -153,6 +153,14 @@ class Journal:
             ledger.add(segment, is_ours=self._is_ours(segment))
         return ledger.beyond(version)
 
+    def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
+        """Those of the groups that are on disk, with the reference log-probs that they were trained with, if they were."""
+        ledger = _Ledger()
+        for number in segment_numbers(self.folder):
+            segment = read_segment(self.folder, number)
+            ledger.add(segment, is_ours=self._is_ours(segment))
+        return ledger.read(set(group_ids))
+
     def append(self, records: Sequence[Record]) -> None:
         """Write records in order and wait until they are on disk. A group that is held already is not written again.
 
@@ -254,6 +262,14 @@ class _Ledger:
             rejected=tuple(self.rejected),
             num_torn=self.num_torn,
         )
+
+    def read(self, group_ids: set[str]) -> dict[str, RecordedGroup]:
+        found = {group_id: from_batch(rows) for group_id, rows in self.finished.items() if group_id in group_ids}
+        for version, record in self.steps.items():
+            if group_ids.intersection(_ids(record)) and self._is_whole(record):
+                step = self._step(version).read()
+                found.update({group.group.group_id: group for group in step if group.group.group_id in group_ids})
+        return found
 
     def _apply(self, record: Record) -> None:
         match record.kind:

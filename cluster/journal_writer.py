@@ -13,6 +13,7 @@ from cluster.journal import Journal
 from cluster.journal_segments import Record
 from cluster.objects import fetch
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
+from cluster.trajectory_records import RecordedGroup
 
 
 class GroupJournal(Protocol):
@@ -30,6 +31,10 @@ class GroupJournal(Protocol):
         """A checkpoint holds `version`."""
         ...
 
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        """Those of the groups that were written down."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -45,6 +50,9 @@ class NoJournal:
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
     async def forget(self, version: int) -> None: ...
+
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        return {}
 
     async def close(self) -> None: ...
 
@@ -80,6 +88,9 @@ class JournalWriter:
 
     async def forget(self, version: int) -> None:
         await asyncio.wrap_future(self._thread().submit(self._journal.forget, version))
+
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        return await asyncio.wrap_future(self._thread().submit(self._journal.read, group_ids))
 
     async def close(self) -> None:
         await asyncio.wrap_future(self._thread().submit(self._journal.close))

@@ -88,25 +88,32 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
     return bookings
 
 
-def book_one_more(bundle: Mapping[str, float], *, name: str, timeout_s: float) -> tuple[Booking, NodeResources]:
-    """Reserve one worker's resources wherever they are free; returns the place, and all that its node has.
+def book_more(
+    bundles: Sequence[Mapping[str, float]], *, name: str, timeout_s: float
+) -> list[tuple[Booking, NodeResources]]:
+    """Reserve the resources of workers that belong together wherever they are free, on as few nodes as possible; returns
+    the place of each, and all that its node has.
 
-    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan it is pinned to no node: others may book at the same time.
+    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book at the same time.
 
     Raises:
-        PlacementError: it was still pending after `timeout_s`; nothing stays reserved.
+        PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
     """
-    group = placement_group([dict(bundle)], strategy="PACK", name=_group_name(name))
-    booking = Booking(group, 0)
+    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK", name=_group_name(name))
+    bookings = [Booking(group, index) for index in range(len(bundles))]
     if not group.wait(math.ceil(timeout_s)):
-        remove_placement_groups({name: booking})
+        remove_placement_groups({name: bookings[0]})
         raise PlacementError(
-            f"waited {timeout_s:g} s for the cluster to reserve {name} ({dict(bundle)}): something else took what "
-            "was free a moment ago. Look for other runs with `ray status`, and ask again"
+            f"waited {timeout_s:g} s for the cluster to reserve {name} ({len(bundles)} x {dict(bundles[0])}): something "
+            "else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
         )
-    node_id = placement_group_table(group)["bundles_to_node_id"][0]
-    (has,) = [node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id]
-    return booking, NodeResources(node_id, num_cpus=has.get("CPU", 0.0), num_gpus=has.get("GPU", 0.0))
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    has = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+    return [(booking, _all_of(nodes[booking.bundle_index], has)) for booking in bookings]
+
+
+def _all_of(node_id: str, has: Mapping[str, Mapping[str, float]]) -> NodeResources:
+    return NodeResources(node_id, num_cpus=has[node_id].get("CPU", 0.0), num_gpus=has[node_id].get("GPU", 0.0))
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:

@@ -90,6 +90,8 @@ async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: 
         raise DeadlineError(f"waited {patience.timeout_s:g} s for {what}") from error
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
+    except ObjectLostError as error:
+        raise WorkerDiedError(f"its actor's node is gone, and with it the answer while waiting for {what}: {error}") from error
 
 
 def beside(method: Any) -> Any:

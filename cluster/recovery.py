@@ -17,7 +17,7 @@ from typing import Protocol
 
 from cluster.concurrency import run_all
 from cluster.controller import RunMetrics
-from cluster.errors import JournalError, SkippedSample
+from cluster.errors import JournalError, LostObjectError, SkippedSample
 from cluster.journal import FinishedGroup, Journal, Recovered, TrainedStep
 from cluster.live_groups import LiveGroups
 from cluster.roles import Learner, ReplayStats, UpdateReport
@@ -67,11 +67,25 @@ class JournalledLearner:
         self._version = version
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Raises: LostObjectError: the learner could not get at the groups, and has learned nothing from them."""
         version = self._version + 1
-        report, _ = await run_all(self._learner.update(groups), self._replay.commit(version, groups))
+        report, uncommitted = await run_all(self._learner.update(groups), self._commit(version, groups))
         assert report.version == version, f"the learner made version {report.version} instead of {version}"
+        if uncommitted is not None and (again := await self._commit(version, groups)) is not None:
+            raise JournalError(
+                f"version {version} was made from groups that the journal could not get at: {again}; "
+                "go on with resume=auto, which makes it anew"
+            ) from again
         self._version = version
         return report
+
+    async def _commit(self, version: int, groups: Sequence[ScoredGroup]) -> LostObjectError | None:
+        """What the journal missed; the learner may still have had it."""
+        try:
+            await self._replay.commit(version, groups)
+        except LostObjectError as error:
+            return error
+        return None
 
 
 class JournalRecovery:

@@ -13,12 +13,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from cluster.errors import LostObjectError
 from cluster.journal_writer import GroupJournal, NoJournal
 from cluster.replay_ledger import Holdings
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
+from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -151,9 +153,11 @@ class ReplayBuffer:
 
         Raises:
             JournalError: this, or one of the groups before it, could not be written.
+            LostObjectError: one of them went with its node before that.
         """
         for group in groups:
             self._refuse_without_lease(group.summary.group_id)
+            self._write_again_if_lost(group.summary.group_id)
         await asyncio.gather(*(self._journalled[group.summary.group_id] for group in groups))
         await self._journal.trained(version, groups)
 
@@ -184,6 +188,22 @@ class ReplayBuffer:
         """A checkpoint holds `version`: the journal need not."""
         await self._journal.forget(version)
 
+    async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        """What the journal has of these groups, whatever became of them since, once it has done what it can."""
+        under_way = [self._journalled[group_id] for group_id in group_ids if group_id in self._journalled]
+        await asyncio.gather(*under_way, return_exceptions=True)
+        return await self._journal.read(group_ids)
+
+    async def exchange(self, group: ScoredGroup) -> None:
+        """Hold this group from now on, instead of the one of its id that is lost."""
+        group_id = group.summary.group_id
+        for entries in (self._reserved, self._ready, self._leased):
+            if group_id in entries:
+                lost = entries[group_id]
+                entries[group_id] = replace(lost, group=group)
+                self._num_bytes += group.summary.num_bytes - lost.group.summary.num_bytes
+                self._write_down(group)
+
     async def stats(self) -> ReplayStats:
         entries = [*self._reserved.values(), *self._ready.values(), *self._leased.values()]
         now = self._clock()
@@ -213,6 +233,12 @@ class ReplayBuffer:
     def _write_down(self, group: ScoredGroup) -> None:
         """In the background; the journal does not write a group again that it has."""
         self._journalled[group.summary.group_id] = asyncio.ensure_future(self._journal.finished(group))
+
+    def _write_again_if_lost(self, group_id: str) -> None:
+        """A group that could not be had for the journal may be there again: whoever trains it has fetched it."""
+        written = self._journalled[group_id]
+        if written.done() and isinstance(written.exception(), LostObjectError):
+            self._write_down(self._leased[group_id].group)
 
     def _has_room_for(self, group: ScoredGroup) -> bool:
         return len(self._ready) < self._min_ready or self._num_bytes + group.summary.num_bytes <= self._max_bytes

@@ -10,6 +10,7 @@ from cluster.ray_group import answer, kill, stop
 from cluster.replay_ledger import Holdings
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
+from cluster.trajectory_records import RecordedGroup
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ class ReplayClient:
 
     async def forget(self, version: int) -> None:
         await self._call(self._handle.forget.remote(version), f"forget what led to version {version}")
+
+    async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        return await self._call(self._handle.recall.remote(list(group_ids)), f"look {len(group_ids)} groups up")
+
+    async def exchange(self, group: ScoredGroup) -> None:
+        await self._call(self._handle.exchange.remote(group), f"exchange lost group {group.summary.group_id}")
 
     async def stats(self) -> ReplayStats:
         return await self._call(self._handle.stats.remote(), "give its statistics")

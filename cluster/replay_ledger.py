@@ -71,6 +71,14 @@ class ReplayLedger:
     def abort(self, group_ids: Sequence[str]) -> None:
         self._ready = {**{group_id: self._leased.pop(group_id) for group_id in group_ids}, **self._ready}
 
+    def exchange(self, group: ScoredGroup) -> None:
+        """The group of this id was lost, and this is another one of its prompt."""
+        group_id = group.summary.group_id
+        for holder in (self._reserved, self._ready, self._leased):
+            if group_id in holder:
+                self.num_bytes += group.summary.num_bytes - holder[group_id].summary.num_bytes
+                holder[group_id] = group
+
     def holdings(self) -> Holdings:
         return Holdings(
             reserved=tuple(self._reserved.values()),

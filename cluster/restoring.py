@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cluster.errors import CheckpointError, DeadlineError, WeightSyncError
+from cluster.errors import CheckpointError, DeadlineError, LostObjectError, WeightSyncError
 from cluster.restarts import RestartBudget
 from cluster.restoration import BeyondRestoring, Restoration
 from cluster.roles import UpdateReport
@@ -27,6 +27,7 @@ from cluster.weight_sync.transport import Rendezvous
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Recall = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
 class Ranks(Protocol):
@@ -91,6 +92,7 @@ class RestoringLearner:
         self._generation = 0  # of ranks
         self._saved_by = 0  # the generation that has the last copy
         self._opened: set[int] = set()  # transfer epochs of the ranks that are there now
+        self._recall: Recall | None = None
         self.num_steps_taken_again = 0
 
     def lose(self, error: Exception) -> None:
@@ -164,6 +166,10 @@ class RestoringLearner:
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
         return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
+    def recall_with(self, recall: Recall) -> None:
+        """What makes the groups of a trained step anew that went with their node; without it their loss ends the run."""
+        self._recall = recall
+
     async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._restoration.outliving(call)
 
@@ -183,8 +189,19 @@ class RestoringLearner:
         loaded = await self._ranks.load(folder)
         if loaded != version:
             raise CheckpointError(f"{folder} holds version {loaded} instead of {version}")
-        for made, groups in self._trained:
+        for n, (made, groups) in enumerate(self._trained):
             if made > version:
-                await self._ranks.update(groups)
+                self._trained[n] = (made, await self._take_again(groups))
                 self.num_steps_taken_again += 1
         _logger.info("the learner is back at version %d, from the checkpoint of %d", self._ranks.version, version)
+
+    async def _take_again(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
+        """The groups with which the step was taken."""
+        try:
+            await self._ranks.update(groups)
+        except LostObjectError:
+            if self._recall is None:
+                raise
+            groups = await self._recall(groups)
+            await self._ranks.update(groups)
+        return groups

@@ -20,6 +20,7 @@ from cluster.restarts import RestartBudget
 from cluster.restoration import Restoration
 from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
+from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +58,10 @@ class Buffer(Protocol):
 
     async def forget(self, version: int) -> None: ...
 
+    async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]: ...
+
+    async def exchange(self, group: ScoredGroup) -> None: ...
+
     async def is_alive(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -67,7 +72,7 @@ class Buffer(Protocol):
 
 
 class RestoringReplay:
-    """Implements `cluster.roles.Replay` and `cluster.recovery.JournalledReplay`.
+    """Implements `cluster.roles.Replay`, `cluster.recovery.JournalledReplay` and `cluster.mending.Keeper`.
 
     The ledger knows of everything that the buffer holds, so where it sees room for a finished group there is room: the
     buffer then hears of the group a moment later, together with others, or by the `put` of its step. Nobody waits for
@@ -150,6 +155,15 @@ class RestoringReplay:
 
     async def forget(self, version: int) -> None:
         await self._restoration.outliving(lambda: self._buffer.forget(version))
+
+    async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        """What the journal has of these groups."""
+        return await self._restoration.outliving(lambda: self._buffer.recall(group_ids))
+
+    async def exchange(self, group: ScoredGroup) -> None:
+        """Hold this group, which was taken already, instead of the lost one of its id."""
+        self._ledger.exchange(group)
+        await self._restoration.outliving(lambda: self._buffer.exchange(group))
 
     async def stats(self) -> ReplayStats:
         """Of the process that plays the buffer now; rejected groups are those of the whole run."""

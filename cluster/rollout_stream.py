@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, DependencyError, LostObjectError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
 from cluster.leases import LeaseTable
+from cluster.mending import sample_and_score
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.seeds import derived_seed
@@ -26,7 +27,6 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
-MAX_NODES_LOST = 8  # over one prompt, one after the other
 MAX_AHEAD = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -43,6 +43,10 @@ class PromptSource(Prompts, Protocol):
 
     def id_at(self, index: int) -> str:
         """The id at a place of the sequence."""
+        ...
+
+    def prompt_at(self, index: int) -> Prompt:
+        """The prompt at a place of the sequence, from any thread."""
         ...
 
 
@@ -232,9 +236,12 @@ class RolloutStream:
             del self._pending[first]  # the source skips rows that are unusable
         return None
 
+    async def sample_again(self, prompt_id: str) -> ScoredGroup:
+        """Another group of a prompt whose accepted group was lost; it is trained in that one's place, as it comes."""
+        return await self._scored(await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id)))
+
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
-        settings = replace(self._settings, seed=derived_seed(self._settings.seed, prompt.prompt_id))
-        group = await self._scored(prompt, settings)
+        group = await self._scored(prompt)
         reason = self._reason_to_reject(group)
         if reason is None:
             await self._accept(group, admission)
@@ -242,26 +249,17 @@ class RolloutStream:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
 
-    async def _scored(self, prompt: Prompt, settings: SamplingSettings) -> ScoredGroup:
-        """A group whose node is lost before it was scored is sampled again, on whichever nodes are left."""
-        for _ in range(MAX_NODES_LOST):
-            reference, summary = await self._rollouts.generate(prompt, settings)
-            try:
-                rewards = tuple(await self._rewards.score(reference, prompt.prompt_id))
-            except LostObjectError as error:
-                _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
-                self._on_lost(type(error).__name__)
-                continue
-            if len(rewards) != summary.num_trajectories:
-                raise RewardError(
-                    f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
-                    "rewards: a reward pool gives one a trajectory, None where it cannot"
-                )
-            return ScoredGroup(summary, reference, rewards)
-        raise RolloutError(
-            f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node "
-            "before it was scored: see which nodes come and go, then go on with resume=auto"
+    async def _scored(self, prompt: Prompt) -> ScoredGroup:
+        settings = replace(self._settings, seed=derived_seed(self._settings.seed, prompt.prompt_id))
+        reference, summary, rewards = await sample_and_score(
+            self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )
+        if len(rewards) != summary.num_trajectories:
+            raise RewardError(
+                f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
+                "rewards: a reward pool gives one a trajectory, None where it cannot"
+            )
+        return ScoredGroup(summary, reference, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ray
+
 from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.reference_pool import NullReference, ReferencePool
@@ -15,6 +17,8 @@ from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
 from cluster.fleet import RolloutFleet
 from cluster.leases import LeaseTable
+from cluster.live_groups import LiveGroups
+from cluster.mending import GroupMender, MendingLearner, MendingReference
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
@@ -135,7 +139,10 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, source, inference, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
+    mender = _mender(config, source, stream, training, metrics)
+    reference = MendingReference(training.reference, mender)
     records = build_records(config, training.learner, source, stream, training.replay, metrics)
+    learner = shared.learner(records.learner, before=evaluator.finish)
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=records.durable,
@@ -160,8 +167,9 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         ),
         rollouts=stream,
         replay=training.replay,
-        reference=training.reference,
-        learner=shared.learner(records.learner, before=evaluator.finish),
+        reference=reference,
+        # While the learner has devices that it shares, nothing can be sampled again: there the loss ends the run.
+        learner=learner if config.resources.colocated else MendingLearner(learner, reference, mender),
         evaluator=evaluator,
         metrics=metrics,
     )
@@ -184,9 +192,12 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
 
 
 def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
-    """The handles of all learner ranks, which build themselves in the background."""
+    """The handles of all learner ranks, which build themselves in the background.
+
+    Where the node of one is gone it blocks until all of them have another place, or raises PlacementError.
+    """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = spawner.workers("learner")
+    ranks = spawner.book_together("learner")
     return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
@@ -256,6 +267,20 @@ def _stream(
         on_rejected=partial(_count_rejected, metrics),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
+
+
+def _mender(
+    config: RunConfig, source: PromptSource, stream: RolloutStream, training: Training, metrics: Metrics
+) -> GroupMender:
+    mender = GroupMender(
+        training.replay,
+        LiveGroups(source, ray.put),
+        stream.sample_again,
+        timeout_s=config.timeouts.object_s,
+        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+    )
+    training.learner.recall_with(mender.recall)
+    return mender
 
 
 def build_evaluator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from cluster.network import LOOPBACK
 from cluster.placement import PlacedWorker, PlacementPlan, check_room, place_at
 from cluster.placement_groups import (
     Booking,
-    book_one_more,
+    book_more,
     bundle_of,
     cluster_nodes,
     remove_placement_groups,
@@ -68,7 +68,6 @@ class Spawner:
             **kwargs,
         )
 
-
     def start_named(self, role_class: type, name: str) -> Any:
         """The handle of an actor that others find by name; it takes no resources of the plan."""
         return spawn_named(role_class, name=name, env=self._env)
@@ -94,21 +93,20 @@ class Spawner:
         Raises:
             PlacementError: what it needs was not free within a deadline.
         """
-        name, resources = f"{role}/{index}", self._config.resources
         with self._lock:
-            self._give_up_if_gone(name)
-            if name in self._placed:
-                return self._placed[name]
-            run_name = f"{self._config.name}/{name}"
-            booking, node = book_one_more(bundle_of(resources.roles[role]), name=run_name, timeout_s=BOOKING_S)
-            seat = sum(w.role == role and w.node_id == node.node_id for w in self._placed.values())
-            try:
-                self._placed[name] = place_at(resources, role, index, node, seat)
-            except PlacementError:
-                remove_placement_groups({name: booking})
-                raise
-            self._bookings[name] = booking
-            return self._placed[name]
+            self._give_up_if_gone([f"{role}/{index}"])
+            return self._book(role, [index])[0]
+
+    def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
+        """The places of the plan's workers of a role that share one booking; if the node of one is gone, all get others.
+
+        Raises:
+            PlacementError: what they need was not free within a deadline.
+        """
+        planned = self.plan.of_role(role)
+        with self._lock:
+            self._give_up_if_gone([worker.name for worker in planned])
+            return self._book(role, [worker.index for worker in planned])
 
     def release(self, role: str, index: int) -> None:
         """Give the place of one worker back; what still runs there is ended."""
@@ -118,12 +116,34 @@ class Spawner:
                 del self._placed[name]
                 remove_placement_groups({name: self._bookings.pop(name)})
 
-    def _give_up_if_gone(self, name: str) -> None:
-        placed = self._placed.get(name)
-        if placed is not None and placed.node_id not in {node.node_id for node in cluster_nodes()}:
-            _logger.warning("%s was on node %s, which is gone, and gets another place", name, placed.node_id)
-            del self._placed[name]
-            remove_placement_groups({name: self._bookings.pop(name)})
+    def _book(self, role: str, indices: Sequence[int]) -> tuple[PlacedWorker, ...]:
+        """The places of these workers, which are reserved together if they are not yet."""
+        names, resources = [f"{role}/{index}" for index in indices], self._config.resources
+        if not all(name in self._placed for name in names):
+            run_name, bundle = f"{self._config.name}/{names[0]}", bundle_of(resources.roles[role])
+            booked = book_more([bundle] * len(names), name=run_name, timeout_s=BOOKING_S)
+            bookings = {name: booking for name, (booking, _) in zip(names, booked, strict=True)}
+            try:
+                for index, name, (_, node) in zip(indices, names, booked, strict=True):
+                    seat = sum(w.role == role and w.node_id == node.node_id for w in self._placed.values())
+                    self._placed[name] = place_at(resources, role, index, node, seat)
+            except PlacementError:
+                self._give_up(bookings)
+                raise
+            self._bookings.update(bookings)
+        return tuple(self._placed[name] for name in names)
+
+    def _give_up_if_gone(self, names: Sequence[str]) -> None:
+        alive = {node.node_id for node in cluster_nodes()}
+        gone = {self._placed[name].node_id for name in names if name in self._placed} - alive
+        if gone:
+            _logger.warning("%s get another place: node %s is gone", ", ".join(names), ", ".join(sorted(gone)))
+            self._give_up({name: self._bookings.pop(name) for name in names})
+
+    def _give_up(self, bookings: Mapping[str, Booking]) -> None:
+        for name in bookings:
+            self._placed.pop(name, None)
+        remove_placement_groups(bookings)
 
     def close(self) -> None:
         """Give every place back."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from cluster.concurrency import outcomes
+from cluster.errors import LostObjectError, PlacementError, WorkerDiedError
 from cluster.ray_group import answer, beside, kill, stop
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
@@ -25,7 +27,9 @@ class LearnerGroup:
     """
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig) -> None:
-        """`spawn()` starts the process of every rank and returns the handles."""
+        """`spawn()` starts the process of every rank and returns the handles; another time it may have to look for a
+        place first, and block.
+        """
         self._spawn = spawn
         self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
@@ -44,17 +48,32 @@ class LearnerGroup:
         await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
 
     async def respawn(self) -> None:
-        """End every rank at once, whatever it does, and start all of them anew, on version 0."""
+        """End every rank at once, whatever it does, and start all of them anew, on version 0.
+
+        Raises:
+            WorkerDiedError: there is no place for them now.
+        """
         for worker in self._workers:
             kill(worker)
-        self._workers = self._spawn()
+        try:
+            self._workers = await asyncio.to_thread(self._spawn)
+        except PlacementError as error:
+            raise WorkerDiedError(f"the learner has no place: {error}") from error
         self.version = 0
         await self.start()
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """One step; the version after it is the one before it plus 1."""
+        """One step; the version after it is the one before it plus 1.
+
+        Raises:
+            LostObjectError: no rank could get at the groups, and each is as it was before.
+        """
         calls = [w.update.remote(groups, self.version + 1) for w in self._workers]
-        report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {self.version + 1}")
+        try:
+            report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {self.version + 1}")
+        except LostObjectError as error:
+            await self._refuse_if_apart(calls, error)
+            raise
         self.version = report.version
         return report
 
@@ -131,6 +150,17 @@ class LearnerGroup:
         await asyncio.gather(
             *(stop(w, timeout_s=self._timeouts.stop_s, what=f"learner/{n}") for n, w in enumerate(self._workers))
         )
+
+    async def _refuse_if_apart(self, calls: Sequence[Any], lost: LostObjectError) -> None:
+        """A rank that has got at the groups waits for the others in the middle of its update.
+
+        Raises:
+            WorkerDiedError: there is one; the ranks can only be started anew.
+        """
+        timeout_s = self._timeouts.object_s
+        waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))
+        if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):
+            raise WorkerDiedError(f"some learner ranks began an update that others could not: {lost}") from lost
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
         answers = await asyncio.gather(

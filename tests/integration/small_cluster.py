@@ -31,6 +31,7 @@ from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
+from cluster.mending import GroupMender, MendingLearner, MendingReference
 from cluster.ray_group import BESIDE, HEALTH, _hosted, answer, stop
 from cluster.recovery import JournalledLearner, JournalRecovery
 from cluster.replay_client import ReplayClient, ReplayDeadlines
@@ -215,6 +216,8 @@ class SmallRun:
     def _controller(self) -> Controller:
         stream = self._stream()
         checkpoints, learner = self._records(stream)
+        mender = self._mender(stream)
+        reference = MendingReference(self.reference, mender)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
         watched += [watched_pool("reward", self.rewards.check, _nothing)]
@@ -227,8 +230,8 @@ class SmallRun:
             supervisor=Supervisor(watched, [self.fleet], interval_s=0.5, deadline_s=SIGN_S),
             rollouts=stream,
             replay=self.replay,
-            reference=self.reference,
-            learner=learner,
+            reference=reference,
+            learner=MendingLearner(learner, reference, mender),
             evaluator=Visitor(self._on_version),
             metrics=self._metrics,
         )
@@ -250,6 +253,12 @@ class SmallRun:
             settings=SamplingSettings(2, 1.0, 3, 7),
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100),
         )
+
+    def _mender(self, stream: RolloutStream) -> GroupMender:
+        groups, on_lost = LiveGroups(self.prompts, ray.put), lambda kind: self._lost(f"group_{kind}")
+        mender = GroupMender(self.replay, groups, stream.sample_again, timeout_s=OBJECT_S, on_lost=on_lost)
+        self._learner.recall_with(mender.recall)
+        return mender
 
     def _records(self, stream: RolloutStream) -> tuple[Checkpoints, JournalledLearner]:
         journalled = JournalledLearner(self._learner, self.replay)

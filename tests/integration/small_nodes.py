@@ -1,4 +1,6 @@
-"""A small run on a cluster of three nodes, two of which are killed: `python tests/integration/small_nodes.py FOLDER`.
+"""A small run on a cluster of three nodes, two of which are killed, each at a moment:
+
+    python tests/integration/small_nodes.py FOLDER MOMENT MOMENT
 
 Answers are so large that each lives on the node that sampled it. It leaves `result.json` in its folder.
 """
@@ -12,6 +14,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +28,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 from sabotage import Saboteur  # noqa: E402
 from small_cluster import Shape, SmallRun  # noqa: E402
+from small_roles import SmallLearner  # noqa: E402
 from small_workers import SmallReward  # noqa: E402
 
-from cluster.placement import plan_placement  # noqa: E402
+from cluster.placement import PlacedWorker, PlacementPlan, plan_placement  # noqa: E402
 from cluster.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
 from cluster.ray_group import answer  # noqa: E402
 from configs.load import load_config  # noqa: E402
@@ -36,15 +40,17 @@ from deploy.scaling import RoleHosts  # noqa: E402
 from deploy.session import Session  # noqa: E402
 from deploy.spawner import Spawner  # noqa: E402
 
-FAULTS = {3: ("scoring", "node/1"), 7: ("in_broadcast", "node/2")}  # version -> moment, whose raylet is killed
-THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; everybody else on the head
+VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is killed
+THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; others on the head
+PLANNED = {"reward": 1, "learner": 2}  # role -> node of those that the run's own spawner places
 ALL = (*THERE, "reward/1", "replay/0", "learner/0", "learner/1")
 NUM_STEPS = 11
 ANSWER_BYTES = 200_000  # Ray keeps smaller objects with their owner, the driver
 STORE_BYTES = 80 * 2**20
+PATH = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def main(folder: Path, ray_folder: str) -> None:
+def main(folder: Path, moments: Sequence[str], ray_folder: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=_node(ray_folder) | {"include_dashboard": False})
     nodes = [cluster.head_node, cluster.add_node(**_node(None)), cluster.add_node(**_node(None))]
     ray.init(address=cluster.address, namespace="nodes", log_to_driver=False)
@@ -52,32 +58,35 @@ def main(folder: Path, ray_folder: str) -> None:
     for index, node in enumerate(nodes):
         (folder / f"pid-node-{index}").write_text(str(node.all_processes["raylet"][0].process.pid))
     try:
-        found = asyncio.run(_lose_nodes(folder, saboteur, [node.node_id for node in nodes]))
+        faults = dict(zip(VICTIMS, moments, strict=True))
+        found = asyncio.run(_lose_nodes(folder, saboteur, faults, [node.node_id for node in nodes]))
         (folder / "result.json").write_text(json.dumps(found))
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
-async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dict[str, Any]:
+async def _lose_nodes(
+    folder: Path, saboteur: Saboteur, faults: Mapping[int, str], nodes: list[str]
+) -> dict[str, Any]:
     homes: dict[str, int] = {}
 
     async def plan(version: int) -> None:
         if not homes:
             raylets = [saboteur.process_id(f"node/{index}") for index in range(len(nodes))]
             homes.update({name: raylets.index(_parent_of(saboteur.process_id(name))) for name in ALL})
-        if version in FAULTS:
+        if version in faults:
             async with asyncio.timeout(240):
                 while not run.is_whole:
                     await asyncio.sleep(0.1)
-            moment, victim = FAULTS[version]
-            saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
+            saboteur.plan(faults[version], victim=VICTIMS[version], signal=signal.SIGKILL)
 
     shape = Shape(
         total_steps=NUM_STEPS, answer_bytes=ANSWER_BYTES, options_of=lambda name: _on(nodes[THERE.get(name, 0)])
     )
-    async with _Moving(folder, nodes[1]) as moving:
-        run = SmallRun(folder, shape, on_version=plan)
+    async with _Moving(folder, nodes) as moving:
+        run = _NodesRun(folder, shape, on_version=plan)
+        run.spawner = moving.spawner
         await run.go()
         return {
             "struck": saboteur.struck,
@@ -85,32 +94,47 @@ async def _lose_nodes(folder: Path, saboteur: Saboteur, nodes: list[str]) -> dic
             "losses": run.losses,
             "homes": homes,
             "moved": [moving.node, await moving.again()],
+            "ranks": [rank.node_id for rank in moving.spawner.book_together("learner")],
+            "groups": sum(group["state"] == "CREATED" for group in ray.util.placement_group_table().values()),
             "nodes": nodes,
         }
+
+
+class _NodesRun(SmallRun):
+    """Its learner ranks are placed by the run's own spawner."""
+
+    spawner: Spawner
+
+    def _spawn_ranks(self) -> list[Any]:
+        ranks = self.spawner.book_together("learner")
+        return [
+            self.spawner.start(SmallLearner, rank.name, self.folder, rank.index, len(ranks), worker=rank, env=PATH)
+            for rank in ranks
+        ]
 
 
 class _Moving:
     """A worker that the run's own spawner placed on a node; once that is gone it gets another place."""
 
-    def __init__(self, folder: Path, node: str) -> None:
-        self.node = node
+    def __init__(self, folder: Path, nodes: list[str]) -> None:
+        self.node = nodes[PLANNED["reward"]]
+        self._nodes = nodes
         self._folder = folder
         self._config = load_config([f"folder={folder}", "name=moving"])
 
     async def __aenter__(self) -> _Moving:
         self._mark = marking("moving")
         mark = self._mark.__enter__()
-        there = tuple(node for node in cluster_nodes() if node.node_id == self.node)
-        plan = plan_placement(self._config.resources, there, ("reward",))
+        plan = PlacementPlan(tuple(worker for role in PLANNED for worker in self._planned(role)))
         bookings = await asyncio.to_thread(create_placement_groups, plan, run_name="moving", timeout_s=60)
-        self._spawner = Spawner(self._config, Session(there, True, mark), plan, bookings)
-        self._hosts = RoleHosts(self._spawner, "reward", self._start, stop_s=1)
+        self.spawner = Spawner(self._config, Session(cluster_nodes(), True, mark), plan, bookings)
+        self._hosts = RoleHosts(self.spawner, "reward", self._start, stop_s=1)
         self._handle = await self._hosts.start(0)
         await self._ping()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await asyncio.to_thread(self._spawner.close)
+        await asyncio.to_thread(self.spawner.close)
         self._mark.__exit__(None, None, None)
 
     async def again(self) -> str:
@@ -118,11 +142,14 @@ class _Moving:
         await self._hosts.stop(0, self._handle)
         self._handle = await self._hosts.start(0)
         await self._ping()
-        return (await asyncio.to_thread(self._spawner.book, "reward", 0)).node_id
+        return (await asyncio.to_thread(self.spawner.book, "reward", 0)).node_id
+
+    def _planned(self, role: str) -> tuple[PlacedWorker, ...]:
+        there = tuple(node for node in cluster_nodes() if node.node_id == self._nodes[PLANNED[role]])
+        return plan_placement(self._config.resources, there, (role,)).workers
 
     def _start(self, worker: Any) -> Any:
-        env = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        return self._spawner.start(SmallReward, "moving", self._folder, worker=worker, env=env)
+        return self.spawner.start(SmallReward, "moving", self._folder, worker=worker, env=PATH)
 
     async def _ping(self) -> None:
         await answer(self._handle.ping.remote(), timeout_s=90, what="the moving worker to start")
@@ -150,6 +177,6 @@ if __name__ == "__main__":
     os.environ["RAY_TMPDIR"] = short
     (Path(short) / "ray").mkdir()  # where `Cluster` leaves its address
     try:
-        main(Path(sys.argv[1]), short)
+        main(Path(sys.argv[1]), sys.argv[2:], short)
     finally:
         shutil.rmtree(short, ignore_errors=True)

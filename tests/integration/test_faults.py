@@ -35,6 +35,7 @@ KILL, HANG, SLOW = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KINDS = (KILL, HANG, SLOW)
 GONE_S = 30.0
 BACK_S = 240.0
+LOST_WITH_NODES = {"rollout": 2, "reference": 1, "learner": 1}
 STEPS_PER_FAULT = 4  # one checkpoint interval and one more, so that every moment comes
 
 
@@ -161,20 +162,30 @@ def newest_version(folder: Path) -> int:
     return newest[0]
 
 
-@pytest.mark.matrix  # a group that is lost between its score and its copy ends the run (docs/architecture.md, 12)
-def test_nodes_that_are_lost_take_nothing_with_them(tmp_path: Path) -> None:
-    """One dies with groups on it that are not scored yet, another in the middle of a broadcast."""
-    subprocess.run([sys.executable, str(HERE / "small_nodes.py"), str(tmp_path)], cwd=HERE.parents[1], check=True, timeout=600)
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param(("scoring", "in_broadcast")),
+        pytest.param(("generating", "in_update"), marks=pytest.mark.matrix),
+        pytest.param(("in_reference", "in_checkpoint"), marks=pytest.mark.matrix),
+    ],
+    ids="-".join,
+)
+def test_nodes_that_are_lost_take_nothing_with_them(moments: Sequence[str], tmp_path: Path) -> None:
+    """One dies with groups on it of which there is no copy yet, another one with both learner ranks as well."""
+    words = [sys.executable, str(HERE / "small_nodes.py"), str(tmp_path), *moments]
+    subprocess.run(words, cwd=HERE.parents[1], check=True, timeout=600)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["struck"] == [f"scoring node/1 {int(KILL)}", f"in_broadcast node/2 {int(KILL)}"]
+    assert result["struck"] == [f"{moment} node/{n} {int(KILL)}" for n, moment in enumerate(moments, start=1)]
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
-    homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}
+    homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2, "learner/0": 2, "learner/1": 2}
     assert {name: home for name, home in result["homes"].items() if home} == homes
     # An engine behind a node that is gone is dead, silent or cut off in the middle of a push: which is told is chance.
-    lost = {role: sum(n for kind, n in result["losses"].items() if kind.startswith(role)) for role in ("rollout", "reference")}
-    assert lost["rollout"] >= 2 and lost["reference"] >= 1, result["losses"]
+    lost = {role: sum(n for kind, n in result["losses"].items() if kind.startswith(role)) for role in LOST_WITH_NODES}
+    assert all(num >= LOST_WITH_NODES[role] for role, num in lost.items()), result["losses"]
     before, after = result["moved"]
     assert before == result["nodes"][1] and after == result["nodes"][0]
+    assert result["ranks"] == [result["nodes"][0]] * 2 and result["groups"] == 2, "the old places are given back"
     assert left(tmp_path) == []
 
 

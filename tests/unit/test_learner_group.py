@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.errors import DeadlineError
+from cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
 from cluster.roles import UpdateReport
 from configs.load import load_config
 from learner.learner_group import LearnerGroup
@@ -52,6 +52,17 @@ async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version()
     with pytest.raises(ValueError, match="rank 1 broke"):
         await group.update([])
     assert group.version == 0
+
+
+async def test_only_groups_that_every_rank_misses_leave_the_ranks_as_they_were() -> None:
+    """A rank that has got at them is in the middle of an update, and waits for the one that has not."""
+    hasty = TIMEOUTS.model_copy(update={"object_s": 0.05})
+    missing = FakeHandle(lambda v: Answer(LostObjectError("groups cannot be had")))
+    with pytest.raises(LostObjectError):
+        await LearnerGroup(lambda: [missing, missing], hasty).update([])
+    for other in (Answer(is_lost=True), report(1, 0.5)):
+        with pytest.raises(WorkerDiedError, match="began an update that others could not"):
+            await LearnerGroup(lambda: [missing, FakeHandle(lambda v: other)], hasty).update([])  # noqa: B023
 
 
 async def test_a_silent_rank_is_named_after_the_deadline() -> None:

@@ -92,14 +92,16 @@ class FakeGroups:
         self.removed: list[str] = []
         self.requests: list[list[dict[str, float]]] = []
         self._num_cpus = num_cpus
-        monkeypatch.setattr(spawner, "book_one_more", self._book)
+        monkeypatch.setattr(spawner, "book_more", self._book)
         monkeypatch.setattr(spawner, "remove_placement_groups", lambda bookings: self.removed.extend(bookings))
         monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("here", num_cpus, 0),))
         monkeypatch.setattr(spawner.Autoscaler, "ask", lambda autoscaler, bundles: self._ask(bundles))
 
-    def _book(self, bundle: dict[str, float], *, name: str, timeout_s: float) -> tuple[Booking, NodeResources]:
+    def _book(
+        self, bundles: list[dict[str, float]], *, name: str, timeout_s: float
+    ) -> list[tuple[Booking, NodeResources]]:
         self.booked.append(name)
-        return Booking(name, 0), NodeResources("here", self._num_cpus, 0)
+        return [(Booking(name, n), NodeResources("here", self._num_cpus, 0)) for n in range(len(bundles))]
 
     def _ask(self, bundles: list[dict[str, float]]) -> str:
         self.requests.append(bundles)
@@ -127,12 +129,33 @@ def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.Monk
     groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
     joining = scaled(config)
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
-    monkeypatch.setattr(
-        spawner, "book_one_more", lambda bundle, **rest: (Booking("new", 0), NodeResources("there", 4, 0))
-    )
+    monkeypatch.setattr(spawner, "book_more", book_there)
     moved = joining.book("rollout", 1)
     assert (moved.node_id, groups.removed) == ("there", ["rollout/1"])
     assert joining.book("rollout", 1) is moved
+
+
+def book_there(bundles: list[dict[str, float]], **rest: Any) -> list[tuple[Booking, NodeResources]]:
+    return [(Booking("new", n), NodeResources("there", 4, 0)) for n in range(len(bundles))]
+
+
+def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    joining = scaled(config)
+    assert joining.book_together("learner") == plan(config).of_role("learner")
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+
+    def no_room(bundles: list[dict[str, float]], **rest: Any) -> None:
+        raise PlacementError("something else took it")
+
+    monkeypatch.setattr(spawner, "book_more", no_room)
+    with pytest.raises(PlacementError):
+        joining.book_together("learner")
+    assert groups.removed == ["learner/0", "learner/1"]
+    monkeypatch.setattr(spawner, "book_more", book_there)
+    moved = joining.book_together("learner")
+    assert [(rank.name, rank.node_id, rank.cores) for rank in moved] == [("learner/0", "there", (0,)), ("learner/1", "there", (1,))]
+    assert joining.book_together("learner") == moved
 
 
 def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,187 @@
+"""Mending: finished groups that went with their node are made again, in the moment in which somebody misses them.
+
+A group of a rollout actor lives on that actor's node until the journal has fetched it. Nothing is copied ahead of need:
+whoever finds a group of a step missing has it taken from the journal, or sampled and scored once more if the journal has
+not got it. A step that was trained is only ever made again from the journal, or its weights would be others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cluster.concurrency import run_all
+from cluster.errors import LostObjectError, RolloutError
+from cluster.live_groups import LiveGroups
+from cluster.objects import fetch
+from cluster.roles import Learner, Reference, Rewards, Rollouts, SamplingSettings, UpdateReport
+from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from cluster.trajectory_records import RecordedGroup
+
+_logger = logging.getLogger(__name__)
+
+MAX_NODES_LOST = 8  # over one prompt, or one step, one after the other
+
+
+class Keeper(Protocol):
+    """The replay buffer, which keeps the journal."""
+
+    async def recall(self, group_ids: Sequence[str]) -> Mapping[str, RecordedGroup]:
+        """What the journal has of these groups."""
+        ...
+
+    async def exchange(self, group: ScoredGroup) -> None:
+        """Hold this group instead of the lost one of its id."""
+        ...
+
+
+async def sample_and_score(
+    rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
+) -> tuple[Any, GroupSummary, Sequence[Reward | None]]:
+    """A reference to a group of `prompt`, its summary and its rewards. One that goes with its node before it is scored
+    is sampled again, on whichever nodes are left; `on_lost` is told of each.
+
+    Raises:
+        RolloutError: one node after the other went.
+    """
+    for _ in range(MAX_NODES_LOST):
+        reference, summary = await rollouts.generate(prompt, settings)
+        try:
+            return reference, summary, await rewards.score(reference, prompt.prompt_id)
+        except LostObjectError as error:
+            _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
+            on_lost(type(error).__name__)
+    raise RolloutError(
+        f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node before "
+        "it was scored: see which nodes come and go, then go on with resume=auto"
+    )
+
+
+class GroupMender:
+    """Makes the groups of a step whole again; all that is still there is left as it is."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        groups: LiveGroups,
+        sample_again: Callable[[str], Awaitable[ScoredGroup]],
+        *,
+        timeout_s: float,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """`sample_again(prompt_id)` gives a scored group; `timeout_s` bounds the look at one group. `on_lost` is told of
+        each group that is sampled again.
+        """
+        self._keeper = keeper
+        self._groups = groups
+        self._sample_again = sample_again
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+
+    async def mend(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step that is not trained yet, in order. What is made again has no reference log-probs, nor
+        has a group whose log-probs alone are lost.
+
+        Raises:
+            RolloutError, RewardError: a prompt could not be sampled or scored again.
+        """
+        lost = [group for group in groups if await self._is_lost(group.group)]
+        recorded = await self._keeper.recall(_ids(lost)) if lost else {}
+        mended = {group.summary.group_id: group for group in await run_all(*(self._mend(g, recorded) for g in lost))}
+        whole = [mended.get(group.summary.group_id, group) for group in groups]
+        return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
+
+    async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step that was trained, with their log-probs, as the journal has them.
+
+        Raises:
+            LostObjectError: it has not; `replay.journal` is off.
+        """
+        recorded = await self._keeper.recall(_ids(groups))
+        missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
+        if missing:
+            raise LostObjectError(
+                f"groups {', '.join(missing)} went with their node after they were trained, and no journal has them: "
+                "go on with resume=auto, and set replay.journal=true"
+            )
+        return [await asyncio.to_thread(self._groups.revive, recorded[group_id]) for group_id in _ids(groups)]
+
+    async def _mend(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
+        group_id = lost.summary.group_id
+        if group_id in recorded:
+            bare = replace(recorded[group_id], reference_logprobs=None)
+            group = await asyncio.to_thread(self._groups.revive, bare)
+        else:
+            _logger.warning("group %s went with its node and is sampled again", group_id)
+            self._on_lost(LostObjectError.__name__)
+            group = await self._sample_again(group_id)
+        await self._keeper.exchange(group)
+        return group
+
+    async def _is_lost(self, reference: Any) -> bool:
+        try:
+            await asyncio.to_thread(fetch, [reference], timeout_s=self._timeout_s, what="what is left of a step")
+        except LostObjectError:
+            return True
+        return False
+
+
+class MendingReference:
+    """`reference`, which gets lost groups made again and is asked once more."""
+
+    def __init__(self, reference: Reference, mender: GroupMender) -> None:
+        self._reference = reference
+        self._mender = mender
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Raises: LostObjectError: one node after the other went."""
+        for _ in range(MAX_NODES_LOST):
+            try:
+                return await self._reference.score(groups)
+            except LostObjectError as error:
+                _logger.warning("a step is mended before it is scored: %s", error)
+                groups = await self._mender.mend(groups)
+        return await self._reference.score(groups)
+
+
+class MendingLearner:
+    """`learner`, which gets what is lost of a step made again and updates once more.
+
+    It raises LostObjectError only as long as it has learned nothing of the step. The loop's own list still names the
+    groups that were lost, so the step's metrics are of those.
+    """
+
+    def __init__(self, learner: Learner, reference: Reference, mender: GroupMender) -> None:
+        """`reference` scores what has no log-probs any more."""
+        self._learner = learner
+        self._reference = reference
+        self._mender = mender
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Raises: LostObjectError: one node after the other went."""
+        for _ in range(MAX_NODES_LOST):
+            try:
+                return await self._learner.update(groups)
+            except LostObjectError as error:
+                _logger.warning("a step is mended before it is trained: %s", error)
+                groups = await self._mended(groups)
+        return await self._learner.update(groups)
+
+    async def _mended(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        mended = await self._mender.mend(groups)
+        unscored = [new for new, old in zip(mended, groups, strict=True) if _needs_score(new, old)]
+        if not unscored:
+            return mended
+        scored = {group.summary.group_id: group for group in await self._reference.score(unscored)}
+        return [scored.get(group.summary.group_id, group) for group in mended]
+
+
+def _needs_score(new: ScoredGroup, old: ScoredGroup) -> bool:
+    return new.reference_logprobs is None and old.reference_logprobs is not None
+
+
+def _ids(groups: Sequence[ScoredGroup]) -> list[str]:
+    return [group.summary.group_id for group in groups]

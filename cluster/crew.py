@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.errors import DeadlineError, StuckError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
-Lost = WorkerDiedError | DeadlineError
+Lost = WorkerDiedError | DeadlineError | StuckError
 
 
 class Hosts(Protocol):

@@ -75,6 +75,10 @@ class WorkerDiedError(MobulaError):
     """A role's process ended or no longer answers; the message names it."""
 
 
+class StuckError(MobulaError):
+    """Work of an earlier call hangs in a worker's process: it answers, but only another process is rid of it."""
+
+
 class DependencyError(MobulaError):
     """A role lives and answers: it waited in vain for somebody else, so replacing it would mend nothing."""
 

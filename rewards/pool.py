@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import DeadlineError, RewardError
+from cluster.errors import DeadlineError, RewardError, StuckError
 from cluster.trajectory import EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import Ahead, Said, ScoringAhead
@@ -33,7 +33,7 @@ class LossCounter:
         self.failures: Counter[str] = Counter({kind.value: 0 for kind in FailureKind})
 
     def count_loss(self, error: Exception) -> None:
-        kind = FailureKind.WORKER_HUNG if isinstance(error, DeadlineError) else FailureKind.WORKER_DIED
+        kind = FailureKind.WORKER_HUNG if isinstance(error, DeadlineError | StuckError) else FailureKind.WORKER_DIED
         self.failures[kind] += 1
 
 

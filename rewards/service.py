@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.crew import Crew, Hosts, Place
-from cluster.errors import DeadlineError, LostObjectError, RewardError, WorkerDiedError
+from cluster.errors import DeadlineError, LostObjectError, RewardError, StuckError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
@@ -142,7 +142,7 @@ class RewardService:
     async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
         try:
             results = await self._ask(place, batch)
-        except (WorkerDiedError, DeadlineError) as error:
+        except (WorkerDiedError, DeadlineError, StuckError) as error:
             self._crew.lose(place, error)
             self._again(batch, error)
         except (LostObjectError, RewardError) as error:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
+from rewards.in_time import InTime
 from rewards.isolated import Isolated
 
 
@@ -12,8 +15,17 @@ class Tools:
     """`isolated` runs what may hang, in one process or in a pool; models compute on `device` in `dtype`.
 
     How many answers are worked on side by side is how many processes `isolated` has (`IsolatedPool.num_processes`).
+    What cannot leave the process, a model or an engine, computes through `in_time`.
     """
 
     isolated: Isolated
     device: str
     dtype: str
+    in_time: InTime = field(default_factory=InTime)
+    _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` makes, once for all functions that are given these tools."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]

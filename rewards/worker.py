@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import DeadlineError, RewardError
+from cluster.errors import DeadlineError, RewardError, StuckError
 from cluster.media import MediaReader
 from cluster.objects import fetch
 from cluster.trajectory import EndedResponse, Prompt, Response, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import response_digest
 from rewards.contract import Outcome, RewardRequest
+from rewards.in_time import InTime
 from rewards.isolated_pool import IsolatedPool
 from rewards.scoring import Scoring
 from rewards.tools import Tools
@@ -47,7 +48,8 @@ class RewardWorker:
     """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
 
     Functions that may hang run in `rewards.processes` processes that the worker owns: each call has
-    `function_timeout_s`, importing what it needs `start_timeout_s`. Once the time of a call's groups is used up, what is left is counted as timed out.
+    `function_timeout_s`, importing what it needs `start_timeout_s`. Models and engines compute in a thread that has the
+    same for each response. Once the time of a call's groups is used up, what is left is counted as timed out.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class RewardWorker:
         self._isolated = IsolatedPool(
             num_processes=rewards.processes, timeout_s=function_timeout_s, start_timeout_s=start_timeout_s
         )
-        self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype))
+        self._in_time = InTime(timeout_s=function_timeout_s)
+        self._service = service
+        self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time))
         own = [component for component in rewards.components if component.service == service]
         self._needs_pictures = any(component.needs_pictures for component in own)
         self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)
@@ -78,14 +82,17 @@ class RewardWorker:
         Raises:
             RewardError: a group did not arrive within `object_timeout_s`.
             LostObjectError: a group went with its node.
+            StuckError: a model or an engine still hangs since an earlier call; only another process is rid of it.
         """
+        if num_stuck := self._in_time.num_stuck:
+            raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")
         try:
             found = fetch([q.group for q in questions], timeout_s=self._object_timeout_s, what="groups to score")
             asked = [_Asked.of(group, question) for group, question in zip(found, questions, strict=True)]
             pictures = [self._pictures(group.prompt) for group in asked]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
-        self._isolated.deadline = time.monotonic() + len(asked) * self._group_timeout_s
+        self._isolated.deadline = self._in_time.deadline = time.monotonic() + len(asked) * self._group_timeout_s
         return self._score(asked, pictures)
 
     def ping(self) -> bool:

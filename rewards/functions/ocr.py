@@ -32,6 +32,7 @@ class Ocr:
     a frame in which nothing is read counts 0. `num_threads` is for the network.
 
     Raises:
+        TimedOutError: a picture was not read in time.
         RewardError: the response has no picture, one cannot be opened or is a line, or there is no target.
     """
 
@@ -51,6 +52,7 @@ class Ocr:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{option}={value!r} is unfit: give a whole number of 1 or more")
         self._reads_prompt = target == "quoted_prompt"
+        self._in_time = tools.in_time
         self._exact = exact
         self._frame_stride = frame_stride
         threads = {"intra_op_num_threads": num_threads, "inter_op_num_threads": 1}
@@ -86,7 +88,8 @@ class Ocr:
         height, width = pixels.shape[:2]
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise RewardError(f"a picture of the response is {width} x {height}: too narrow to be read")
-        return " ".join(self._engine(np.ascontiguousarray(pixels)).txts or ())
+        read = self._in_time.call(lambda: self._engine(np.ascontiguousarray(pixels)), "OCR of a picture")
+        return " ".join(read.txts or ())
 
     def _similarity(self, text: str, target: str) -> float:
         if self._exact:

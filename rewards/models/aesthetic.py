@@ -55,6 +55,7 @@ class Aesthetic:
     def __init__(
         self, tools: Tools, *, model: str, processor: str | None, head: str, pictures: str, batch_size: int
     ) -> None:
+        self._in_time = tools.in_time
         self._pictures = one_of("pictures", pictures, PICTURES_FROM)
         self._batch_size = positive_int("batch_size", batch_size)
         self._head = load_head(existing_file("head", head)).to(tools.device)
@@ -68,7 +69,12 @@ class Aesthetic:
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
         """One outcome a request."""
         return score_in_batches(
-            requests, encode=self._encode, size=len, score=self._score, batch_size=self._batch_size
+            requests,
+            encode=self._encode,
+            size=len,
+            score=self._score,
+            batch_size=self._batch_size,
+            in_time=self._in_time,
         )
 
     def _encode(self, request: RewardRequest) -> tuple[Image.Image, ...]:

@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 
 from cluster.errors import RewardError
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, failure_kind
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, TimedOutError, failure_kind
+from rewards.in_time import InTime
 
 T = TypeVar("T")
 
@@ -20,11 +21,12 @@ def score_in_batches(
     size: Callable[[T], int],
     score: Callable[[Sequence[T]], Sequence[Outcome | float]],
     batch_size: int,
+    in_time: InTime,
 ) -> list[Outcome | float]:
     """One outcome a request, in order; a request that `encode` refuses costs no other one its score.
 
-    A batch that the model cannot compute, for want of memory say, fails by itself. Batches hold requests of like
-    `size`, the largest first, so that little is padded and memory runs out at once or not at all.
+    A batch that the model cannot compute, for want of memory say, or not in time, fails by itself. Batches hold requests
+    of like `size`, the largest first, so that little is padded and memory runs out at once or not at all.
     """
     outcomes: dict[int, Outcome | float] = {}
     encoded: dict[int, T] = {}
@@ -34,16 +36,23 @@ def score_in_batches(
         except RewardError as error:
             outcomes[index] = Failure(failure_kind(error), str(error))
     order = sorted(encoded, key=lambda index: size(encoded[index]), reverse=True)
-    with torch.inference_mode():
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch]), strict=True))
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        outcomes.update(zip(batch, _scored(score, [encoded[index] for index in batch], in_time), strict=True))
     return [outcomes[index] for index in range(len(requests))]
 
 
-def _scored(score: Callable[[Sequence[T]], Sequence[Outcome | float]], batch: Sequence[T]) -> Sequence[Outcome | float]:
+def _scored(
+    score: Callable[[Sequence[T]], Sequence[Outcome | float]], batch: Sequence[T], in_time: InTime
+) -> Sequence[Outcome | float]:
+    def compute() -> Sequence[Outcome | float]:
+        with torch.inference_mode():
+            return score(batch)
+
     try:
-        return score(batch)
+        return in_time.call(compute, f"a batch of {len(batch)}", len(batch))
+    except TimedOutError as error:
+        return (Failure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
     except Exception as error:  # whatever a model raises costs its batch, never the others
         reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
         return (Failure(FailureKind.FAILED, reason),) * len(batch)

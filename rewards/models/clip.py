@@ -85,6 +85,7 @@ class ClipScore:
             raise ValueError(f"options.scale={scale!r} is no number above 0: use 100, 2.5 or 1")
         if not isinstance(clamp, bool):
             raise ValueError(f"options.clamp={clamp!r} is neither true nor false")
+        self._in_time = tools.in_time
         self._scale = float(scale)
         self._clamp = clamp
         self._text = one_of("text", text, TEXTS_FROM)
@@ -101,6 +102,7 @@ class ClipScore:
             size=lambda pair: len(pair.images),
             score=self._score,
             batch_size=self._batch_size,
+            in_time=self._in_time,
         )
 
     def _encode(self, request: RewardRequest) -> _Pair:

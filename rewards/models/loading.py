@@ -16,12 +16,18 @@ NUM_SHOWN = 5
 def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
     """The checkpoint `name` (a folder, or a hub's name) as a `model_class` for inference on `tools.device`.
 
+    Functions with the same tools share it: the weights of one checkpoint are in memory once.
+
     Transformers itself gives a weight that a checkpoint lacks, such as the head of a reward model, random values and a
     warning; a random reward is refused here.
 
     Raises:
         ValueError: it cannot be loaded, or its weights are not exactly the model's.
     """
+    return tools.shared((model_class, name), lambda: _load(model_class, name, tools))
+
+
+def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
     try:
         model, info = model_class.from_pretrained(
             name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True

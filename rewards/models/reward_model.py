@@ -42,6 +42,7 @@ class RewardModel:
         max_tokens: int,
         batch_size: int,
     ) -> None:
+        self._in_time = tools.in_time
         self._batch_size = positive_int("batch_size", batch_size)
         self._output = one_of("output", output, OUTPUTS)
         config = read_config(model)
@@ -60,6 +61,7 @@ class RewardModel:
             score=self._score,
             # Without a padding token the model reads the last position of a row, which only a row of its own has.
             batch_size=1 if self._pad_token_id is None else self._batch_size,
+            in_time=self._in_time,
         )
 
     def _score(self, conversations: Sequence[Conversation]) -> list[Outcome]:

@@ -300,6 +300,15 @@ def test_clip_score_reads_captions_of_the_prompts_pictures(clip: Path) -> None:
     assert isinstance(missing, Failure) and "needs_pictures" in missing.reason
 
 
+def test_functions_of_one_worker_share_a_checkpoint(clip: Path) -> None:
+    tools, shared = Tools(TOOLS.isolated, "cpu", "float32"), {"model": str(clip), "pictures": "response", **CLIP}
+    first = build_function("pick_score", shared, tools)
+    second = build_function("clip_score", {**shared, "scale": 1, "text": "question", "clamp": False}, tools)
+    assert first._clip.model is second._clip.model
+    other = build_function("pick_score", shared, Tools(TOOLS.isolated, "cpu", "float32"))
+    assert other._clip.model is not first._clip.model
+
+
 def test_pick_score_uses_the_scale_that_was_learnt(clip: Path) -> None:
     expected, scale = cosines(clip)
     found = ask("pick_score", DRAWN, model=clip, pictures="response", **CLIP)

@@ -1,0 +1,84 @@
+"""Work in this process that may hang, a model's or an engine's: it has a deadline, and what hangs on is known."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from rewards.contract import TimedOutError
+
+T = TypeVar("T")
+_Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class InTime:
+    """Runs work in a thread, each response with `timeout_s`, all of it until `deadline` (on `time.monotonic`'s clock).
+
+    A thread cannot be ended. One that is late is left behind, and `num_stuck` counts those that are still at it:
+    whoever owns the process is to replace it. Without a timeout and a deadline everything happens in the thread that asks.
+
+    Example:
+        in_time = InTime(timeout_s=5)
+        in_time.call(lambda: engine.read(picture), "the OCR engine")
+    """
+
+    def __init__(self, *, timeout_s: float = math.inf) -> None:
+        self._timeout_s = timeout_s
+        self._thread: _Thread | None = None
+        self._late: list[Future[Any]] = []
+        self.deadline = math.inf
+
+    @property
+    def num_stuck(self) -> int:
+        """Threads that were late and have not come back since."""
+        self._late = [future for future in self._late if not future.done()]
+        return len(self._late)
+
+    def call(self, work: Callable[[], T], what: str, num_responses: int = 1) -> T:
+        """The result of `work`, which scores `num_responses` responses; what it raises travels as it is.
+
+        Raises:
+            TimedOutError: no result in time.
+        """
+        timeout_s = min(num_responses * self._timeout_s, self.deadline - time.monotonic())
+        if timeout_s == math.inf:
+            return work()
+        if timeout_s <= 0:
+            raise TimedOutError(f"no time was left for {what}")
+        self._thread = self._thread or _Thread()
+        future = self._thread.submit(work)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeoutError:
+            if future.done():  # it is what the work itself raised
+                raise
+            self._late.append(future)
+            self._thread = None  # the next work gets another one
+            raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None
+
+
+class _Thread:
+    """One thread for one job after the other: what an engine keeps per thread is made once."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        threading.Thread(target=self._work, name="reward-in-time", daemon=True).start()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._jobs.put((future, work))
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, work = self._jobs.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whoever waits for it is told
+                future.set_exception(error)

@@ -1,15 +1,17 @@
 """The main job with other parts, by configuration alone: DeepSpeed ZeRO-3 ranks that train and push adapters, and a
-recipe of three rules and a reward that `mobula serve-rewards` answers."""
+recipe of three rules and a reward that `mobula serve-rewards` answers; and the only engine is killed on the way."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import Job, wait_until
+from jobs import RUN_DEADLINE_S, Job, marked, wait_until
 from safetensors.numpy import load_file
 
 from cluster.metrics.definitions import MetricName
@@ -39,10 +41,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     try:
         served = ("rewards=recipe_and_http", "rewards.recipes.default.gates=[]", f"{URLS}=[{serve(job)}/score]")
         job = replace(job, overrides=(*job.overrides, *served))
-        job.finish(job.start())
+        training = job.start()
+        wait_until(lambda: job.steps or training.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
+        assert training.poll() is None, job.output
+        os.kill(engine_process(job), signal.SIGKILL)
+        job.finish(training)
         yield job
     finally:
         job.end()
+
+
+def engine_process(job: Job) -> int:
+    """The only vLLM engine: on CPU its core is a thread of the rollout actor, so both die together."""
+    [process_id] = [number for number, command in marked(job.marks[-1]).items() if command.startswith("ray::RolloutActor")]
+    return process_id
 
 
 def serve(job: Job) -> str:
@@ -54,6 +66,14 @@ def serve(job: Job) -> str:
     wait_until(lambda: found.search(job.output) or server.poll() is not None, START_S, lambda: job.output)
     assert server.poll() is None, job.output
     return found.search(job.output).group()
+
+
+def test_an_engine_that_is_killed_is_replaced_and_gets_the_learners_adapters(job: Job) -> None:
+    """It was the only one, so all that came after the kill was sampled, and evaluated, by the one in its place."""
+    found = read_run_folder(job.run_folder)
+    assert found.summary.restarts == 1
+    assert found.steps[-1].counters["restarts"] == {"rollout_died": 1}
+    assert "rollout/0 serves version 1" in (job.run_folder / "run.log").read_text()
 
 
 def test_the_run_ends_and_every_push_of_adapters_brought_the_engine_to_the_learner(job: Job) -> None:

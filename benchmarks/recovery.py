@@ -20,7 +20,8 @@ from rich.console import Console
 from benchmarks.measure import Claim, Effort, Findings, Series
 from benchmarks.role_time import idle_shares, snapshot
 from benchmarks.stage import private_ray, scratch_config
-from cluster.metrics.definitions import CounterName, MetricName
+from cluster.leases import PROMPTS, TOKENS_KEPT, TOKENS_LOST
+from cluster.metrics.definitions import CounterName
 from cluster.metrics.records import StepRecord
 from cluster.metrics.run_folder import METRICS_FILE, read_run_folder
 from configs.schema import RunConfig
@@ -73,6 +74,7 @@ class _Watch:
     killed_at: float = 0.0
     noticed_at: float = 0.0
     serving_at: float = 0.0
+    log_chars: int = 0  # that the run's log had at the kill
     idle: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> role -> share
     error: Exception | None = None
 
@@ -100,6 +102,7 @@ class _Watch:
     def _kill(self) -> None:
         victim = next(process for process in snapshot() if process.role == "rollout")
         self.num_steps_before = len(self.done_at)
+        self.log_chars = len(self._log())
         self.killed_at = time.monotonic()
         os.kill(victim.process_id, signal.SIGKILL)
 
@@ -128,7 +131,11 @@ class _Watch:
         self.done_at += [time.monotonic()] * (num - len(self.done_at))
 
     def _says(self, text: str) -> bool:
-        return text in (self.folder / LOG_FILE).read_text(encoding="utf-8")
+        """Since the kill."""
+        return text in self._log()[self.log_chars :]
+
+    def _log(self) -> str:
+        return (self.folder / LOG_FILE).read_text(encoding="utf-8")
 
 
 def windows(done_at: Sequence[float], after: float) -> list[tuple[float, float]]:
@@ -163,15 +170,12 @@ def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> 
         "learner_ranks": config.resources.learner.num_workers,
         "max_tokens": config.sampler.max_tokens,
         "idle_share": watch.idle,
-        **_lost(config, watch, steps),
+        **_lost(watch, steps),
     }
     return Findings(settings, series, tuple(claims))
 
 
-def _lost(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> dict[str, float]:
-    """What was sampled again; a group that was sent out again may have gone on from where it was."""
-    first, last = steps[watch.num_steps_before - 1], steps[-1]
-    name = CounterName.ROLLOUT_RETRIES
-    retried = sum(last.counters.get(name, {}).values()) - sum(first.counters.get(name, {}).values())
-    tokens = last.values[MetricName.RESPONSE_LENGTH] * config.algorithm.samples_per_prompt
-    return {"groups_sent_out_again": retried, "tokens_lost_at_most": retried * tokens}
+def _lost(watch: _Watch, steps: Sequence[StepRecord]) -> dict[str, int]:
+    """What became of the tokens under way at the lost engine, as the leases count it."""
+    first, last = (step.counters.get(CounterName.RESUMED, {}) for step in (steps[watch.num_steps_before - 1], steps[-1]))
+    return {f"resumed_{what}": last.get(what, 0) - first.get(what, 0) for what in (PROMPTS, TOKENS_KEPT, TOKENS_LOST)}

@@ -54,6 +54,11 @@ class Restoration:
         self._under_way = asyncio.Lock()
         self._generation = 0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_over = False
+
+    def end(self) -> None:
+        """The role is closed: whoever still calls it meets the loss."""
+        self._is_over = True
 
     def lose(self, error: Exception) -> None:
         """Somebody found the role dead or silent: calls under way end now instead of at their deadline.
@@ -76,7 +81,7 @@ class Restoration:
                     lost.result()
                 return await _unless(lost, call())
             except LOST as error:
-                if is_patient and isinstance(error, DeadlineError) and not lost.done():
+                if self._is_over or (is_patient and isinstance(error, DeadlineError) and not lost.done()):
                     raise
                 async with self._under_way:
                     if self._generation == generation:  # else another call that failed with this one has done it

@@ -188,6 +188,7 @@ class RestoringReplay:
                 raise
 
     async def close(self) -> None:
+        self._restoration.end()
         for task in list(self._background):
             task.cancel()
         await self._buffer.close()

@@ -65,6 +65,9 @@ class Client(ReplayClient):
     def kill(self) -> None:
         self._process.is_dead = True
 
+    async def close(self) -> None:
+        self.kill()
+
 
 class Bench:
     def __init__(
@@ -324,3 +327,13 @@ def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_
         assert taken == ids(scored(*range(num_groups)))
 
     asyncio.run(run())
+
+
+async def test_a_buffer_that_was_closed_is_not_brought_back_for_whoever_still_asks() -> None:
+    bench = Bench()
+    await bench.replay.put(scored(0))
+    await bench.replay.stats()
+    await bench.replay.close()
+    with pytest.raises(WorkerDiedError):
+        await bench.replay.stats()
+    assert len(bench.processes) == 1 and bench.losses == []

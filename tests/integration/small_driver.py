@@ -36,7 +36,7 @@ def main(folder: Path, num_steps: int, address: str, moment: str, sign: int) -> 
             saboteur.plan(moment, victim="driver", signal=signal.Signals(sign))
 
     ray.init(address=address, namespace=f"driver-{folder.name}", log_to_driver=False)
-    run = SmallRun(folder, Shape(total_steps=num_steps), on_version=plan)
+    run = SmallRun(folder, Shape(total_steps=num_steps, num_engines=1, num_rewards=1), on_version=plan)
     version = asyncio.run(run.go())
     result = {"version": version, "began": visited[0], "recovered": run.recovered, "losses": run.losses}
     (folder / "result.json").write_text(json.dumps(result))

@@ -1,10 +1,10 @@
 """The fault matrix: whoever dies, hangs or is slow, at whichever moment, the run trains what it would have trained.
 
-Each run takes several faults, one after the other, each at an exact moment (`sabotage`). Its final state holds the ids
+Each run takes several faults, one or two at a time, each at an exact moment (`sabotage`). Its final state holds the ids
 of all groups in the order in which they were trained; at staleness 0 it must be the state of the run without faults.
 
-The runs below meet every victim at every moment, every victim with every kind of fault, and every moment with every
-kind. All cells of the product: `python -m pytest tests/integration/test_faults.py -m matrix`.
+The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
+every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ KINDS = (KILL, HANG, SLOW)
 GONE_S = 30.0
 BACK_S = 240.0
 LOST_WITH_NODES = {"rollout": 2, "reference": 1, "learner": 1}
-STEPS_PER_FAULT = 4  # one checkpoint interval and one more, so that every moment comes
+STEPS_PER_ROUND = 4  # one checkpoint interval and one more, so that every moment comes
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,27 @@ def expected(num_steps: int) -> list[list[str]]:
     return [ids[i : i + PROMPTS_PER_STEP] for i in range(0, len(ids), PROMPTS_PER_STEP)]
 
 
-def assert_costs_nothing_but_time(folder: Path, faults: Sequence[Fault]) -> SmallRun:
-    """A run to which the faults happen, one after the other, is like one to which none did."""
-    planned = iter(faults)
+def assert_costs_nothing_but_time(folder: Path, rounds: Sequence[Sequence[Fault]]) -> SmallRun:
+    """A run to which the faults happen, one round after the other, is like one to which none did."""
+    planned = iter(rounds)
 
     async def plan_next(version: int) -> None:
-        """The next fault waits until everybody is back: the run goes on meanwhile with those that are left."""
-        if version % STEPS_PER_FAULT == 1:
-            for fault in planned:
+        """The next round waits until everybody is back: the run goes on meanwhile with those that are left."""
+        if version % STEPS_PER_ROUND == 1:
+            for faults in planned:
                 async with asyncio.timeout(BACK_S):
                     while not run.is_whole:
                         await asyncio.sleep(0.05)
-                run.saboteur.plan(fault.moment, victim=fault.victim, signal=fault.kind)
+                for fault in faults:
+                    run.saboteur.plan(fault.moment, victim=fault.victim, signal=fault.kind)
                 break
 
-    num_steps = STEPS_PER_FAULT * len(faults) + 2
+    num_steps = STEPS_PER_ROUND * len(rounds) + 2
     run = SmallRun(folder, Shape(total_steps=num_steps), on_version=plan_next)
     assert asyncio.run(run.go()) == num_steps
-    assert run.saboteur.struck == [str(fault) for fault in faults]
+    struck = iter(run.saboteur.struck)
+    assert [sorted(islice(struck, len(faults))) for faults in rounds] == [sorted(map(str, faults)) for faults in rounds]
+    assert next(struck, None) is None
     assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
     wait_until(lambda: not left(folder), GONE_S, lambda: left(folder))
     assert_no_placement_group_is_left()
@@ -97,13 +101,14 @@ def covering(victims: Sequence[str]) -> list[Fault]:
     ]
 
 
-@pytest.mark.parametrize("victims", [VICTIMS[:3], VICTIMS[3:]], ids=["workers", "singles"])
-def test_whoever_fails_at_whichever_moment_costs_nothing_but_time(
-    victims: Sequence[str], tmp_path: Path, local_ray: str
-) -> None:
-    faults = covering(victims)
-    run = assert_costs_nothing_but_time(tmp_path, faults)
-    for victim in victims:
+def test_whoever_fails_at_whichever_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
+    """Two at a time, at different moments: one of which there are others, and one of which there are none."""
+    workers, singles = covering(VICTIMS[:3]), covering(VICTIMS[3:])
+    half = len(MOMENTS) // 2 * 3
+    rounds = list(zip(workers, singles[half:] + singles[:half], strict=True))
+    assert all(one.moment != other.moment for one, other in rounds)
+    run = assert_costs_nothing_but_time(tmp_path, rounds)
+    for victim in VICTIMS:
         role = victim.partition("/")[0]
         assert any(kind.startswith(f"{role}_") for kind in run.losses), run.losses
 
@@ -112,7 +117,7 @@ def test_whoever_fails_at_whichever_moment_costs_nothing_but_time(
 @pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_cell_of_the_matrix(victim: str, kind: signal.Signals, tmp_path: Path, local_ray: str) -> None:
-    assert_costs_nothing_but_time(tmp_path, [Fault(moment, victim, kind) for moment in MOMENTS])
+    assert_costs_nothing_but_time(tmp_path, [[Fault(moment, victim, kind)] for moment in MOMENTS])
 
 
 async def _nothing(version: int) -> None: ...

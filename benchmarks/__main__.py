@@ -35,6 +35,7 @@ class Name(StrEnum):
     RECOVERY = "recovery"
     REWARD_POOL = "reward_pool"
     SCORE_RECORDS = "score_records"
+    HTTP_REWARDS = "http_rewards"
     ALL = "all"
 
 

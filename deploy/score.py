@@ -106,7 +106,9 @@ def _scorer(command: ScoreCommand) -> Scorer:
     if command.recipe:
         from rewards.offline.recipe import recipe_scheme
 
-        schemes = (*schemes, recipe_scheme(command.recipe, command.options, timeout_s=command.timeout_s))
+        folder = command.source if command.source.is_dir() else command.source.parent
+        by_recipe = recipe_scheme(command.recipe, command.options, folder=folder, timeout_s=command.timeout_s)
+        schemes = (*schemes, by_recipe)
         compared = (RECIPE, MOBULA)
     return Scorer(schemes, command.options, compared=compared, writes_rows=command.results is not None)
 

@@ -33,6 +33,7 @@ class Component:
         self._cache_entries = cache_entries
         self._cache: OrderedDict[bytes, Score] = OrderedDict()
         self.num_cache_hits = 0
+        self.num_retried = 0
 
     def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """One outcome a request, in order; nothing that the function raises leaves here."""
@@ -53,6 +54,7 @@ class Component:
             failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
             if not failed:
                 break
+            self.num_retried += len(failed)
             for i, outcome in zip(failed, evaluate_batch(self._function, [requests[i] for i in failed]), strict=True):
                 outcomes[i] = outcome
         return outcomes

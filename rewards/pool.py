@@ -23,6 +23,7 @@ from rewards.worker import GroupOutcomes, Question
 logger = logging.getLogger(__name__)
 
 USED, UNUSED = "used", "unused"
+RETRIED = "retried"  # a component failed and was asked again
 NO_IDS = np.empty(0, np.int32)
 
 
@@ -30,7 +31,7 @@ class LossCounter:
     """`failures` of a pool, and the way in which services report lost workers to it."""
 
     def __init__(self) -> None:
-        self.failures: Counter[str] = Counter({kind.value: 0 for kind in FailureKind})
+        self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
     def count_loss(self, error: Exception) -> None:
         kind = FailureKind.WORKER_HUNG if isinstance(error, DeadlineError | StuckError) else FailureKind.WORKER_DIED
@@ -103,6 +104,7 @@ class RewardPool:
             earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None
             question = Question(group, earlier, known)
             found += await asyncio.gather(*(self.services[name].score(question) for name in stage))
+        self.failures[RETRIED] += sum(said.num_retried for said in found)
         return _merged(found)
 
     async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:

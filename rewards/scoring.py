@@ -30,6 +30,11 @@ class Scoring:
         self.book = RecipeBook(rewards)
         self.components: tuple[Component, ...] = build_components(rewards, service, tools)
 
+    @property
+    def num_retried(self) -> int:
+        """Responses that a component was given again, so far."""
+        return sum(component.num_retried for component in self.components)
+
     def outcomes(
         self, requests: Sequence[RewardRequest], earlier: Sequence[Mapping[str, Outcome]] | None = None
     ) -> list[dict[str, Outcome]]:

@@ -42,6 +42,7 @@ class GroupOutcomes:
     label: str  # of the group's recipe
     trajectory_ids: tuple[str, ...]
     outcomes: tuple[Mapping[str, Outcome] | None, ...]
+    num_retried: int = 0  # responses that a component was given again; all of a call are told with its first group
 
 
 class RewardWorker:
@@ -111,14 +112,17 @@ class RewardWorker:
         wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
         requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
         before = [group.earlier[i] if group.earlier is not None else {} for group, i, _ in wanted]
+        num_retried = self._scoring.num_retried
         outcomes = iter(self._scoring.outcomes(requests, before))
+        num_retried = self._scoring.num_retried - num_retried
         return [
             GroupOutcomes(
                 label=self._scoring.book.label(group.prompt.metadata),
                 trajectory_ids=group.trajectory_ids,
                 outcomes=tuple(next(outcomes) if i in group.wanted else None for i in range(len(group.responses))),
+                num_retried=0 if place else num_retried,
             )
-            for group in asked
+            for place, group in enumerate(asked)
         ]
 
 

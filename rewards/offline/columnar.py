@@ -14,11 +14,13 @@ import pyarrow.parquet as pq
 from cluster.errors import PreflightError
 from rewards.offline.jsonl import Batch
 from rewards.offline.partial import MAX_NAMED_LINES
+from rewards.offline.pictures import PROMPT_KEYS, RESPONSE_KEYS
 from rewards.offline.records import BrokenRecordError, Record, from_values, with_everything
 
 BATCH_ROWS = 4096
 TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
-_COLUMNS = ("id", "prompt", "response", "reference", "metadata")
+_PICTURES = (*PROMPT_KEYS, *RESPONSE_KEYS)
+_COLUMNS = ("id", "prompt", "response", "reference", "metadata", *_PICTURES)
 # of cluster.trajectory_records.SCHEMA: column -> field of a record
 _TRAJECTORY_COLUMNS = {
     "trajectory_id": "id",
@@ -28,6 +30,7 @@ _TRAJECTORY_COLUMNS = {
     "metadata": "metadata",
     "response_num_tokens": "generated_tokens",
     "response_is_truncated": "is_truncated",
+    "media": "images",
 }
 _IN_METADATA = ("generated_tokens", "is_truncated")  # columns of their own that records keep with the rest
 
@@ -46,8 +49,9 @@ class RowGroup:
 
     def batches(self, *, with_metadata: bool) -> Iterator[Batch]:
         """Batches of at most `BATCH_ROWS` rows, so that a file of one row group need not fit into memory."""
+        read = [column for column, field in self.columns.items() if with_metadata or field not in _PICTURES]
         with pq.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(BATCH_ROWS, [self.index], columns=list(self.columns)):
+            for batch in file.iter_batches(BATCH_ROWS, [self.index], columns=read):
                 yield _read(batch.rename_columns([self.columns[n] for n in batch.schema.names]), with_metadata)
 
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PreflightError
+from cluster.errors import PreflightError, RewardError
 from cluster.trajectory import Response, Reward
 from configs.load import load_rewards
 from configs.schema.rewards import RewardsConfig
-from rewards.contract import RewardRequest
-from rewards.isolated import IsolatedProcess
+from rewards.contract import FailureKind, RewardRequest
+from rewards.isolated_pool import IsolatedPool
 from rewards.offline.answers import Answer
 from rewards.offline.options import Options
-from rewards.offline.records import Record
+from rewards.offline.pictures import PictureFiles
+from rewards.offline.records import Everything, Record
 from rewards.offline.schemes import TOTAL_DIGITS, Scheme, Scores
 from rewards.recipes import ComponentError
 from rewards.scoring import Scoring
 from rewards.tools import Tools
 
 BATCH_RECORDS = 64
+FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
+PICTURES = "pictures"  # stands for a component where a record's pictures cannot be had
 DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
 
 
@@ -42,14 +46,20 @@ class RecipeScheme(Scheme):
 
 
 class RecipeRules:
-    """Scores records as a run with these rewards does; what a component could not score is counted by its failure."""
+    """Scores records as a run with these rewards does; what a component could not score is counted by its failure.
+
+    `timeout_s` is what a part of the source may take. An answer that hangs may take a share of it, all that hang in one
+    part another, so that they are counted as timed out before the part is late.
+    """
 
     name = "recipe"
     reads_everything = True
 
-    def __init__(self, rewards: RewardsConfig, *, timeout_s: float) -> None:
+    def __init__(self, rewards: RewardsConfig, folder: Path, *, timeout_s: float) -> None:
+        """Paths of pictures begin in `folder`."""
         self.components = tuple(component.name for component in rewards.components)
         self._rewards = rewards
+        self._files = PictureFiles(folder)
         self._timeout_s = timeout_s
         self._scoring: Scoring | None = None
         self._process: int | None = None
@@ -58,10 +68,14 @@ class RecipeRules:
     def score_batch(
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]
     ) -> list[Scores | str]:
-        scoring = self.scoring()
-        requests = list(map(_request, records, references))
-        batches = (requests[i : i + BATCH_RECORDS] for i in range(0, len(requests), BATCH_RECORDS))
-        self._last = [reward for batch in batches for reward in scoring.rewards(batch)]
+        self.scoring()
+        self._isolated.deadline = time.monotonic() + BATCH_SHARE * self._timeout_s
+        pairs = list(zip(records, references, strict=True))
+        self._last = [
+            reward
+            for start in range(0, len(pairs), BATCH_RECORDS)
+            for reward in self._rewards_of(pairs[start : start + BATCH_RECORDS])
+        ]
         return [self._result(reward) for reward in self._last]
 
     def explain(self, place: int, record: Record, answer: Answer) -> dict[str, Any]:
@@ -75,10 +89,33 @@ class RecipeRules:
             ValueError: a function is unknown, or its options are unfit.
         """
         if self._scoring is None or self._process != os.getpid():
-            isolated = IsolatedProcess(timeout_s=self._timeout_s, start_timeout_s=self._timeout_s)
-            self._scoring = Scoring(self._rewards, None, Tools(isolated, DEVICE, DTYPE))
+            self._isolated = IsolatedPool(
+                num_processes=self._rewards.processes,
+                timeout_s=FUNCTION_SHARE * self._timeout_s,
+                start_timeout_s=BATCH_SHARE * self._timeout_s,
+            )
+            self._scoring = Scoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE))
             self._process = os.getpid()
         return self._scoring
+
+    def _rewards_of(self, batch: Sequence[tuple[Record, tuple[str, ...]]]) -> list[Reward | ComponentError]:
+        """One result a record; pictures that cannot be had cost only theirs, and are in memory for one batch."""
+        requests = [self._request(record, references) for record, references in batch]
+        scored = iter(self.scoring().rewards([r for r in requests if isinstance(r, RewardRequest)]))
+        return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
+
+    def _request(self, record: Record, references: tuple[str, ...]) -> RewardRequest | ComponentError:
+        stated = record.metadata.generated_tokens
+        num_tokens = len(record.response.split()) if stated is None else stated
+        known = record.everything or Everything({})
+        is_truncated = bool(known.metadata.get("is_truncated", False))
+        try:
+            generated = self._files.read(known.response_pictures)
+            pictures = self._files.read(known.pictures) if self._rewards.needs_pictures else ()
+        except RewardError as error:
+            return ComponentError(PICTURES, FailureKind.FAILED, str(error))
+        response = Response(record.response, num_tokens, is_truncated, generated)
+        return RewardRequest(response, references, known.metadata, record.prompt, pictures)
 
     def _result(self, reward: Reward | ComponentError) -> Scores | str:
         if isinstance(reward, ComponentError):
@@ -86,31 +123,18 @@ class RecipeRules:
         return (*(reward.components.get(name) for name in self.components), reward.value)
 
 
-def recipe_scheme(path: Path, options: Options, *, timeout_s: float) -> RecipeScheme:
-    """The scheme of a recipe file.
+def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: float) -> RecipeScheme:
+    """The scheme of a recipe file; the records' pictures are named from `folder` on.
 
     Raises:
         ConfigError: the file is missing or does not fit the schema.
-        PreflightError: a function is unknown, its options are unfit, or it needs pictures.
+        PreflightError: a function is unknown, or its options are unfit.
     """
     rewards = load_rewards(path)
-    if rewards.needs_pictures:
-        named = ", ".join(component.name for component in rewards.components if component.needs_pictures)
-        raise PreflightError(f"{path}: {named} needs pictures, which records do not hold: leave it out")
-    rules = RecipeRules(rewards, timeout_s=timeout_s)
+    rules = RecipeRules(rewards, folder, timeout_s=timeout_s)
     try:
         rules.scoring()
     except ValueError as error:
         raise PreflightError(f"{path}: {error}") from error
     weights = tuple(component.weight for component in rewards.components)
     return RecipeScheme(rules, rules.components, weights, options.pass_threshold)
-
-
-def _request(record: Record, references: tuple[str, ...]) -> RewardRequest:
-    stated = record.metadata.generated_tokens
-    num_tokens = len(record.response.split()) if stated is None else stated
-    everything: Mapping[str, Any] = record.everything or {}
-    is_truncated = bool(everything.get("is_truncated", False))
-    return RewardRequest(
-        Response(record.response, num_tokens, is_truncated), references, everything, record.prompt
-    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from rewards.offline.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_pictures
+
 
 class BrokenRecordError(ValueError):
     """A line or row that is no record; the message says what is wrong with it."""
@@ -23,6 +25,17 @@ class Metadata(msgspec.Struct, gc=False):
     generated_tokens: int | None = None
 
 
+class Everything(msgspec.Struct, gc=False):
+    """All that a record says: the whole of its metadata, and the pictures of prompt and response as it names them.
+
+    Pictures are `rewards.offline.pictures.Named`, a union that msgspec has no decoder for.
+    """
+
+    metadata: Mapping[str, Any]
+    pictures: tuple[Any, ...] = ()
+    response_pictures: tuple[Any, ...] = ()
+
+
 class Record(msgspec.Struct, gc=False):
     """One response with all that it is held against. `metadata` holds the known keys, `everything` all of them.
 
@@ -34,7 +47,7 @@ class Record(msgspec.Struct, gc=False):
     prompt: str = ""
     reference: str | list[str] | None = None
     metadata: Metadata = msgspec.field(default_factory=Metadata)
-    everything: Mapping[str, Any] | None = None
+    everything: Everything | None = None
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -95,9 +108,13 @@ def from_values(values: Any) -> Record:
 
 
 def with_everything(record: Record, values: Mapping[str, Any]) -> Record:
-    """The same record with the whole of its metadata, for functions that read keys of their own."""
+    """The same record with all that it says, for functions that read keys of their own and pictures."""
     metadata = values.get("metadata") or {}
-    record.everything = _parsed(metadata) if isinstance(metadata, str) else metadata
+    record.everything = Everything(
+        _parsed(metadata) if isinstance(metadata, str) else metadata,
+        named_pictures(values, PROMPT_KEYS),
+        named_pictures(values, RESPONSE_KEYS),
+    )
     return record
 
 

@@ -153,7 +153,8 @@ def test_the_trajectories_of_a_run(tmp_path: Path) -> None:
         assert first.prompt == group.prompt.text
         assert first.references == group.prompt.references
         assert first.metadata.generated_tokens == trajectory.response.num_tokens
-        assert first.everything["is_truncated"] == trajectory.response.is_truncated
+        assert first.everything.metadata["is_truncated"] == trajectory.response.is_truncated
+        assert first.everything.pictures == ("images/3.png",)
         assert found[-1].id == "0/1/b#1"
 
 

@@ -194,7 +194,8 @@ async def test_unscored_responses_are_excluded_and_counted_by_kind() -> None:
     pool = make_pool([FakeWorker(half_failed)])
     assert await pool.score(0, "a group") == (Reward(1.0, {"accuracy": 1.0}), None, None)
     await pool.score(0, "a group")
-    assert pool.failures == {"timed_out": 2, "not_finite": 2, "failed": 0, "worker_died": 0, "worker_hung": 0}
+    none = dict.fromkeys(("failed", "worker_died", "worker_hung", "retried"), 0)
+    assert pool.failures == {"timed_out": 2, "not_finite": 2, **none}
 
 
 async def test_on_failure_stop_names_the_component_and_the_next_action() -> None:

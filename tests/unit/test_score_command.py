@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from score_data import SIX_ROWS, answer, record, write_jsonl
 from typer.testing import CliRunner, Result
@@ -118,6 +120,59 @@ def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
     assert [example["id"] for example in report["best_examples"]] == ["both", "plain", "wrong"]
     assert set(report["others"]) == {"aerorl", "mobula"}
     assert report["differences"]["between"] == ["recipe", "mobula"]
+
+
+PICTURES_RECIPE = """
+components:
+  - {name: seen, function: FILE, weight: 1.0, options: {}, service: reward, needs_pictures: true, retries: 0,
+     cache_entries: 0}
+accuracy_component: seen
+processes: 2
+"""
+PLUGIN = """
+import os, time
+
+def score(request):
+    if request.response.text == "hang":
+        time.sleep(1000)
+    if request.response.text.startswith("meet"):  # only two processes side by side can
+        open(request.metadata["folder"] + "/" + request.response.text, "w").close()
+        while len([name for name in os.listdir(request.metadata["folder"]) if name.startswith("meet")]) < 2:
+            time.sleep(0.01)
+    sizes = [len(picture) for picture in request.prompt_pictures]
+    return sum(sizes) + 1000 * len(request.response.pictures)
+"""
+
+
+def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    (tmp_path / "recipe.yaml").write_text(PICTURES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"'))
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"12345")
+    metadata = {"folder": str(tmp_path)}
+    rows = [
+        {"id": "path", "response": "x", "image": "pictures/a.png"},
+        {"id": "two", "response": "x", "images": [str(tmp_path / "pictures/a.png"), "data:image/png;base64,QUJD"]},
+        {"id": "drawn", "response": "x", "response_images": ["pictures/a.png"]},
+        {"id": "none", "response": "x"},
+        {"id": "gone", "response": "x", "image": "pictures/b.png"},
+        {"id": "no URL", "response": "x", "image": "data:,A"},
+        {"id": "m1", "response": "meet 1", "metadata": metadata},
+        {"id": "m2", "response": "meet 2", "metadata": metadata},
+        {"id": "hangs", "response": "hang"},
+    ]
+    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 60, "--processes", 1]
+    held = [{"response": "x", "image": {"bytes": b"1234567", "path": "c.png"}}]
+    pq.write_table(pa.Table.from_pylist(held), tmp_path / "r.parquet")
+    expected = {"path": 5.0, "two": 8.0, "drawn": 1000.0, "none": 0.0, "m1": 0.0, "m2": 0.0}
+    for path, found in ((write_jsonl(tmp_path / "rows.jsonl", rows), expected), (tmp_path / "r.parquet", {None: 7.0})):
+        done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
+        assert done.exit_code == 0, done.output
+        results = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+        totals = {row["id"]: row["reward"]["recipe"].get("total_reward") for row in results}
+        assert {name: total for name, total in totals.items() if total is not None} == found
+        unscored = {"pictures: failed": 2, "seen: timed_out": 1} if len(found) > 1 else {}
+        assert json.loads((tmp_path / "r.json").read_text())["unscored"] == unscored
 
 
 def test_a_trajectory_run_folder_that_holds_none_is_refused(tmp_path: Path) -> None:

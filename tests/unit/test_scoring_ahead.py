@@ -67,8 +67,8 @@ class Asked:
 class Bench:
     """A pool of one worker that scores one component, the length of the text, as often as it is asked."""
 
-    def __init__(self, on_failure: str = "exclude") -> None:
-        config = rewards_of(component("length", "length"), on_failure=on_failure)
+    def __init__(self, function: str = "length", on_failure: str = "exclude", retries: int = 0) -> None:
+        config = rewards_of(component_of("length", function, retries=retries), on_failure=on_failure)
         self.asked = Asked(_worker(config, "reward"))
         hosts = FakeHosts(lambda index: LocalHandle(self.asked), booked=1)
         handle = LocalHandle(self.asked)
@@ -115,9 +115,23 @@ class IsLong(Length):
         return float(super().__call__(request) > 1)
 
 
+class Flaky(Length):
+    """Fails over every text once."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, request: RewardRequest) -> float:
+        if request.response.text not in self._seen:
+            self._seen.add(request.response.text)
+            raise KeyError("the first time")
+        return super().__call__(request)
+
+
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BUILT_IN, "length", f"{__name__}:Length")
+    monkeypatch.setitem(BUILT_IN, "flaky", f"{__name__}:Flaky")
     monkeypatch.setitem(BUILT_IN, "is_long", f"{__name__}:IsLong")
 
 
@@ -229,6 +243,14 @@ async def test_a_failure_is_counted_once_and_by_its_own_name(bench: Bench) -> No
     assert await bench.values(group) == [None, 2.0]
     assert +bench.pool.failures == {"failed": 1}
     assert bench.asked.scored == ["bad", "group but [0]"], "what retries there are belong to the component"
+
+
+async def test_what_was_tried_again_is_counted_ahead_and_with_the_group() -> None:
+    bench, group = Bench("flaky", retries=1), answers(PROMPT_ID, "abc", "de", "f")
+    bench.begin(group, 0)
+    await settle()
+    assert await bench.values(group) == [3.0, 2.0, 1.0]
+    assert +bench.pool.failures == {"retried": 3}
 
 
 async def test_with_stop_a_failure_ends_the_run_when_the_group_is_there() -> None:

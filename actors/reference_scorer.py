@@ -11,7 +11,7 @@ import torch
 
 from cluster.errors import DeadlineError, ScoringError
 from cluster.media import MediaReader
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from configs.schema import RunConfig
 from learner.policies.batch import TokenSequence, collate
@@ -45,7 +45,8 @@ class ReferenceScorer:
         """For each group one float32 [T] array a trajectory, in order.
 
         Raises:
-            ScoringError: groups or pictures did not arrive within `timeouts.object_s`.
+            ScoringError: pictures did not arrive within `timeouts.object_s`.
+            LostObjectError: groups did not, or went with their node.
         """
         try:
             return self._score([group.group for group in groups])
@@ -60,7 +61,7 @@ class ReferenceScorer:
         """Nothing to hand back: the process ends with its memory."""
 
     def _score(self, references: Sequence[Any]) -> list[list[np.ndarray]]:
-        fetched: list[TrajectoryGroup] = fetch(
+        fetched: list[TrajectoryGroup] = fetch_or_miss(
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
         sequences = [

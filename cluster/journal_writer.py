@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from cluster import journal as records
 from cluster.journal import Journal
 from cluster.journal_segments import Record
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from cluster.trajectory_records import RecordedGroup
 
@@ -128,7 +128,7 @@ class JournalWriter:
         return records.trained(version, [group.summary.group_id for group in groups], logprobs)
 
     def _fetch(self, references: Sequence[Any], what: str) -> list[Any]:
-        return fetch(references, timeout_s=self._timeout_s, what=what)
+        return fetch_or_miss(references, timeout_s=self._timeout_s, what=what)
 
     def _thread(self) -> Executor:
         if self._executor is None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from cluster.concurrency import run_all
 from cluster.errors import LostObjectError, RolloutError
 from cluster.live_groups import LiveGroups
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.roles import Learner, Reference, Rewards, Rollouts, SamplingSettings, UpdateReport
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 from cluster.trajectory_records import RecordedGroup
@@ -123,7 +123,8 @@ class GroupMender:
 
     async def _is_lost(self, reference: Any) -> bool:
         try:
-            await asyncio.to_thread(fetch, [reference], timeout_s=self._timeout_s, what="what is left of a step")
+            what = "what is left of a step"
+            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self._timeout_s, what=what)
         except LostObjectError:
             return True
         return False

@@ -32,3 +32,19 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
     except ObjectLostError as error:
         raise LostObjectError(f"{what} cannot be had: the node that held it is gone ({type(error).__name__})") from error
     return [next(values) if isinstance(r, ray.ObjectRef) else r for r in references]
+
+
+def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
+    """As `fetch`, for values that can be made again: late is as good as lost.
+
+    Before Ray knows that a node is dead, whoever asks for what was on it only waits.
+
+    Raises:
+        LostObjectError: some value is gone, or did not arrive within `timeout_s`.
+    """
+    try:
+        return fetch(references, timeout_s=timeout_s, what=what)
+    except DeadlineError as error:
+        raise LostObjectError(
+            f"{error}: see whether the node is alive that holds them, or raise timeouts.object_s"
+        ) from error

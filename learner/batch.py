@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.media import MediaReader
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from learner.algorithms.advantages import AdvantageFunction
 from learner.algorithms.aggregation import Totals
@@ -61,8 +61,8 @@ def fetch_items(
 
     A trajectory without a reward (None) is left out of its group's statistics and is not trained.
     """
-    fetched: list[TrajectoryGroup] = fetch([g.group for g in groups], timeout_s=timeout_s, what="trajectory groups")
-    references = fetch([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
+    fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in groups], timeout_s=timeout_s, what="groups")
+    references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
     advantages = iter(_advantages(groups, advantage))
     return [
         [

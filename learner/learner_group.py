@@ -17,6 +17,7 @@ from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
+from learner.process_group import is_peer_lost
 from learner.supervised import SupervisedExample
 
 
@@ -163,7 +164,13 @@ class LearnerGroup:
             raise WorkerDiedError(f"some learner ranks began an update that others could not: {lost}") from lost
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
-        answers = await asyncio.gather(
-            *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
-        )
+        """Raises: WorkerDiedError: a rank died, or others noticed that before Ray did."""
+        try:
+            answers = await asyncio.gather(
+                *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
+            )
+        except Exception as error:
+            if is_peer_lost(error):
+                raise WorkerDiedError(f"a learner rank was lost to the others, which were {what}: {error}") from error
+            raise
         return answers[0] if answers else None

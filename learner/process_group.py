@@ -9,6 +9,7 @@ import torch.distributed as dist
 from cluster.network import RendezvousStore, join_store
 
 PREFIX = "learner"
+GLOO = "/gloo/transport/"  # in what gloo says, whose errors have no type of their own
 
 
 class RankRendezvous:
@@ -28,3 +29,8 @@ class RankRendezvous:
         store = join_store(host, int(port), PREFIX, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def is_peer_lost(error: Exception) -> bool:
+    """Whether a rank says that another one is gone or did not come, and not that it failed itself."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))

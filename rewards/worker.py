@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.errors import DeadlineError, RewardError, StuckError
 from cluster.media import MediaReader
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.trajectory import EndedResponse, Prompt, Response, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import response_digest
@@ -81,14 +81,15 @@ class RewardWorker:
         """Score groups; refs come in a sequence, so that fetching has our deadline.
 
         Raises:
-            RewardError: a group did not arrive within `object_timeout_s`.
-            LostObjectError: a group went with its node.
+            RewardError: pictures did not arrive within `object_timeout_s`.
+            LostObjectError: a group did not, or went with its node.
             StuckError: a model or an engine still hangs since an earlier call; only another process is rid of it.
         """
         if num_stuck := self._in_time.num_stuck:
             raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")
         try:
-            found = fetch([q.group for q in questions], timeout_s=self._object_timeout_s, what="groups to score")
+            groups = [question.group for question in questions]
+            found = fetch_or_miss(groups, timeout_s=self._object_timeout_s, what="groups to score")
             asked = [_Asked.of(group, question) for group, question in zip(found, questions, strict=True)]
             pictures = [self._pictures(group.prompt) for group in asked]
         except DeadlineError as error:

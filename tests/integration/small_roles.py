@@ -20,7 +20,7 @@ from fakes import make_group
 from sabotage import Saboteur
 from small_workers import OBJECT_S
 
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.sampled import Attempt
 from cluster.trajectory import GroupSummary, Prompt, Response, ScoredGroup, TrajectoryGroup
@@ -135,9 +135,9 @@ class SmallLearner:
             self._saboteur.moment("in_update")
         dist.all_reduce(torch.ones(1))
         ids = [group.summary.group_id for group in groups]
-        found = fetch([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
+        found = fetch_or_miss([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
         assert ids == [group.group_id for group in found]
-        logprobs = fetch([group.reference_logprobs for group in groups], timeout_s=OBJECT_S, what="log-probs")
+        logprobs = fetch_or_miss([group.reference_logprobs for group in groups], timeout_s=OBJECT_S, what="log-probs")
         assert [len(of_group) for of_group in logprobs] == [len(group.trajectories) for group in found]
         for group_id in ids:
             digest = int.from_bytes(hashlib.sha256(group_id.encode()).digest()[:4], "big")

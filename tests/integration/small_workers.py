@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from sabotage import Saboteur
 
-from cluster.objects import fetch
+from cluster.objects import fetch_or_miss
 from cluster.replay_buffer import ReplayBuffer
 from cluster.trajectory import ScoredGroup, TrajectoryGroup
 from rewards.contract import Score
@@ -30,7 +30,7 @@ class SmallReward:
 
     def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         self._saboteur.moment("scoring")
-        found = fetch([question.group for question in questions], timeout_s=OBJECT_S, what="groups")
+        found = fetch_or_miss([question.group for question in questions], timeout_s=OBJECT_S, what="groups")
         return [_by_position(group) for group in found]
 
     def close(self) -> None: ...
@@ -52,7 +52,7 @@ class SmallScorer:
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
         self._saboteur.moment("in_reference")
-        found = fetch([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
+        found = fetch_or_miss([group.group for group in groups], timeout_s=OBJECT_S, what="groups")
         return [[np.full(t.num_steps, -0.5, np.float32) for t in group.trajectories] for group in found]
 
     def score_one(self, group: ScoredGroup) -> list[np.ndarray]:

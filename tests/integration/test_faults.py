@@ -167,14 +167,9 @@ def newest_version(folder: Path) -> int:
     return newest[0]
 
 
+@pytest.mark.matrix  # a cluster of three nodes takes a minute and more, on two cores
 @pytest.mark.parametrize(
-    "moments",
-    [
-        pytest.param(("scoring", "in_broadcast")),
-        pytest.param(("generating", "in_update"), marks=pytest.mark.matrix),
-        pytest.param(("in_reference", "in_checkpoint"), marks=pytest.mark.matrix),
-    ],
-    ids="-".join,
+    "moments", [("scoring", "in_broadcast"), ("generating", "in_update"), ("in_reference", "in_checkpoint")], ids="-".join
 )
 def test_nodes_that_are_lost_take_nothing_with_them(moments: Sequence[str], tmp_path: Path) -> None:
     """One dies with groups on it of which there is no copy yet, another one with both learner ranks as well."""

@@ -89,7 +89,7 @@ async def test_a_group_that_cannot_be_had_fails_its_own_call_alone(tmp_path: Pat
             raise DeadlineError(f"waited {timeout_s} s for {what}")
         return references
 
-    monkeypatch.setattr("cluster.journal_writer.fetch", fetch)
+    monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", fetch)
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
     lost, kept = await asyncio.gather(
         writer.finished(make_scored("0/0/s")), writer.finished(make_scored("0/1/s")), return_exceptions=True

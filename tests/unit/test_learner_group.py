@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistBackendError, DistStoreError
 
 from cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
 from cluster.roles import UpdateReport
@@ -70,4 +71,25 @@ async def test_a_silent_rank_is_named_after_the_deadline() -> None:
     ranks = [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: Answer(is_lost=True))]
     group = LearnerGroup(lambda: ranks, hasty)
     with pytest.raises(DeadlineError, match="learner/1 to make version 1"):
+        await group.update([])
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4994"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError(GLOO), True),
+        (DistStoreError("wait timeout after 5000ms, keys: /learner/0//cpu//0/1"), True),
+        (DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError(GLOO), False),
+    ],
+)
+async def test_ranks_that_miss_another_one_say_that_it_is_lost_before_ray_does(error: Exception, is_lost: bool) -> None:
+    """A rank whose node dies is noticed by the others at once, and by Ray after some failed health checks."""
+    silent = FakeHandle(lambda v: Answer(is_lost=True))
+    group = LearnerGroup(lambda: [FakeHandle(lambda v: Answer(error)), silent], TIMEOUTS)
+    with pytest.raises(WorkerDiedError if is_lost else type(error)):
         await group.update([])

@@ -40,8 +40,8 @@ class Bench:
     """A buffer with a journal, in which the groups of a step are leased."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cluster.mending.fetch", fetch_or_lose)
-        monkeypatch.setattr("cluster.journal_writer.fetch", fetch_or_lose)
+        monkeypatch.setattr("cluster.mending.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", fetch_or_lose)
         self.journal = Journal(folder, {})
         self.replay = ReplayBuffer(journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce))
         self.sampled_again: list[str] = []
@@ -178,6 +178,6 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
     with pytest.raises(JournalError, match="resume=auto"):
         await JournalledLearner(Learner(), bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
-    monkeypatch.setattr("cluster.journal_writer.fetch", lambda found, **rest: [there.get(one, one) for one in found])
+    monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", lambda found, **rest: [there.get(one, one) for one in found])
     assert (await JournalledLearner(Learner(), bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

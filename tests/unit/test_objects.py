@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from cluster.errors import DeadlineError, LostObjectError
-from cluster.objects import fetch
+from cluster.objects import fetch, fetch_or_miss
 
 REFERENCE = ray.ObjectRef(b"\x01" * 28)
 
@@ -30,6 +30,8 @@ def test_what_cannot_be_had_is_named_by_its_cause(
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(error, match=said):
         fetch([REFERENCE], timeout_s=3, what="groups")
+    with pytest.raises(LostObjectError, match=said):  # late is as good as lost
+        fetch_or_miss([REFERENCE], timeout_s=3, what="groups")
 
 
 def test_plain_values_are_returned_as_they_are() -> None:

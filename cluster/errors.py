@@ -13,7 +13,7 @@
     ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
-    ├── ScoringError            a reference scorer could not get at the groups that it was to score
+    ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
     ├── WeightSyncError         weights could not be moved or verified
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
     │   └── CanaryError         after a push the engine does not equal the learner
@@ -96,7 +96,7 @@ class RewardError(MobulaError):
 
 
 class ScoringError(MobulaError):
-    """A reference scorer could not get at the groups that it was to score."""
+    """A reference scorer could not get at the pictures of what it was to score."""
 
 
 class WeightSyncError(MobulaError):

@@ -172,6 +172,9 @@ def _say(console: Console, report: dict[str, Any], text: str, command: ScoreComm
             f"manual baseline passes {report['manual_baseline']['pass_rate']:g}, {gate['false_pass_count']:,} of them "
             "falsely"
         )
+        if report["unscored"]:
+            reasons = ", ".join(f"{reason} ({num:,})" for reason, num in report["unscored"].items())
+            line += f"; {found['num_records'] - report['num_scored']:,} have no score: {reasons}"
     if found["num_broken"]:
         first = found["broken"][0]
         line += f"; {found['num_broken']:,} lines skipped, the first is line {first['line']}: {first['reason']}"

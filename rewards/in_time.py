@@ -21,7 +21,8 @@ class InTime:
     """Runs work in a thread, each response with `timeout_s`, all of it until `deadline` (on `time.monotonic`'s clock).
 
     A thread cannot be ended. One that is late is left behind, and `num_stuck` counts those that are still at it:
-    whoever owns the process is to replace it. Without a timeout and a deadline everything happens in the thread that asks.
+    whoever owns the process is to replace it. Without a timeout and a deadline everything happens in the thread that
+    asks.
 
     Example:
         in_time = InTime(timeout_s=5)

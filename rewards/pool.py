@@ -109,6 +109,8 @@ class RewardPool:
 
     async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
         """`said` with what was said ahead; where the way to the components failed then, they are asked again."""
+        if not ahead:
+            return list(said.outcomes)
         told = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
         used = {i: outcomes for i, outcomes in told.items() if outcomes is not None}
         self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
@@ -133,6 +135,8 @@ class RewardPool:
 
 def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
     """What all services said of each response; a response that is known is known to all of them."""
+    if len(parts) == 1:
+        return parts[0]
     whole = [
         None if None in of_one else {name: outcome for said in of_one for name, outcome in said.items()}
         for of_one in zip(*(part.outcomes for part in parts), strict=True)

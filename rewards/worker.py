@@ -144,8 +144,9 @@ class _Asked:
         else:
             ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
             responses = tuple(trajectory.response for trajectory in group.trajectories)
-        known = question.known
-        wanted = [i for i, it in enumerate(responses) if i not in known or known[i] != response_digest(it)]
+        known, wanted = question.known, range(len(responses))
+        if known:
+            wanted = [i for i in wanted if i not in known or known[i] != response_digest(responses[i])]
         return cls(group.prompt, ids, responses, question.earlier, wanted)
 
 

@@ -25,8 +25,8 @@ def score_in_batches(
 ) -> list[Outcome | float]:
     """One outcome a request, in order; a request that `encode` refuses costs no other one its score.
 
-    A batch that the model cannot compute, for want of memory say, or not in time, fails by itself. Batches hold requests
-    of like `size`, the largest first, so that little is padded and memory runs out at once or not at all.
+    A batch that the model cannot compute, for want of memory say, or not in time, fails by itself. Batches are of
+    requests of like `size`, the largest first, so that little is padded and memory runs out at once or not at all.
     """
     outcomes: dict[int, Outcome | float] = {}
     encoded: dict[int, T] = {}

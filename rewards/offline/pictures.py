@@ -22,7 +22,7 @@ Named = str | bytes
 
 
 def named_pictures(values: Mapping[str, Any], keys: Sequence[str]) -> tuple[Named, ...]:
-    """The pictures that a record names under `keys`, one or a list; what is no picture is kept as its text, to be named."""
+    """The pictures that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
     found: list[Named] = []
     for value in (values.get(key) for key in keys):
         found += [_named(item) for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]

@@ -116,6 +116,8 @@ def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
     # totals 1, 1/2 and 0, of the weights 1 and 1 normalised; the gate keeps the third one's format from counting
     assert report["average_reward"] == 0.5
     assert report["unscored"] == {"accuracy: failed": 1}
+    assert "4 records by recipe: average 0.5," in done.output
+    assert "; 1 have no score: accuracy: failed (1)" in done.output
     assert report["component_averages"] == {"accuracy": 0.666667, "shape": 0.5}
     assert [example["id"] for example in report["best_examples"]] == ["both", "plain", "wrong"]
     assert set(report["others"]) == {"aerorl", "mobula"}

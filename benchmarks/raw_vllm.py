@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,12 +14,14 @@ from actors.samplers.base import EngineSettings
 from benchmarks.apart import Peer, apart
 from cluster.network import LOOPBACK
 from cluster.placement import PlacedWorker
+from cluster.roles import SamplingSettings
+from cluster.seeds import derived_seed
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
+from deploy.build import sampling_settings
 from deploy.preparation import Prepared
 from deploy.rollouts import engine_settings  # "the same engine settings" must not become a copy that drifts
 from deploy.spawner import engine_environment
-from learner.policies.logprobs import BAN_BIAS
 
 PROCESSOR_CACHE_GB = 4.0  # vLLM's own default
 
@@ -43,7 +45,7 @@ class GenerateJob:
     """Sample all prompts in one call. `is_processed`: their pictures are processed before the clock starts."""
 
     prompts: Sequence[RawPrompt]
-    sampling: Mapping[str, Any]  # of SamplingParams
+    settings: Sequence[SamplingSettings]  # by prompt
     is_processed: bool
 
 
@@ -60,16 +62,10 @@ class Generated:
         return self.ended_s - self.started_s
 
 
-def raw_sampling(config: RunConfig, banned_ids: Sequence[int]) -> dict[str, Any]:
-    """From the distribution that the run samples from; a response that claims a picture could not be trained on."""
-    return {
-        "n": config.algorithm.samples_per_prompt,
-        "temperature": config.sampler.temperature,
-        "max_tokens": config.sampler.max_tokens,
-        "logprobs": 0,
-        "logit_bias": dict.fromkeys(banned_ids, BAN_BIAS),
-        "detokenize": False,
-    }
+def settings_of(config: RunConfig, prompts: Sequence[Prompt]) -> list[SamplingSettings]:
+    """How a run samples each of its prompts, with the seed that the prompt has in it."""
+    settings = sampling_settings(config)
+    return [replace(settings, seed=derived_seed(settings.seed, prompt.prompt_id)) for prompt in prompts]
 
 
 def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManager[Peer[GenerateJob, Generated]]:
@@ -86,17 +82,17 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
 
 
 def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
-    """The engine, with the arguments of ours and vLLM's default cache of processed pictures."""
+    """The engine, asked as ours is, with its arguments and vLLM's default cache of processed pictures."""
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from actors.samplers.vllm import _engine_args  # see above
+    from actors.samplers.vllm import _engine_args, sampling_params  # see above
 
     args = replace(_engine_args(settings), mm_processor_cache_gb=PROCESSOR_CACHE_GB)
     llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
 
     def generate(job: GenerateJob) -> Generated:
         prompts = [_with_pictures(prompt) for prompt in job.prompts]
-        params = SamplingParams(**job.sampling)
+        params = [sampling_params(settings, own) for own in job.settings]
         llm.reset_mm_cache()
         if job.is_processed:
             llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)

@@ -10,12 +10,12 @@ from statistics import mean
 
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
-from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, raw_sampling
+from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
 from benchmarks.stage import private_ray, scratch_config, staged
 from cluster.fleet import RolloutFleet
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
-from deploy.build import sampling_settings, spawn_inference
+from deploy.build import spawn_inference
 from deploy.preparation import Prepared
 
 SETTINGS = ("resources.rollout.num_workers=1",)
@@ -57,9 +57,10 @@ class _Sides:
     lengths: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "raw": []})
 
     async def ours(self, round_number: int) -> float:
-        settings = sampling_settings(self.prepared.config)
+        prompts = self.rounds[round_number]
+        settings = settings_of(self.prepared.config, prompts)
         started = time.perf_counter()
-        groups = await asyncio.gather(*(self.fleet.generate(p, settings) for p in self.rounds[round_number]))
+        groups = await asyncio.gather(*map(self.fleet.generate, prompts, settings))
         seconds = time.perf_counter() - started
         self.lengths["ours"] += [summary.num_tokens / summary.num_trajectories for _, summary in groups]
         return sum(summary.num_trajectories for _, summary in groups) / seconds
@@ -71,9 +72,10 @@ class _Sides:
         return self._generate(round_number, is_processed=True)
 
     def _generate(self, round_number: int, *, is_processed: bool) -> float:
-        prompts = [RawPrompt.of(prompt) for prompt in self.rounds[round_number]]
-        sampling = raw_sampling(self.prepared.config, self.prepared.processor.media_token_ids)
-        generated = self.engine.ask(GenerateJob(prompts, sampling, is_processed))
+        prompts = self.rounds[round_number]
+        settings = settings_of(self.prepared.config, prompts)
+        raw = [RawPrompt.of(prompt) for prompt in prompts]
+        generated = self.engine.ask(GenerateJob(raw, settings, is_processed))
         lengths = [len(tokens) for siblings in generated.responses for tokens in siblings]
         self.lengths["raw"] += lengths
         return len(lengths) / generated.seconds
@@ -82,7 +84,8 @@ class _Sides:
 def _findings(config: RunConfig, found: dict[str, tuple[float, ...]], lengths: dict[str, list[float]]) -> Findings:
     what = {
         "ours": "Ray actor with AsyncLLM, through RolloutFleet; pictures processed beforehand, by the driver",
-        "raw": "LLM.generate alone in a process on the same core; PIL pictures processed within the clock",
+        "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures processed "
+        "within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
     }
     series = {name: Series(what[name], UNIT, values) for name, values in found.items()}

@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, serial_rate
 from benchmarks.raw_trainer import Rows, StepJob, raw_trainer, rows_of
-from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, raw_sampling
+from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
 from benchmarks.stage import Stage, private_ray, scratch_config, staged
 from cluster.media import MediaReader
 from cluster.metrics.definitions import MetricName
@@ -133,11 +133,11 @@ class _Generating:
 
     def _generate(self, prompts: Sequence[Prompt]) -> float:
         raw = [RawPrompt.of(prompt) for prompt in prompts]
-        sampling = raw_sampling(self.prepared.config, self.prepared.processor.media_token_ids)
+        settings = settings_of(self.prepared.config, prompts)
         share = -(-len(raw) // len(self.engines))
         for index, engine in enumerate(self.engines):
-            part = raw[index * share : (index + 1) * share]
-            engine.send(GenerateJob(part, sampling, is_processed=True))
+            part = slice(index * share, (index + 1) * share)
+            engine.send(GenerateJob(raw[part], settings[part], is_processed=True))
         answers = [engine.receive() for engine in self.engines]
         self.responses = [siblings for answer in answers for siblings in answer.responses]
         return max(answer.seconds for answer in answers)

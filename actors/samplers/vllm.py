@@ -39,9 +39,9 @@ from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import MediaSpan, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+from learner.policies.logprobs import BAN_BIAS
 
 LAST_TO_WAKE = "kv_cache"
-BAN = -100.0  # logit bias that leaves a banned id a probability of about e**-100
 
 
 class VLLMSampler:
@@ -49,7 +49,6 @@ class VLLMSampler:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._bans = {token_id: BAN for token_id in settings.banned_ids}
         self._load = LoadLogger()
         self._is_asleep = False
         self._is_replacing = False
@@ -207,25 +206,8 @@ class VLLMSampler:
         first: int,
         progress: GroupProgress,
     ) -> None:
-        """Sample `settings.num_samples` siblings, `first` and those after it, as one request.
-
-        Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
-        """
-        chunk_tokens = self._settings.chunk_tokens
-        is_reported = settings.max_tokens > chunk_tokens
-        params = SamplingParams(
-            n=settings.num_samples,
-            temperature=settings.temperature,
-            max_tokens=settings.max_tokens,
-            seed=settings.seed,
-            logprobs=0,
-            flat_logprobs=True,
-            logit_bias=self._bans,
-            stop_token_ids=list(self._settings.stop_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
-            stream_interval=chunk_tokens,
-        )
+        """Sample `settings.num_samples` siblings, `first` and those after it, as one request."""
+        params = sampling_params(self._settings, settings)
         reader = OutputReader(self._engine, request_id)
         with _failing(f"prompt {prompt.prompt_id}"):
             inputs = self._engine_input(prompt, media)
@@ -306,6 +288,27 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         scheduling_policy="priority",  # held-out prompts after those of training
         enable_log_requests=False,
         disable_log_stats=True,
+    )
+
+
+def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
+    """What one request asks of the engine.
+
+    Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
+    """
+    is_reported = settings.max_tokens > engine.chunk_tokens
+    return SamplingParams(
+        n=settings.num_samples,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        logit_bias=dict.fromkeys(engine.banned_ids, BAN_BIAS),
+        stop_token_ids=list(engine.stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
+        stream_interval=engine.chunk_tokens,
     )
 
 

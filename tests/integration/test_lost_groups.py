@@ -55,7 +55,7 @@ async def test_groups_lost_before_their_copy_before_their_update_and_after_it_ar
             assert max(made for made, _ in trained) == RESTORED_AT
             os.kill(run.saboteur.process_id("learner/1"), signal.SIGKILL)
 
-    run = SmallRun(tmp_path, Shape(total_steps=NUM_STEPS), on_version=act)
+    run = SmallRun(tmp_path, Shape(total_steps=NUM_STEPS, num_engines=1, num_rewards=1), on_version=act)
     assert await run.go() == NUM_STEPS
     assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(NUM_STEPS)]
     assert run.losses["learner_died"] == 1, run.losses

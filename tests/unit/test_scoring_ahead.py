@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,6 +304,16 @@ async def test_gates_see_what_was_said_ahead_and_each_service_is_asked_once() ->
     rewards = await pool.score(group, PROMPT_ID)
     assert [reward and reward.value for reward in rewards] == [3.0, 0.0, 5.0]
     assert [asked.scored for asked in both.values()] == [["77", "8", "group but [0, 1]"]] * 2
+
+
+def test_a_run_tells_its_reward_pool_of_responses_that_end(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+    from deploy import build  # everything that a run is made of, which no other test here needs
+
+    monkeypatch.setattr(build, "reward_pool", lambda config, spawner: bench.pool)
+    monkeypatch.setattr(build, "rollout_fleet", lambda prepared, spawner, leases, on_lost: None)
+    config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK))
+    inference = build.spawn_inference(SimpleNamespace(config=config), None, lambda kind: None)
+    assert inference.leases.on_ended == bench.pool.score_ahead
 
 
 async def test_closing_gives_up_what_was_begun(bench: Bench) -> None:

@@ -28,10 +28,13 @@ class ReplayDeadlines:
 class ReplayClient:
     """Typed calls to one `ReplayBuffer` actor, each with its deadline."""
 
-    def __init__(self, handle: Any, deadlines: ReplayDeadlines) -> None:
-        """`handle` is the Ray handle of a `ReplayBuffer`."""
+    def __init__(self, handle: Any, deadlines: ReplayDeadlines, *, is_journalled: bool) -> None:
+        """`handle` is the Ray handle of a `ReplayBuffer`. Only a journal looks into groups: without one the buffer is
+        told of them, and spared the references, which Ray counts in every process that holds one.
+        """
         self._handle = handle
         self._deadlines = deadlines
+        self._is_journalled = is_journalled
 
     async def start(self) -> None:
         """Wait until the buffer's process answers."""
@@ -39,17 +42,22 @@ class ReplayClient:
         await answer(self._handle.ping.remote(), timeout_s=self._deadlines.start_s, what=what)
 
     async def restore(self, holdings: Holdings) -> None:
-        await self._call(self._handle.restore.remote(holdings), "take over the groups of the buffer before it")
+        told = Holdings(
+            self._told(holdings.reserved), self._told(holdings.ready), self._told(holdings.leased), holdings.seen
+        )
+        await self._call(self._handle.restore.remote(told), "take over the groups of the buffer before it")
 
     async def reserve(self, group: ScoredGroup) -> None:
-        await self._room(self._handle.reserve.remote(group), f"make room for group {group.summary.group_id}")
+        [told] = self._told([group])
+        await self._room(self._handle.reserve.remote(told), f"make room for group {group.summary.group_id}")
 
     async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._call(self._handle.reserve_all.remote(list(groups)), f"hold {len(groups)} groups for which there is room")
+        what = f"hold {len(groups)} groups for which there is room"
+        await self._call(self._handle.reserve_all.remote(self._told(groups)), what)
 
     async def make_ready(self, new: Sequence[ScoredGroup], group_ids: Sequence[str]) -> None:
         first = group_ids[0] if group_ids else "of no prompt"
-        call = self._handle.make_ready.remote(list(new), list(group_ids))
+        call = self._handle.make_ready.remote(self._told(new), list(group_ids))
         await self._call(call, f"store {len(group_ids)} groups, the first {first}")
 
     async def reject(self, group_id: str, reason: str) -> None:
@@ -67,7 +75,7 @@ class ReplayClient:
         await self._call(self._handle.end_leases.remote(list(group_ids)), f"release {len(group_ids)} groups")
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._call(self._handle.abort.remote(list(groups)), f"take {len(groups)} groups back")
+        await self._call(self._handle.abort.remote(self._told(groups)), f"take {len(groups)} groups back")
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
         await self._call(self._handle.resume.remote(version, list(group_ids)), f"go on from version {version}")
@@ -79,7 +87,8 @@ class ReplayClient:
         return await self._call(self._handle.recall.remote(list(group_ids)), f"look {len(group_ids)} groups up")
 
     async def exchange(self, group: ScoredGroup) -> None:
-        await self._call(self._handle.exchange.remote(group), f"exchange lost group {group.summary.group_id}")
+        [told] = self._told([group])
+        await self._call(self._handle.exchange.remote(told), f"exchange lost group {group.summary.group_id}")
 
     async def stats(self) -> ReplayStats:
         return await self._call(self._handle.stats.remote(), "give its statistics")
@@ -96,6 +105,10 @@ class ReplayClient:
     def kill(self) -> None:
         """End the process at once, whatever it does."""
         kill(self._handle)
+
+    def _told(self, groups: Sequence[ScoredGroup]) -> tuple[ScoredGroup, ...]:
+        """What the buffer needs of groups that the driver has as well."""
+        return tuple(groups) if self._is_journalled else tuple(ScoredGroup(g.summary, None, ()) for g in groups)
 
     async def _call(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._deadlines.call_s, what=f"replay/0 to {what}")

@@ -24,7 +24,7 @@ from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
-GATHER_S = 0.01  # how long a finished group waits for others before the buffer hears of them together
+GATHER_S = 0.1  # how long a finished group waits for others before the buffer hears of them together
 
 
 class Buffer(Protocol):

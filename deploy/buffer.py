@@ -31,16 +31,16 @@ def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], 
         sign_s=config.supervision.sign_timeout_s,
         stop_s=timeouts.stop_s,
     )
+    client = partial(ReplayClient, deadlines=deadlines, is_journalled=config.replay.journal)
     start = partial(_start_replay, config, spawner)
     hosts = RoleHosts(spawner, "replay", start, stop_s=timeouts.stop_s)
 
     async def spawn() -> ReplayClient:
-        return ReplayClient(await hosts.start(0), deadlines)
+        return client(await hosts.start(0))
 
     [place] = spawner.workers("replay")
-    first = ReplayClient(start(place), deadlines)
     return RestoringReplay(
-        first,
+        client(start(place)),
         spawn,
         max_bytes=config.replay.max_bytes,
         budget=RestartBudget(restart_policy(config)),

@@ -338,7 +338,8 @@ class SmallRun:
     def _new_buffer(self) -> ReplayClient:
         journal = JournalWriter(self._journal(), timeout_s=OBJECT_S)
         handle = self._spawn(SmallReplay, "replay/0", max_concurrency=32, journal=journal, min_ready=PROMPTS_PER_STEP)
-        return ReplayClient(handle, ReplayDeadlines(START_S, 10, 120, 30, sign_s=SIGN_S, stop_s=2))
+        deadlines = ReplayDeadlines(START_S, 10, 120, 30, sign_s=SIGN_S, stop_s=2)
+        return ReplayClient(handle, deadlines, is_journalled=True)
 
     def _journal(self) -> Journal:
         return Journal(self.folder / "journal", {})

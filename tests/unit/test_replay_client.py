@@ -15,9 +15,9 @@ from cluster.replay_client import ReplayClient, ReplayDeadlines
 from cluster.replay_ledger import Holdings
 
 
-def client(role: object, call_s: float = 5, take_s: float = 5) -> ReplayClient:
+def client(role: object, call_s: float = 5, take_s: float = 5, *, is_journalled: bool = True) -> ReplayClient:
     deadlines = ReplayDeadlines(call_s, call_s, take_s, reserve_s=call_s, sign_s=call_s, stop_s=call_s)
-    return ReplayClient(LocalHandle(role), deadlines)
+    return ReplayClient(LocalHandle(role), deadlines, is_journalled=is_journalled)
 
 
 async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_released() -> None:
@@ -31,6 +31,22 @@ async def test_groups_go_in_and_come_out_in_order_and_are_forgotten_when_release
     assert (stats.num_ready, stats.num_taken, stats.num_rejected) == (1, 2, {"uniform": 1})
     await replay.end_leases(taken)
     assert (await replay.stats()).num_taken == 0
+
+
+@pytest.mark.parametrize("is_journalled", [False, True])
+async def test_a_buffer_that_keeps_no_journal_holds_no_references(is_journalled: bool) -> None:
+    buffer = ReplayBuffer()
+    replay = client(buffer, is_journalled=is_journalled)
+    groups = {group_id: make_scored(group_id) for group_id in ("0/0/s0", "0/1/s1", "0/2/s2")}
+    await replay.reserve(groups["0/0/s0"])
+    await replay.reserve_all([groups["0/1/s1"]])
+    await replay.make_ready([groups["0/2/s2"]], list(groups))
+    taken = await buffer.take(3)
+    assert [group.summary for group in taken] == [group.summary for group in groups.values()]
+    assert [group.group is not None for group in taken] == [is_journalled] * 3
+    replacement = ReplayBuffer()
+    await client(replacement, is_journalled=is_journalled).restore(Holdings(ready=tuple(groups.values())))
+    assert [group.group is not None for group in await replacement.take(3)] == [is_journalled] * 3
 
 
 async def test_a_take_that_waits_holds_up_no_other_call() -> None:

@@ -59,7 +59,7 @@ class Process:
 
 class Client(ReplayClient):
     def __init__(self, process: Process) -> None:
-        super().__init__(LocalHandle(process), ReplayDeadlines(5, 0.2, 5, 0.2, 0.2, 0.2))
+        super().__init__(LocalHandle(process), ReplayDeadlines(5, 0.2, 5, 0.2, 0.2, 0.2), is_journalled=True)
         self._process = process
 
     def kill(self) -> None:

@@ -20,7 +20,7 @@ from deploy.preparation import Prepared
 
 SETTINGS = ("resources.rollout.num_workers=1",)
 ROLES = ("rollout", "reward")
-NUM_PROMPTS = 256  # of one round: what its beginning and end cost is little beside it
+NUM_PROMPTS = 64  # of one round
 TARGET = 0.9
 UNIT = "samples/s"
 

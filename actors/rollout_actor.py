@@ -86,8 +86,10 @@ class RolloutActor:
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         await self._sampler.join_transfer(rendezvous, rank)
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        """Returns the version that the engine then names."""
         await self._sampler.receive_weights(manifest, bucket_bytes, version)
+        return await self._sampler.weight_version()
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int

@@ -84,9 +84,9 @@ class RolloutClient:
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         await self._sync(self._handle.join_transfer.remote(rendezvous, rank), "join the transfer group")
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
-        await self._sync(call, f"receive version {version}")
+        return await self._sync(call, f"receive version {version}")
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None:
         call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)

@@ -61,7 +61,9 @@ class Receiver(Protocol):
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None: ...
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None: ...
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        """Returns the version that it then serves."""
+        ...
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None: ...
 
@@ -254,8 +256,7 @@ class WeightSync:
         return received
 
     async def _receive(self, manifest: Manifest, receiver: Receiver, version: int) -> None:
-        await receiver.receive_weights(manifest, self._bucket_bytes, version)
-        found = await receiver.weight_version()
+        found = await receiver.receive_weights(manifest, self._bucket_bytes, version)
         if found != version:
             raise WeightSyncError(f"after the push of version {version}: {receiver.name} is at {found}")
         self._members.synced(receiver, version)

@@ -79,9 +79,10 @@ class SmallRollout:
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, torch.device("cpu"))
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         await asyncio.to_thread(self._receive, manifest, bucket_bytes)
         self._version = version
+        return version
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int

@@ -71,8 +71,9 @@ class FakeReceiver:
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         self.ranks.append((rendezvous.epoch, rank))
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         self._take(self._sender.weight, version)
+        return self.version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
         self._take(float(buckets[0][0]), version)
@@ -209,11 +210,11 @@ class Mortal(FakeReceiver):
         self.failure = error
         self.num_failures = num_failures
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         if self.num_failures:
             self.num_failures -= 1
             raise self.failure
-        await super().receive_weights(manifest, bucket_bytes, version)
+        return await super().receive_weights(manifest, bucket_bytes, version)
 
 
 @pytest.mark.parametrize("error", [WorkerDiedError("rollout/1 died"), DeadlineError("waited 5 s for rollout/1")])

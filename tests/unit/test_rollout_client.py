@@ -47,8 +47,9 @@ class FakeActor:
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return np.full(prompt.num_tokens - 1, -1.0)
 
-    async def receive_weights(self, *args: object) -> None:
+    async def receive_weights(self, *args: object) -> int:
         self.calls.append(args)
+        return 7
 
     async def load_weights(self, *args: object) -> None:
         self.calls.append(args)
@@ -72,7 +73,7 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
     asked = client(actor)
     assert await asked.weight_version() == 3
     assert (await asked.prompt_logprobs(PROMPT)).shape == (PROMPT.num_tokens - 1,)
-    await asked.receive_weights(Manifest(()), 64, 7)
+    assert await asked.receive_weights(Manifest(()), 64, 7) == 7
     await asked.load_weights(Manifest(()), 64, ["bucket"], 8)
     assert actor.calls == [(Manifest(()), 64, 7), (Manifest(()), 64, ["bucket"], 8)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from cluster.metrics.records import EvaluationRecord, StepRecord
@@ -18,15 +19,14 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=version + 1)
 
     def emit(self, record: StepRecord) -> None:
-        for name, value in record.values.items():
-            self._writer.add_scalar(f"step/{name}", value, record.step)
-        for name, value in record.components.items():
-            self._writer.add_scalar(f"reward/{name}", value, record.step)
-        for phase, seconds in record.seconds.items():
-            self._writer.add_scalar(f"seconds/{phase}", seconds, record.step)
+        """One event a step, with all its scalars."""
+        scalars = {f"step/{name}": value for name, value in record.values.items()}
+        scalars |= {f"reward/{name}": value for name, value in record.components.items()}
+        scalars |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
         for name, reasons in record.counters.items():
-            for reason, count in reasons.items():
-                self._writer.add_scalar(f"count_{name}/{reason}", count, record.step)
+            scalars |= {f"count_{name}/{reason}": count for reason, count in reasons.items()}
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), record.step)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._writer.add_scalar("evaluation/accuracy", record.accuracy, record.version)

@@ -165,7 +165,10 @@ async def _answer_all(contestant: Contestant, started: float, prepared: Prepared
     with UsageSampler(os.getpid(), SAMPLE_PERIOD_S) as usage:
         found = await _all(partial(generate, prompt) for prompt in held_out.prompts)
         generate_s = time.perf_counter() - ready
-    rewards = await _all(partial(inference.rewards.score, group) for group, _ in found)
+    rewards = await _all(
+        partial(inference.rewards.score, group, prompt.prompt_id)
+        for prompt, (group, _) in zip(held_out.prompts, found, strict=True)
+    )
     groups = await asyncio.to_thread(
         fetch, [group for group, _ in found], timeout_s=config.timeouts.object_s, what="the answers"
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,7 @@ class Journal:
     def recover(self, version: int) -> Recovered:
         """What there is beyond the checkpoint of `version`, as far as it is whole and of this identity."""
         ledger = _Ledger()
-        for number in segment_numbers(self.folder):
-            segment = read_segment(self.folder, number)
+        for segment in self._segments():
             self._tell_of_losses(segment)
             ledger.add(segment, is_ours=self._is_ours(segment))
         return ledger.beyond(version)
@@ -156,8 +155,7 @@ class Journal:
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
         """Those of the groups that are on disk, with the reference log-probs that they were trained with, if they were."""
         ledger = _Ledger()
-        for number in segment_numbers(self.folder):
-            segment = read_segment(self.folder, number)
+        for segment in self._segments():
             ledger.add(segment, is_ours=self._is_ours(segment))
         return ledger.read(set(group_ids))
 
@@ -202,9 +200,8 @@ class Journal:
         if self._held is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = _Held()
-            for number in segment_numbers(self.folder):
-                segment = read_segment(self.folder, number)
-                self._held.open(number)
+            for segment in self._segments():
+                self._held.open(segment.number)
                 for record in _of_identity(segment.records, is_ours=self._is_ours(segment)):
                     self._held.add(record)
         return self._held
@@ -220,6 +217,10 @@ class Journal:
             held.open(number)
         self._writer.write(record)
         held.add(record)
+
+    def _segments(self) -> Iterator[Segment]:
+        """What is on disk, oldest first."""
+        return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:
         return segment.identity == self._identity

@@ -15,7 +15,6 @@ from benchmarks.apart import Peer, apart
 from cluster.network import LOOPBACK
 from cluster.placement import PlacedWorker
 from cluster.roles import SamplingSettings
-from cluster.seeds import derived_seed
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
 from deploy.build import sampling_settings
@@ -65,7 +64,7 @@ class Generated:
 def settings_of(config: RunConfig, prompts: Sequence[Prompt]) -> list[SamplingSettings]:
     """How a run samples each of its prompts, with the seed that the prompt has in it."""
     settings = sampling_settings(config)
-    return [replace(settings, seed=derived_seed(settings.seed, prompt.prompt_id)) for prompt in prompts]
+    return [settings.for_prompt(prompt.prompt_id) for prompt in prompts]
 
 
 def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManager[Peer[GenerateJob, Generated]]:

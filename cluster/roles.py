@@ -7,9 +7,10 @@ the loop cannot tell. Each call has a deadline of its own, set from `timeouts` w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from cluster.seeds import derived_seed
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 
 
@@ -22,6 +23,10 @@ class SamplingSettings:
     max_tokens: int
     seed: int
     priority: int = 0  # where an engine has to choose, a smaller number goes first
+
+    def for_prompt(self, prompt_id: str) -> SamplingSettings:
+        """The same with the prompt's own seed, where `seed` is the run's."""
+        return replace(self, seed=derived_seed(self.seed, prompt_id))
 
 
 @dataclass(frozen=True)

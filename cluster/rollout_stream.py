@@ -17,7 +17,6 @@ from cluster.leases import LeaseTable
 from cluster.mending import sample_and_score
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
-from cluster.seeds import derived_seed
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
 from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
@@ -250,7 +249,7 @@ class RolloutStream:
         await self._put_complete_steps()
 
     async def _scored(self, prompt: Prompt) -> ScoredGroup:
-        settings = replace(self._settings, seed=derived_seed(self._settings.seed, prompt.prompt_id))
+        settings = self._settings.for_prompt(prompt.prompt_id)
         reference, summary, rewards = await sample_and_score(
             self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )

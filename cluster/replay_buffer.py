@@ -1,8 +1,9 @@
 """ReplayBuffer: finished groups wait here, first in, first out, until a step takes them under a lease.
 
-It holds summaries, and references for its journal; the bytes stay in the object store. Whoever has the groups as well, as the driver has
-in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio class, run as an async Ray
-actor whose `max_concurrency` leaves room for one waiting `take` beside all groups that may wait for room.
+It holds summaries, and references for its journal; the bytes stay in the object store. Whoever has the groups as well,
+as the driver has in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio class,
+run as an async Ray actor whose `max_concurrency` leaves room for one waiting `take` beside all groups that may wait for
+room.
 """
 
 from __future__ import annotations

@@ -42,22 +42,24 @@ class ReplayClient:
         await answer(self._handle.ping.remote(), timeout_s=self._deadlines.start_s, what=what)
 
     async def restore(self, holdings: Holdings) -> None:
-        told = Holdings(
-            self._told(holdings.reserved), self._told(holdings.ready), self._told(holdings.leased), holdings.seen
+        told = replace(
+            holdings,
+            reserved=tuple(map(self._told, holdings.reserved)),
+            ready=tuple(map(self._told, holdings.ready)),
+            leased=tuple(map(self._told, holdings.leased)),
         )
         await self._call(self._handle.restore.remote(told), "take over the groups of the buffer before it")
 
     async def reserve(self, group: ScoredGroup) -> None:
-        [told] = self._told([group])
-        await self._room(self._handle.reserve.remote(told), f"make room for group {group.summary.group_id}")
+        await self._room(self._handle.reserve.remote(self._told(group)), f"make room for group {group.summary.group_id}")
 
     async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
         what = f"hold {len(groups)} groups for which there is room"
-        await self._call(self._handle.reserve_all.remote(self._told(groups)), what)
+        await self._call(self._handle.reserve_all.remote([self._told(group) for group in groups]), what)
 
     async def make_ready(self, new: Sequence[ScoredGroup], group_ids: Sequence[str]) -> None:
         first = group_ids[0] if group_ids else "of no prompt"
-        call = self._handle.make_ready.remote(self._told(new), list(group_ids))
+        call = self._handle.make_ready.remote([self._told(group) for group in new], list(group_ids))
         await self._call(call, f"store {len(group_ids)} groups, the first {first}")
 
     async def reject(self, group_id: str, reason: str) -> None:
@@ -75,7 +77,8 @@ class ReplayClient:
         await self._call(self._handle.end_leases.remote(list(group_ids)), f"release {len(group_ids)} groups")
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
-        await self._call(self._handle.abort.remote(self._told(groups)), f"take {len(groups)} groups back")
+        told = [self._told(group) for group in groups]
+        await self._call(self._handle.abort.remote(told), f"take {len(groups)} groups back")
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
         await self._call(self._handle.resume.remote(version, list(group_ids)), f"go on from version {version}")
@@ -87,8 +90,8 @@ class ReplayClient:
         return await self._call(self._handle.recall.remote(list(group_ids)), f"look {len(group_ids)} groups up")
 
     async def exchange(self, group: ScoredGroup) -> None:
-        [told] = self._told([group])
-        await self._call(self._handle.exchange.remote(told), f"exchange lost group {group.summary.group_id}")
+        what = f"exchange lost group {group.summary.group_id}"
+        await self._call(self._handle.exchange.remote(self._told(group)), what)
 
     async def stats(self) -> ReplayStats:
         return await self._call(self._handle.stats.remote(), "give its statistics")
@@ -106,9 +109,9 @@ class ReplayClient:
         """End the process at once, whatever it does."""
         kill(self._handle)
 
-    def _told(self, groups: Sequence[ScoredGroup]) -> tuple[ScoredGroup, ...]:
-        """What the buffer needs of groups that the driver has as well."""
-        return tuple(groups) if self._is_journalled else tuple(ScoredGroup(g.summary, None, ()) for g in groups)
+    def _told(self, group: ScoredGroup) -> ScoredGroup:
+        """What the buffer needs of a group that the driver has as well."""
+        return group if self._is_journalled else ScoredGroup(group.summary, None, ())
 
     async def _call(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._deadlines.call_s, what=f"replay/0 to {what}")

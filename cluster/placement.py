@@ -23,11 +23,20 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one node has to give: what is free there, in Ray's units."""
+    """What one node has to give: what is free there, in Ray's units.
+
+    `all_cpus` are those of the node whoever holds them (None: they are all free): what is bound to cores is bound to the
+    same ones whatever else runs there.
+    """
 
     node_id: str
     num_cpus: float
     num_gpus: float
+    all_cpus: float | None = None
+
+    @property
+    def num_cores(self) -> int:
+        return int((self.num_cpus if self.all_cpus is None else self.all_cpus) + EPSILON)
 
 
 @dataclass(frozen=True)
@@ -255,12 +264,11 @@ def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources
 
 def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) -> tuple[int, ...]:
     """Cores of the worker that sits `seat`-th on its node; beyond the last core the first ones are shared."""
-    num_cores = int(node.num_cpus + EPSILON)
-    if workers.num_threads > num_cores:
+    if workers.num_threads > node.num_cores:
         raise PlacementError(
             f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.node_id} has "
-            f"{num_cores} cores: set resources.{role}.num_threads={max(1, num_cores)} or "
+            f"{node.num_cores} cores: set resources.{role}.num_threads={max(1, node.num_cores)} or "
             f"resources.{role}.bind_cores=false"
         )
     first = workers.first_core + seat * workers.num_threads
-    return tuple((first + offset) % num_cores for offset in range(workers.num_threads))
+    return tuple((first + offset) % node.num_cores for offset in range(workers.num_threads))

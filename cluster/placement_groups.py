@@ -43,10 +43,15 @@ class Booking:
 def cluster_nodes() -> tuple[NodeResources, ...]:
     """What is free on every live node of the connected cluster."""
     free = available_resources_per_node()
-    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     return tuple(
-        NodeResources(node_id, num_cpus=free[node_id].get("CPU", 0.0), num_gpus=free[node_id].get("GPU", 0.0))
-        for node_id in alive
+        NodeResources(
+            node_id,
+            num_cpus=free[node_id].get("CPU", 0.0),
+            num_gpus=free[node_id].get("GPU", 0.0),
+            all_cpus=alive[node_id].get("CPU", 0.0),
+        )
+        for node_id in sorted(alive)
     )
 
 

@@ -59,6 +59,12 @@ def test_cores_are_counted_node_by_node_and_start_again_beyond_the_last() -> Non
     assert sorted(nodes_of(plan, "rollout")) == ["a", "b"]
 
 
+def test_workers_are_bound_to_all_cores_of_a_node_whatever_else_holds_a_share_of_them() -> None:
+    node = NodeResources("a", num_cpus=1.4, num_gpus=0, all_cpus=2)
+    plan = plan_placement(resources(), [node], ("rollout",))
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0,), (1,)]
+
+
 def test_threads_take_consecutive_cores() -> None:
     four = resources("resources.rollout.num_threads=2")
     plan = plan_placement(four, [NodeResources("a", 4, 0)], ("rollout",))

@@ -31,6 +31,7 @@ class Name(StrEnum):
     STEP_BREAKDOWN = "step_breakdown"
     WHOLE_STEP = "whole_step"
     ASYNCHRONY = "asynchrony"
+    DIGITS_ASYNCHRONY = "digits_asynchrony"
     DRIVER_OVERHEAD = "driver_overhead"
     RECOVERY = "recovery"
     REWARD_POOL = "reward_pool"

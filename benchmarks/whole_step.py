@@ -67,9 +67,9 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         stack.enter_context(private_ray(config))
         raw = [asyncio.run(_raw_parts(half, config))]
         for staleness in (0, 1):
-            steps[f"staleness_{staleness}"] = _loop(_with_staleness(config, staleness), effort.num_steps)
+            steps[f"staleness_{staleness}"] = measured_steps(_with_staleness(config, staleness), effort.num_steps)
         if config.resources.device == "cpu":
-            steps["overlapped"] = _loop(overlapped, effort.num_steps)
+            steps["overlapped"] = measured_steps(overlapped, effort.num_steps)
         raw.append(asyncio.run(_raw_parts(half, config)))
     parts = {name: raw[0][name] + raw[1][name] for name in raw[0]}
     return _findings(config, parts, steps)
@@ -80,8 +80,8 @@ def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
     return config.model_copy(update={"name": f"staleness-{max_staleness}", "algorithm": algorithm})
 
 
-def _loop(config: RunConfig, num_steps: int) -> list[StepRecord]:
-    """The steps of a run that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
+def measured_steps(config: RunConfig, num_steps: int) -> list[StepRecord]:
+    """The steps of a real run that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
     run = config.model_copy(update={"num_steps": NUM_WARMUP_STEPS + num_steps + 1})
     run_training(run, Console(stderr=True))
     return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])

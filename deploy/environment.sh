@@ -37,5 +37,5 @@ fi
 
 echo "environment: installing into $folder ($what), once"
 [ -x "$folder/bin/python" ] || "$uv" venv --quiet --python "$(command -v "$python")" "$folder"
-VIRTUAL_ENV="$PWD/$folder" "$uv" pip install --quiet "${packages[@]}"
+VIRTUAL_ENV="$PWD/$folder" "$uv" pip install --quiet --compile-bytecode "${packages[@]}"
 touch "$stamp"

@@ -139,23 +139,27 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its place when it is whole."""
+    """A file that takes its place when it is whole.
+
+    Raises:
+        PreflightError: it cannot be written.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            yield file
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+        try:
+            with draft.open("wb") as file:
+                yield file
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise PreflightError(f"{path} cannot be written ({error.strerror}): give another path") from error
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        with _replacing(path) as file:
-            file.write(text.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise PreflightError(f"{path} cannot be written ({error.strerror}): give another path") from error
+    with _replacing(path) as file:
+        file.write(text.encode("utf-8", errors="replace"))
 
 
 def _say(console: Console, report: dict[str, Any], text: str, command: ScoreCommand) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from cluster.errors import PreflightError
 from rewards.offline.jsonl import Batch
 from rewards.offline.partial import MAX_NAMED_LINES
 from rewards.offline.pictures import PROMPT_KEYS, RESPONSE_KEYS
-from rewards.offline.records import BrokenRecordError, Record, from_values, with_everything
+from rewards.offline.records import BrokenRecordError, Record, from_values, parsed, with_everything
 
 BATCH_ROWS = 4096
 TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
@@ -100,5 +99,6 @@ def _read(batch: pa.RecordBatch, with_metadata: bool) -> Batch:
 def _record(row: dict[str, Any], with_metadata: bool) -> Record:
     stated = {name: row.pop(name) for name in _IN_METADATA if name in row}
     if stated:
-        row["metadata"] = {**stated, **json.loads(row["metadata"])}
+        metadata = parsed(row.get("metadata") or "{}")
+        row["metadata"] = {**stated, **metadata} if isinstance(metadata, Mapping) else metadata
     return with_everything(from_values(row), row) if with_metadata else from_values(row)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
+from rewards.offline.jsonl import Batch
 from rewards.offline.options import Options
 from rewards.offline.partial import Partial
 from rewards.offline.processes import run_in_order
@@ -13,7 +14,7 @@ from rewards.offline.source import Part, Source
 
 
 class BrokenSourceError(ValueError):
-    """A line is no record, and none may be left out."""
+    """A part of the source cannot be read, or a line is no record and none may be left out."""
 
 
 def evaluate(
@@ -30,14 +31,14 @@ def evaluate(
     """The results of all records; memory does not grow with their number. `rows` gets each record's results.
 
     Raises:
-        BrokenSourceError: a line is no record, with `is_strict`.
+        BrokenSourceError: a part cannot be read, or a line is no record, with `is_strict`.
         WorkerDiedError, DeadlineError: a process died, or finished no part within `timeout_s`.
     """
     with_metadata = any(scheme.rules.reads_everything for scheme in scorer.schemes)
 
     def score_part(part: Part) -> Partial:
         found, lines = Partial.of(scorer.schemes), []
-        for batch in part.batches(with_metadata=with_metadata):
+        for batch in _read(part, with_metadata):
             partial = scorer.score(batch)
             lines.append(partial.rows)
             found.merge(partial, scorer.schemes, options.top_k, options.max_ids)
@@ -45,7 +46,13 @@ def evaluate(
         return found
 
     whole = Partial.of(scorer.schemes)
-    partials = run_in_order(score_part, source.parts, num_processes=num_processes, timeout_s=timeout_s)
+    partials = run_in_order(
+        score_part,
+        source.parts,
+        num_processes=num_processes,
+        timeout_s=timeout_s,
+        may_hang=bool(options.regex_pattern),  # a user's pattern may backtrack without end
+    )
     for part, partial in zip(source.parts, partials, strict=True):
         if rows is not None:
             rows.write(partial.rows)
@@ -55,3 +62,10 @@ def evaluate(
             raise BrokenSourceError(f"{source.path}, line {line}: {reason}; mend it, or leave out --strict to skip it")
         on_progress(part.size)
     return whole
+
+
+def _read(part: Part, with_metadata: bool) -> Iterator[Batch]:
+    try:
+        yield from part.batches(with_metadata=with_metadata)
+    except OSError as error:  # of this generator alone: what scores the batch raises past it
+        raise BrokenSourceError(f"{part} cannot be read ({error}): give a whole file that nobody changes") from error

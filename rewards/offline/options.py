@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ class Options:
         """Refuses what would give a number without a meaning.
 
         Raises:
-            ValueError: the pattern is no regular expression, a weight has no component, a count is negative.
+            ValueError: the pattern is no regular expression, a weight has no component, a count is negative, a number is
+                not finite.
         """
         unknown = set(self.weights) ^ set(COMPONENTS)
         if unknown:
@@ -38,6 +40,9 @@ class Options:
             re.compile(self.regex_pattern)
         except re.error as error:
             raise ValueError(f"regex_pattern={self.regex_pattern!r} is no regular expression: {error}") from error
+        for name in ("latency_budget_ms", "pass_threshold"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name}={value}: give a finite number")
         if self.top_k < 0 or self.max_ids < 0:
             raise ValueError(f"top_k={self.top_k} and max_ids={self.max_ids}: neither may be negative")
 

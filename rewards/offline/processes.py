@@ -19,19 +19,25 @@ _END_S = 5.0  # how long a killed process may take to be collected
 
 
 def run_in_order(
-    function: Callable[[Task], Result], tasks: Sequence[Task], *, num_processes: int, timeout_s: float
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    *,
+    num_processes: int,
+    timeout_s: float,
+    may_hang: bool = False,
 ) -> Iterator[Result]:
     """`function(task)` for each task, in order; an error of the function is raised here.
 
     The processes are copies of this one, so the function need not be picklable; with one of them everything happens in
-    this process. They end with the iterator, however it ends.
+    this process, unless the function `may_hang`: only another process can be stopped. They end with the iterator,
+    however it ends.
 
     Raises:
         WorkerDiedError: a process ended before its task was done.
         DeadlineError: no process finished a task for `timeout_s`.
     """
     num_processes = min(num_processes, len(tasks))
-    if num_processes <= 1:
+    if num_processes < (1 if may_hang else 2):
         yield from map(function, tasks)
         return
     crew = _Crew(function, tasks, num_processes, timeout_s)

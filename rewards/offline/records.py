@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -93,9 +94,11 @@ def from_values(values: Any) -> Record:
         raise BrokenRecordError(f"a {type(values).__name__}, not an object")
     if values.get("response") is None:
         raise BrokenRecordError("it has no response")
+    if not _says_text(values["response"]):
+        raise BrokenRecordError(f"response is {_kind(values['response'])}, not a text")
     metadata = values.get("metadata") or {}
     if isinstance(metadata, str):
-        metadata = _parsed(metadata)
+        metadata = parsed(metadata)
     if not isinstance(metadata, Mapping):
         raise BrokenRecordError(f"metadata is a {type(metadata).__name__}, not an object")
     return Record(
@@ -111,7 +114,7 @@ def with_everything(record: Record, values: Mapping[str, Any]) -> Record:
     """The same record with all that it says, for functions that read keys of their own and pictures."""
     metadata = values.get("metadata") or {}
     record.everything = Everything(
-        _parsed(metadata) if isinstance(metadata, str) else metadata,
+        parsed(metadata) if isinstance(metadata, str) else metadata,
         named_pictures(values, PROMPT_KEYS),
         named_pictures(values, RESPONSE_KEYS),
     )
@@ -135,9 +138,26 @@ def _id(value: Any) -> str | int | None:
 def _texts(value: Any, name: str) -> list[str] | None:
     if value is None:
         return None
+    if isinstance(value, list | tuple):
+        items = [item for item in value if item is not None]
+        unfit = next((item for item in items if not _says_text(item)), None)
+        if unfit is not None:
+            raise BrokenRecordError(f"{name} has {_kind(unfit)}, not a text")
+        return list(map(str, items))
+    if not _says_text(value):
+        raise BrokenRecordError(f"{name} is {_kind(value)}, neither a text nor a list of texts")
+    return [str(value)]
+
+
+def _says_text(value: Any) -> bool:
+    """Whether a value is a text or a number; of anything else, Python's way to write it is nobody's answer."""
+    return isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
-        raise BrokenRecordError(f"{name} is an object, neither a text nor a list of texts")
-    return [str(item) for item in value if item is not None] if isinstance(value, list | tuple) else [str(value)]
+        return "an object"
+    return f"{value}".lower() if isinstance(value, bool) else f"a {type(value).__name__}"
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:
@@ -152,7 +172,12 @@ def _number(values: Mapping[str, Any], name: str) -> float | None:
     return number
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """Metadata out of its text.
+
+    Raises:
+        BrokenRecordError: it is no JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

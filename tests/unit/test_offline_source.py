@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ def test_every_line_is_read_once_however_the_file_is_cut(tmp_path: Path, num_byt
         ('{"response": "x", "metadata": {"latency_ms": NaN}}', "metadata.latency_ms is nan, not finite"),
         ('{"response": "x", "metadata": [1]}', "metadata is a list, not an object"),
         ('{"response": "x", "reference": {"a": 1}}', "reference is an object"),
+        ('{"response": "x", "reference": ["x", {"a": 1}]}', "reference has an object, not a text"),
+        ('{"response": "x", "metadata": {"claimed_entities": [["x"]]}}', "claimed_entities has a list, not a text"),
+        ('{"response": ["x"], "reference": "x"}', "response is a list, not a text"),
+        ('{"response": {"answer": "x"}, "reference": "x"}', "response is an object, not a text"),
+        ('{"response": true, "reference": "True"}', "response is true, not a text"),
         ("[" * 100_000, "no JSON"),
         ("\\xff", "no JSON"),
     ],
@@ -140,6 +146,24 @@ def test_a_large_row_group_is_read_in_batches(tmp_path: Path, monkeypatch: pytes
     assert found[-1].broken == [(3, "it has no response")]
 
 
+def test_a_row_of_recorded_trajectories_whose_metadata_is_broken_is_skipped_and_named(tmp_path: Path) -> None:
+    columns = {"response_text": ["x"] * 4, "references": [["x"]] * 4, "response_num_tokens": [1, 2, 3, 4]}
+    table = pa.table({**columns, "metadata": ["{broken", None, "[1]", '{"latency_ms": 7}']})
+    pq.write_table(table, tmp_path / "step-1.parquet")
+    whole = run(open_source(tmp_path / "step-1.parquet"))
+    assert (whole.num_records, whole.num_broken) == (2, 2)
+    assert [line for line, _ in whole.broken] == [1, 3]
+    assert whole.broken[1][1] == "metadata is a list, not an object"
+
+
+def test_what_was_cut_or_changed_after_it_was_opened_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [record("a", "x", "x")])
+    source = open_source(path)
+    path.unlink()
+    with pytest.raises(BrokenSourceError, match=r"bytes 0 to .* of .*rows.jsonl cannot be read"):
+        run(source)
+
+
 def test_the_trajectories_of_a_run(tmp_path: Path) -> None:
     log = TrajectoryLog(tmp_path / "trajectories", timeout_s=1)
     group = make_group(picture_prompt())
@@ -171,6 +195,12 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, name: str
     (tmp_path / "bad.parquet").write_text("hello")
     with pytest.raises(PreflightError, match=what):
         open_source(tmp_path / name)
+
+
+def test_a_pipe_is_refused_and_not_taken_for_an_empty_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PreflightError, match="pipe is a pipe or a device"):
+        open_source(tmp_path / "pipe")
 
 
 def test_parquet_without_responses_is_refused(tmp_path: Path) -> None:

@@ -191,6 +191,11 @@ def test_a_trajectory_run_folder_that_holds_none_is_refused(tmp_path: Path) -> N
         (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
         (["--strict"], "line 7: no JSON"),
         (["--output", "/proc/nothing/report.json"], "give another path"),
+        (["--html", "/proc/nothing/report.html"], "give another path"),
+        (["--results", "/proc/nothing/rows.jsonl"], "/proc/nothing/rows.jsonl cannot be written"),
+        (["--results", "/proc"], "/proc cannot be written"),
+        (["--latency-budget-ms", "nan"], "latency_budget_ms=nan"),
+        (["--pass-threshold", "inf"], "pass_threshold=inf"),
     ],
 )
 def test_what_the_user_has_to_mend_is_one_message(six: Path, words: list[str], what: str) -> None:
@@ -200,6 +205,13 @@ def test_what_the_user_has_to_mend_is_one_message(six: Path, words: list[str], w
     assert refused.exit_code == 2
     assert what in refused.output
     assert "Traceback" not in refused.output
+
+
+def test_a_pattern_that_backtracks_without_end_costs_its_timeout_even_on_a_small_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [record("a", "a" * 60 + "b", "x")])
+    done = mobula("score", path, "--quiet", "--regex-pattern", "^(a+)+$", "--timeout", 1)
+    assert done.exit_code == 1
+    assert "no process finished within 1 s: bytes 0 to" in done.output
 
 
 def test_scoring_jsonl_loads_nothing_heavy(six: Path) -> None:
@@ -279,6 +291,13 @@ def test_corrupt_writes_what_score_reads_and_the_same_again(tmp_path: Path) -> N
     assert mobula("score", tmp_path / "one.jsonl", *PUBLISHED, "--quiet", "--output", report).exit_code == 0
     caught = json.loads(report.read_text())["improvement"]["quality_gate_gain"]["false_pass_count"]
     assert caught == flawed
+
+
+def test_corrupt_names_the_file_that_it_cannot_write(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "data.jsonl", [{"reference": "x"}])
+    refused = mobula("corrupt", source, "/proc/nothing/out.jsonl")
+    assert refused.exit_code == 2
+    assert "/proc/nothing/out.jsonl cannot be written" in refused.output
 
 
 def test_corrupt_refuses_a_row_without_a_reference(tmp_path: Path) -> None:

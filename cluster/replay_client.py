@@ -8,7 +8,6 @@ from typing import Any
 
 from cluster.ray_group import answer, kill, stop
 from cluster.replay_ledger import Holdings
-from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
 from cluster.trajectory_records import RecordedGroup
 
@@ -92,9 +91,6 @@ class ReplayClient:
     async def exchange(self, group: ScoredGroup) -> None:
         what = f"exchange lost group {group.summary.group_id}"
         await self._call(self._handle.exchange.remote(self._told(group)), what)
-
-    async def stats(self) -> ReplayStats:
-        return await self._call(self._handle.stats.remote(), "give its statistics")
 
     async def is_alive(self) -> None:
         """Return while the process lives, however busy it is."""

@@ -5,10 +5,12 @@ A rollout actor *returns* its groups, so the driver owns them and they outlive t
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cluster.roles import ReplayStats
 from cluster.trajectory import ScoredGroup
 
 
@@ -28,10 +30,12 @@ class ReplayLedger:
     Answers may come in another order than the buffer gave them: a group can be leased before its `put` is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._reserved: dict[str, ScoredGroup] = {}
         self._ready: dict[str, ScoredGroup] = {}  # in order
         self._leased: dict[str, ScoredGroup] = {}
+        self._since: dict[str, float] = {}  # when each group that is held came, oldest first
         self._seen: set[str] = set()
         self.num_rejected: Counter[str] = Counter()
         self.num_bytes = 0  # of all groups that are held
@@ -45,6 +49,7 @@ class ReplayLedger:
     def reserve(self, group: ScoredGroup) -> None:
         self._seen.add(group.summary.group_id)
         self._reserved[group.summary.group_id] = group
+        self._since[group.summary.group_id] = self._clock()
         self.num_bytes += group.summary.num_bytes
 
     def put(self, group_ids: Iterable[str]) -> None:
@@ -56,6 +61,7 @@ class ReplayLedger:
         self._seen.add(group_id)
         if (group := self._reserved.pop(group_id, None)) is not None:
             self.num_bytes -= group.summary.num_bytes
+            del self._since[group_id]
         self.num_rejected[reason] += 1
 
     def take(self, group_ids: Sequence[str]) -> list[ScoredGroup]:
@@ -67,6 +73,7 @@ class ReplayLedger:
     def release(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:
             self.num_bytes -= self._leased.pop(group_id).summary.num_bytes
+            del self._since[group_id]
 
     def abort(self, group_ids: Sequence[str]) -> None:
         self._ready = {**{group_id: self._leased.pop(group_id) for group_id in group_ids}, **self._ready}
@@ -78,6 +85,20 @@ class ReplayLedger:
             if group_id in holder:
                 self.num_bytes += group.summary.num_bytes - holder[group_id].summary.num_bytes
                 holder[group_id] = group
+
+    def stats(self, *, num_waiting: int, num_oversized: int) -> ReplayStats:
+        """What is held now, with the two numbers that are not the ledger's."""
+        oldest = next(iter(self._since), None)
+        return ReplayStats(
+            num_ready=len(self._ready),
+            num_taken=len(self._leased),
+            num_bytes=self.num_bytes,
+            oldest_age_s=0.0 if oldest is None else self._clock() - self._since[oldest],
+            num_rejected=dict(self.num_rejected),
+            oldest_id=oldest,
+            num_waiting=num_waiting,
+            num_oversized=num_oversized,
+        )
 
     def holdings(self) -> Holdings:
         return Holdings(

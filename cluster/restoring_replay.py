@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from cluster.replay_buffer import DUPLICATE
@@ -39,8 +38,6 @@ class Buffer(Protocol):
     async def lease(self, num_groups: int) -> list[str]: ...
 
     async def end_leases(self, group_ids: Sequence[str]) -> None: ...
-
-    async def stats(self) -> ReplayStats: ...
 
     async def start(self) -> None:
         """Wait until the process answers."""
@@ -100,7 +97,9 @@ class RestoringReplay:
         self._buffer = buffer
         self._spawn = spawn
         self._max_bytes = max_bytes
-        self._ledger = ReplayLedger()
+        self._ledger = ReplayLedger(clock)
+        self._num_waiting = 0  # groups for which there is no room yet
+        self._num_oversized = 0
         self._untold: dict[str, ScoredGroup] = {}  # reserved in the ledger; the buffer may not have heard of them
         self._telling: asyncio.Task[None] | None = None
         self._putting: asyncio.Task[None] | None = None
@@ -113,11 +112,12 @@ class RestoringReplay:
         if self._ledger.has_seen(group.summary.group_id):
             self._ledger.num_rejected[DUPLICATE] += 1
             return
+        self._num_oversized += group.summary.num_bytes > self._max_bytes
         if self._ledger.num_bytes + group.summary.num_bytes <= self._max_bytes:
             self._ledger.reserve(group)
             self._tell_soon(group)
         else:
-            await self._restoration.outliving(lambda: self._buffer.reserve(group), is_patient=True)
+            await self._wait_for_room(group)
             self._ledger.reserve(group)
 
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
@@ -166,13 +166,9 @@ class RestoringReplay:
         await self._restoration.outliving(lambda: self._buffer.exchange(group))
 
     async def stats(self) -> ReplayStats:
-        """Of the process that plays the buffer now; rejected groups are those of the whole run."""
-        if self._background:
-            await asyncio.wait(self._background)
+        """What the ledger says, at once: whoever asks in every step must not wait for a process that shares its core."""
         self._raise_failure()
-        await self._tell()
-        stats = await self._restoration.outliving(lambda: self._buffer.stats())
-        return replace(stats, num_rejected=dict(self._ledger.num_rejected))
+        return self._ledger.stats(num_waiting=self._num_waiting, num_oversized=self._num_oversized)
 
     def lose(self, error: Exception) -> None:
         """Somebody found the buffer dead or silent."""
@@ -192,6 +188,13 @@ class RestoringReplay:
         for task in list(self._background):
             task.cancel()
         await self._buffer.close()
+
+    async def _wait_for_room(self, group: ScoredGroup) -> None:
+        self._num_waiting += 1
+        try:
+            await self._restoration.outliving(lambda: self._buffer.reserve(group), is_patient=True)
+        finally:
+            self._num_waiting -= 1
 
     async def _make_ready(self, group_ids: Sequence[str]) -> None:
         new = [self._untold.pop(group_id) for group_id in group_ids if group_id in self._untold]

@@ -102,6 +102,18 @@ def scored(*numbers: int):
     return [make_scored(f"0/{n}/s{n}") for n in numbers]
 
 
+async def called(bench: Bench, name: str) -> None:
+    """Wait until some process of the buffer was asked for `name`."""
+    async with asyncio.timeout(5):
+        while not any(name in process.calls for process in bench.processes):
+            await asyncio.sleep(0.001)
+
+
+async def answered(bench: Bench) -> None:
+    """A call that needs the buffer and changes nothing."""
+    await bench.replay.forget(0)
+
+
 async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_leased_in_order() -> None:
     bench = Bench()
     await bench.replay.put(scored(0, 1, 2, 3))
@@ -109,6 +121,7 @@ async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_le
     await bench.replay.reject("0/5/s5", "uniform")
     leased = await bench.replay.take(2)
     bench.process.is_dead = True
+    await answered(bench)
     stats = await bench.replay.stats()
     assert (stats.num_ready, stats.num_taken, stats.num_rejected) == (2, 2, {"uniform": 1})
     assert stats.num_bytes == sum(group.summary.num_bytes for group in scored(0, 1, 2, 3, 4))
@@ -125,7 +138,7 @@ async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: st
     leased = await bench.replay.take(1)
     bench.process.dies_after = call
     await bench.replay.reserve(*scored(2))
-    await bench.replay.stats()
+    await called(bench, "reserve_all")
     await bench.replay.put(scored(2))
     await bench.replay.reject("0/9/s9", "stale")
     await bench.replay.commit(1, leased)
@@ -133,6 +146,7 @@ async def test_a_call_that_was_carried_out_but_not_answered_counts_once(call: st
     first = await bench.replay.take(2)
     await bench.replay.release(first)
     assert ids(first) + ids(await bench.replay.take(1)) == ["0/0/s0", "0/1/s1", "0/2/s2"]
+    await answered(bench)
     assert (await bench.replay.stats()).num_rejected == {"stale": 1}
     assert len(bench.processes) == 2
 
@@ -152,24 +166,37 @@ async def test_groups_that_finish_within_a_moment_are_told_together() -> None:
     for group in scored(0, 1, 2):
         await bench.replay.reserve(group)
     assert bench.process.calls == []
-    async with asyncio.timeout(5):
-        while not bench.process.calls:
-            await asyncio.sleep(0.001)
-    assert (await bench.replay.stats()).num_bytes == sum(group.summary.num_bytes for group in scored(0, 1, 2))
-    assert bench.process.calls == ["reserve_all", "stats"]
+    await called(bench, "reserve_all")
+    assert (await bench.process.buffer.stats()).num_bytes == sum(group.summary.num_bytes for group in scored(0, 1, 2))
     await bench.replay.reserve(*scored(3))
     await bench.replay.reject("0/3/s3", "stale")
-    assert bench.process.calls == ["reserve_all", "stats", "reject"]
+    assert bench.process.calls == ["reserve_all", "reject"]
+
+
+async def test_how_much_it_holds_is_known_without_asking_the_buffer() -> None:
+    bench = Bench(max_bytes=sum(group.summary.num_bytes for group in scored(0, 1)))
+    await bench.replay.put(scored(0, 1))
+    [taken] = await bench.replay.take(1)
+    bench.process.is_hung = True
+    bench.process.calls.clear()
+    waiting = asyncio.create_task(bench.replay.reserve(*scored(2)))
+    await asyncio.sleep(0.01)
+    stats = await bench.replay.stats()
+    assert (stats.num_ready, stats.num_taken, stats.num_waiting, stats.num_oversized) == (1, 1, 1, 0)
+    assert (stats.num_bytes, stats.oldest_id) == (2 * taken.summary.num_bytes, taken.summary.group_id)
+    assert 0.01 <= stats.oldest_age_s < 5
+    assert bench.process.calls == ["reserve"]
+    waiting.cancel()
 
 
 async def test_a_step_that_is_put_brings_those_of_its_groups_that_the_buffer_has_not_heard_of() -> None:
     bench = Bench()
     await bench.replay.reserve(*scored(0))
-    await bench.replay.stats()
+    await called(bench, "reserve_all")
     await bench.replay.reserve(*scored(1))
     await bench.replay.put(scored(1, 0))
     taken = await bench.replay.take(2)
-    assert bench.process.calls == ["reserve_all", "stats", "lease", "make_ready"]
+    assert bench.process.calls == ["reserve_all", "lease", "make_ready"]
     assert ids(taken) == ["0/1/s1", "0/0/s0"]
     assert all(group.group is not None for group in taken)
 
@@ -191,7 +218,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
     await bench.replay.reserve(*scored(1))
     bench.process.is_hung = True
     await bench.replay.put(scored(1))
-    await bench.replay.stats()
+    await answered(bench)
     assert bench.losses == ["replay_hung"]
     taking = asyncio.create_task(bench.replay.take(3))
     await asyncio.sleep(0)
@@ -206,7 +233,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
 async def test_a_reserve_that_waits_for_room_too_long_says_nothing_of_the_buffer() -> None:
     bench = Bench(max_bytes=1)
     await bench.replay.put(scored(0))
-    await bench.replay.stats()
+    await answered(bench)
     with pytest.raises(DeadlineError, match="backpressure_s"):
         await bench.replay.reserve(*scored(1))
     assert bench.losses == []
@@ -218,6 +245,7 @@ async def test_a_group_that_comes_twice_is_a_duplicate_also_for_a_new_buffer() -
     await bench.replay.release(await bench.replay.take(1))
     bench.process.is_dead = True
     await bench.replay.put(scored(0))
+    await answered(bench)
     stats = await bench.replay.stats()
     assert (stats.num_ready, stats.num_rejected) == (0, {"duplicate": 1})
 
@@ -261,10 +289,10 @@ async def test_the_budget_ends_it() -> None:
     bench = Bench(policy=RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001))
     for _ in range(2):
         bench.process.is_dead = True
-        await bench.replay.stats()
+        await answered(bench)
     bench.process.is_dead = True
     with pytest.raises(WorkerDiedError, match=r"the replay was lost 3 times, .*resume=auto"):
-        await bench.replay.stats()
+        await answered(bench)
 
 
 async def test_the_journal_of_the_new_buffer_goes_on_where_the_old_one_ended(tmp_path: Path) -> None:
@@ -332,8 +360,8 @@ def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_
 async def test_a_buffer_that_was_closed_is_not_brought_back_for_whoever_still_asks() -> None:
     bench = Bench()
     await bench.replay.put(scored(0))
-    await bench.replay.stats()
+    await answered(bench)
     await bench.replay.close()
     with pytest.raises(WorkerDiedError):
-        await bench.replay.stats()
+        await answered(bench)
     assert len(bench.processes) == 1 and bench.losses == []

@@ -33,7 +33,7 @@ class Gate:
     """ASGI middleware. `token` of None admits everybody; health and the API's description are open to all.
 
     401 without the token, 413 for a body above `max_request_bytes`, 408 for one that takes longer than `read_s`; 503
-    while `is_full()`, so that no body is read for nothing.
+    while `is_full()`, so that no body is read for nothing. `on_status` hears the status of every POST, refused or not.
     """
 
     app: App
@@ -42,11 +42,13 @@ class Gate:
     read_s: float
     is_full: Callable[[], bool]
     retry_after_s: int
+    on_status: Callable[[int], None]
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        send = self._heard(send) if scope["method"] == "POST" else send
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             self._check(scope, headers)
@@ -57,6 +59,14 @@ class Gate:
             await _refuse(send, refusal)
             return
         await self.app(scope, _replay(body, receive), send)
+
+    def _heard(self, send: Send) -> Send:
+        async def heard(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.on_status(message["status"])
+            await send(message)
+
+        return heard
 
     def _check(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> None:
         if scope["path"] not in OPEN_PATHS and self.token is not None:

@@ -52,7 +52,7 @@ class ServerMetrics:
     def __init__(self, lanes: Lanes) -> None:
         self.registry = CollectorRegistry()
         self.samples = Counter("mobula_rewards_samples", "Samples by outcome.", ["status"], registry=self.registry)
-        self.requests = Counter("mobula_rewards_requests", "Requests by status.", ["status"], registry=self.registry)
+        self.requests = Counter("mobula_rewards_requests", "Requests by status, refused ones too.", ["status"], registry=self.registry)
         self.seconds = Histogram("mobula_rewards_seconds", "Seconds from request to reply.", registry=self.registry)
         waiting = Gauge("mobula_rewards_waiting", "Requests that wait for a lane.", registry=self.registry)
         waiting.set_function(lambda: lanes.num_waiting)
@@ -112,6 +112,7 @@ def make_app(service: RewardService, token: str | None) -> Gate:
         read_s=service.limits.timeout_s,
         is_full=service.lanes.is_full,
         retry_after_s=RETRY_AFTER_S,
+        on_status=lambda status: service.metrics.requests.labels(str(status)).inc(),
     )
 
 
@@ -147,9 +148,7 @@ def _add_watching(app: FastAPI, service: RewardService) -> None:
 
 async def _answered(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
     with service.metrics.seconds.time():
-        response = await _reply(service, body, queries)
-    service.metrics.requests.labels(str(response.status_code)).inc()
-    return response
+        return await _reply(service, body, queries)
 
 
 async def _reply(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:

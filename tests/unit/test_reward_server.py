@@ -176,6 +176,17 @@ def test_what_happened_is_counted_and_described() -> None:
         assert fetch(f"{running.url}/docs")[0] == 200
 
 
+def test_refused_requests_are_counted_by_status() -> None:
+    with serving(reward_app(look, token="s3cret", max_request_bytes=4000)) as running:
+        url, token = f"{running.url}/score", {"Authorization": "Bearer s3cret"}
+        assert fetch(url, {"samples": [SAMPLE]})[0] == 401
+        assert fetch(url, {"samples": []}, **token)[0] == 422
+        assert fetch(url, b"x" * 5000, **token)[0] == 413
+        lines = fetch(f"{running.url}/metrics", **token)[1].splitlines()
+        for status in (401, 413, 422):
+            assert f'mobula_rewards_requests_total{{status="{status}"}} 1.0' in lines
+
+
 def test_a_full_server_says_when_to_come_back_and_a_stuck_one_is_not_well() -> None:
     release = threading.Event()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,9 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from score_data import SIX_ROWS, answer, record, write_jsonl
+from rich.console import Console
+from score_data import SIX_ROWS, answer, options, record, write_jsonl
 from typer.testing import CliRunner, Result
 
+from deploy import score as scoring
 from deploy.cli import app
 from rewards.offline.corruption import PATTERNS, corrupt, pattern_of
 from rewards.offline.jsonl import MIN_STRETCH_BYTES
@@ -98,6 +102,21 @@ def test_the_results_are_the_same_from_several_processes(tmp_path: Path) -> None
     found = (tmp_path / "1.jsonl").read_bytes()
     assert found == (tmp_path / "2.jsonl").read_bytes()
     assert [json.loads(line)["id"] for line in found.splitlines()] == [row["id"] for row in rows]
+
+
+def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring, "PROGRESS_PER_S", 1e9)  # every part is drawn
+    path = write_jsonl(tmp_path / "rows.jsonl", [corrupt(f"row-{i}", "what?", f"thing {i % 7}") for i in range(2500)])
+    said = {}
+    for is_terminal, is_quiet in ((True, False), (True, True), (False, False)):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+        told = dict.fromkeys(("recipe", "output", "html", "results"))
+        how = {"num_processes": 2, "timeout_s": 60.0, "is_strict": False, "is_quiet": is_quiet}
+        scoring.score(scoring.ScoreCommand(path, options(), is_compatible=False, **told, **how), console)
+        said[is_terminal, is_quiet] = console.file.getvalue()
+    shares = [int(share) for share in re.findall(r"scoring rows.jsonl .*?(\d+)%", said[True, False])]
+    assert len(set(shares)) > 2 and shares == sorted(shares) and shares[-1] == 100
+    assert "scoring" not in said[True, True] + said[False, False]
 
 
 def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from functools import lru_cache
 
 from rewards.contract import RewardRequest, Score
@@ -45,8 +46,8 @@ class ExactMatch:
 
 
 def fold(text: str, ignore_case: bool) -> str:
-    """White space as single spaces, and none around; with `ignore_case`, one case."""
-    text = " ".join(text.split())
+    """White space as single spaces, and none around; one way to write an accent (NFC); with `ignore_case`, one case."""
+    text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -71,7 +72,7 @@ class Grounding:
 
 def entity(text: str) -> Entity:
     """What makes two spellings one entity; "" for what names nothing."""
-    text = " ".join(text.casefold().split())
+    text = " ".join(unicodedata.normalize("NFC", text).casefold().split())  # an accent is one however it is encoded
     number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is None:  # only now: stripped of its point, ".5" would be 5
         text = text.strip(" ;:!?\"'()[]{}*`").rstrip(" .,")

@@ -101,10 +101,16 @@ def test_what_the_standard_admits_is_read(text: str) -> None:
         ("-7", "-7", 1.0),
         ("category", "cat", 0.0),
         ("a cat", "cat", 1.0),
+        ("cafe\u0301", "caf\u00e9", 1.0),
+        ("cafe\u0301", "cafe", 0.0),
     ],
 )
 def test_words_and_numbers_match_between_their_boundaries(text: str, alias: str, value: float) -> None:
     assert score("exact_match", {"ignore_case": True, "whole_response": False}, request(text, alias)).value == value
+
+
+def test_an_accent_makes_one_entity_however_it_is_encoded() -> None:
+    assert entity("the Cafe\u0301") == entity("caf\u00e9")
 
 
 def test_exact_match_compares_what_was_extracted() -> None:

@@ -134,6 +134,11 @@ def _contestant(word: str, overrides: Sequence[str]) -> Contestant:
             f"{word}: {number!r} prompts in flight is no number from 1 to algorithm.max_concurrent_groups={most}: "
             "give another one, or raise that key"
         )
+    if config.policy.tiny != "none" and not (Path(model) / "config.json").is_file():  # a run would write one
+        raise PreflightError(
+            f"{model} is no checkpoint folder (it has no config.json): name one that is, or add --set policy=hf for a "
+            "model of the hub"
+        )
     return Contestant(config, int(number) if number else most)
 
 

@@ -130,7 +130,8 @@ def _shape(preset: str | None, tags: Sequence[str] | None, json_fields: Sequence
     names = tags if tags is not None else json_fields
     is_list = isinstance(names, Sequence) and not isinstance(names, str) and all(isinstance(n, str) for n in names)
     if not is_list or not names or len(set(names)) != len(names):
-        raise ValueError(f"{names!r} is unfit: give a list of different names")
+        option = "json_fields" if tags is None else "tags"
+        raise ValueError(f"{option}={names!r} is unfit: give a list of different names")
     if tags is None:
         return partial(json_flaw, tuple(names), fenced=False)
     if not all(map(_TAG_NAME.fullmatch, names)):

@@ -75,6 +75,12 @@ def test_more_prompts_in_flight_than_engines_take_are_refused_before_anything_st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_and_not_made_up(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="misspelt is no checkpoint folder .* --set policy=hf"):
+        benchmark([str(tmp_path / "misspelt")], ["experiment=digits"], tmp_path / "found", Console())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_percentiles_are_interpolated() -> None:
     assert latency_summary([10.0, 20.0, 30.0, 40.0]) == {"avg": 25.0, "p50": 25.0, "p95": 38.5, "max": 40.0}
 

@@ -389,7 +389,7 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
         ("format", {"tags": "think"}, "list of different names"),
         ("format", {"tags": ["a", "a"]}, "list of different names"),
         ("format", {"tags": ["<think>"]}, "names alone"),
-        ("format", {"json_fields": []}, "list of different names"),
+        ("format", {"json_fields": []}, r"json_fields=\[\] is unfit"),
         ("exact_match", {"ignore_case": True, "whole_response": True, "extract": "tags:"}, "no way to find the answer"),
         ("multiple_choice", {"letters": "AbC", "extract": "whole"}, "letters='AbC' is unfit"),
         ("multiple_choice", {"letters": "ABA", "extract": "whole"}, "letters='ABA' is unfit"),

@@ -16,7 +16,7 @@ from typing import Any
 from deploy import runtime  # isort: skip  (first: sets what ray reads)
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from actors.datasets.prompts import fixed_prompts
 from cluster.errors import PreflightError, RewardError
@@ -105,13 +105,19 @@ def leaders(runs: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The best model by accuracy (then by reward), by samples/s, and by how busy it kept the GPUs, or else the CPUs."""
 
     def best(key: Callable[[dict[str, Any]], Any]) -> str:
-        return max(runs, key=key)["model"]
+        return _name(max(runs, key=key), runs)
 
     return {
         "best_quality": best(lambda run: (run["quality"]["accuracy"], run["quality"]["average_reward"])),
         "best_throughput": best(lambda run: run["generation"]["samples_per_s"]),
         "best_utilization": best(lambda run: _utilization(run["usage"])),
     }
+
+
+def _name(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
+    """The model, and its prompts in flight where it ran more than once."""
+    is_alone = sum(other["model"] == run["model"] for other in runs) == 1
+    return run["model"] if is_alone else f"{run['model']}@{run['generation']['prompts_in_flight']}"
 
 
 def latency_summary(latencies_ms: Sequence[float]) -> dict[str, float]:
@@ -273,12 +279,13 @@ def _utilization(usage: dict[str, Any]) -> float:
 
 
 def _table(runs: Sequence[dict[str, Any]]) -> Table:
-    table = Table("model", "accuracy", "reward", "pass rate", "samples/s", "tokens/s", "p50 ms", "p95 ms", "busy")
+    model = Column("model", overflow="fold")  # paths often differ at their ends alone
+    table = Table(model, "accuracy", "reward", "pass rate", "samples/s", "tokens/s", "p50 ms", "p95 ms", "busy")
     for run in runs:
         quality, generation = run["quality"], run["generation"]
         latency = generation["sample_latency_ms"]
         table.add_row(
-            run["model"],
+            _name(run, runs),
             f"{quality['accuracy']:.3f}",
             f"{quality['average_reward']:.3f}",
             f"{run['score']['pass_rate']:.3f}",

@@ -98,3 +98,7 @@ def test_each_leader_is_the_best_of_its_kind() -> None:
     runs = [run("a", 0.5, 0.1, 3.0, 20.0), run("b", 0.5, 0.2, 1.0, 70.0), run("c", 0.4, 0.9, 4.0, 30.0)]
     assert leaders(runs) == {"best_quality": "b", "best_throughput": "c", "best_utilization": "b"}
     assert leaders([run("d", 0.1, 0.1, 1.0, None)])["best_utilization"] == "d"
+    twice = [run("e", 0.5, 0.1, 3.0, 20.0), run("e", 0.5, 0.2, 1.0, 10.0)]
+    for one, prompts_in_flight in zip(twice, (8, 32), strict=True):
+        one["generation"]["prompts_in_flight"] = prompts_in_flight
+    assert leaders(twice) == {"best_quality": "e@32", "best_throughput": "e@8", "best_utilization": "e@8"}

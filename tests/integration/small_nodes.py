@@ -1,6 +1,7 @@
-"""A small run on a cluster of three nodes, two of which are killed, each at a moment:
+"""A small run on a cluster of three nodes, two of which are lost to a signal (SIGKILL: dead, SIGSTOP: silent), each at a
+moment:
 
-    python tests/integration/small_nodes.py FOLDER MOMENT MOMENT
+    python tests/integration/small_nodes.py FOLDER SIGNAL MOMENT MOMENT
 
 Answers are so large that each lives on the node that sampled it. It leaves `result.json` in its folder.
 """
@@ -40,7 +41,7 @@ from deploy.scaling import RoleHosts  # noqa: E402
 from deploy.session import Session  # noqa: E402
 from deploy.spawner import Spawner  # noqa: E402
 
-VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is killed
+VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is struck
 THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; others on the head
 PLANNED = {"reward": 1, "learner": 2}  # role -> node of those that the run's own spawner places
 ALL = (*THERE, "reward/1", "replay/0", "learner/0", "learner/1")
@@ -50,7 +51,7 @@ STORE_BYTES = 80 * 2**20
 PATH = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def main(folder: Path, moments: Sequence[str], ray_folder: str) -> None:
+def main(folder: Path, kind: signal.Signals, moments: Sequence[str], ray_folder: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args=_node(ray_folder) | {"include_dashboard": False})
     nodes = [cluster.head_node, cluster.add_node(**_node(None)), cluster.add_node(**_node(None))]
     ray.init(address=cluster.address, namespace="nodes", log_to_driver=False)
@@ -59,7 +60,7 @@ def main(folder: Path, moments: Sequence[str], ray_folder: str) -> None:
         (folder / f"pid-node-{index}").write_text(str(node.all_processes["raylet"][0].process.pid))
     try:
         faults = dict(zip(VICTIMS, moments, strict=True))
-        found = asyncio.run(_lose_nodes(folder, saboteur, faults, [node.node_id for node in nodes]))
+        found = asyncio.run(_lose_nodes(folder, saboteur, kind, faults, [node.node_id for node in nodes]))
         (folder / "result.json").write_text(json.dumps(found))
     finally:
         ray.shutdown()
@@ -67,7 +68,7 @@ def main(folder: Path, moments: Sequence[str], ray_folder: str) -> None:
 
 
 async def _lose_nodes(
-    folder: Path, saboteur: Saboteur, faults: Mapping[int, str], nodes: list[str]
+    folder: Path, saboteur: Saboteur, kind: signal.Signals, faults: Mapping[int, str], nodes: list[str]
 ) -> dict[str, Any]:
     homes: dict[str, int] = {}
 
@@ -79,7 +80,7 @@ async def _lose_nodes(
             async with asyncio.timeout(240):
                 while not run.is_whole:
                     await asyncio.sleep(0.1)
-            saboteur.plan(faults[version], victim=VICTIMS[version], signal=signal.SIGKILL)
+            saboteur.plan(faults[version], victim=VICTIMS[version], signal=kind)
 
     shape = Shape(
         total_steps=NUM_STEPS, answer_bytes=ANSWER_BYTES, options_of=lambda name: _on(nodes[THERE.get(name, 0)])
@@ -177,6 +178,6 @@ if __name__ == "__main__":
     os.environ["RAY_TMPDIR"] = short
     (Path(short) / "ray").mkdir()  # where `Cluster` leaves its address
     try:
-        main(Path(sys.argv[1]), sys.argv[2:], short)
+        main(Path(sys.argv[1]), signal.Signals[sys.argv[2]], sys.argv[3:], short)
     finally:
         shutil.rmtree(short, ignore_errors=True)

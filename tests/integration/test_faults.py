@@ -171,12 +171,15 @@ def newest_version(folder: Path) -> int:
 @pytest.mark.parametrize(
     "moments", [("scoring", "in_broadcast"), ("generating", "in_update"), ("in_reference", "in_checkpoint")], ids="-".join
 )
-def test_nodes_that_are_lost_take_nothing_with_them(moments: Sequence[str], tmp_path: Path) -> None:
-    """One dies with groups on it of which there is no copy yet, another one with both learner ranks as well."""
-    words = [sys.executable, str(HERE / "small_nodes.py"), str(tmp_path), *moments]
+@pytest.mark.parametrize("kind", [KILL, HANG], ids=["kill", "hang"])
+def test_nodes_that_are_lost_take_nothing_with_them(
+    moments: Sequence[str], kind: signal.Signals, tmp_path: Path
+) -> None:
+    """One is lost with groups on it of which there is no copy yet, another one with both learner ranks as well."""
+    words = [sys.executable, str(HERE / "small_nodes.py"), str(tmp_path), kind.name, *moments]
     subprocess.run(words, cwd=HERE.parents[1], check=True, timeout=600)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["struck"] == [f"{moment} node/{n} {int(KILL)}" for n, moment in enumerate(moments, start=1)]
+    assert result["struck"] == [f"{moment} node/{n} {int(kind)}" for n, moment in enumerate(moments, start=1)]
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
     homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2, "learner/0": 2, "learner/1": 2}
     assert {name: home for name, home in result["homes"].items() if home} == homes

@@ -104,7 +104,7 @@ def from_values(values: Any) -> Record:
     return Record(
         response=str(values["response"]),
         id=_id(values.get("id")),
-        prompt=str(values.get("prompt") or ""),
+        prompt=_prompt(values.get("prompt")),
         reference=_texts(values.get("reference"), "reference"),
         metadata=_metadata(metadata),
     )
@@ -158,6 +158,22 @@ def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
         return "an object"
     return f"{value}".lower() if isinstance(value, bool) else f"a {type(value).__name__}"
+
+
+def _prompt(value: Any) -> str:
+    """A text, or chat messages, whose texts follow each other."""
+    if value is None or _says_text(value):
+        return str(value or "")
+    if isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value):
+        return "\n".join(text for message in value for text in _said(message.get("content")))
+    raise BrokenRecordError(f"prompt is {_kind(value)}, neither a text nor a list of chat messages")
+
+
+def _said(content: Any) -> list[str]:
+    """The texts of one chat message, whose content is a text or a list of parts; pictures among them say nothing."""
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _number(values: Mapping[str, Any], name: str) -> float | None:

@@ -61,6 +61,7 @@ def test_every_line_is_read_once_however_the_file_is_cut(tmp_path: Path, num_byt
         ('{"response": "x", "reference": ["x", {"a": 1}]}', "reference has an object, not a text"),
         ('{"response": "x", "metadata": {"claimed_entities": [["x"]]}}', "claimed_entities has a list, not a text"),
         ('{"response": ["x"], "reference": "x"}', "response is a list, not a text"),
+        ('{"response": "x", "prompt": {"text": "x"}}', "prompt is an object, neither a text nor a list of chat messages"),
         ('{"response": {"answer": "x"}, "reference": "x"}', "response is an object, not a text"),
         ('{"response": true, "reference": "True"}', "response is true, not a text"),
         ("[" * 100_000, "no JSON"),
@@ -207,3 +208,15 @@ def test_parquet_without_responses_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "rows.parquet")
     with pytest.raises(PreflightError, match="no column `response`, only text"):
         open_source(tmp_path / "rows.parquet")
+
+
+def test_a_prompt_of_chat_messages_is_what_they_say(tmp_path: Path) -> None:
+    picture = {"type": "image", "image": "a.png"}
+    asked = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [picture, {"type": "text", "text": "Which digit?"}]},
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps({"prompt": asked, "response": "7", "reference": "7"}))
+    [found] = read(open_source(path))
+    assert found.prompt == "Be short.\nWhich digit?"

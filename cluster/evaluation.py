@@ -23,11 +23,11 @@ class EvaluationResult:
     """The held-out accuracy of one weight version with its 95 % interval [low, high]."""
 
     version: int
-    accuracy: float  # mean of the accuracy component over the scored responses
+    accuracy: float  # mean of the accuracy component over the scored responses whose recipe has it
     low: float
     high: float
-    mean_reward: float
-    num_scored: int
+    mean_reward: float  # over all scored responses
+    num_scored: int  # responses that the accuracy is of
     num_unscored: int
 
 
@@ -114,7 +114,7 @@ class Evaluator:
         """Evaluate `version`, which every rollout actor serves now.
 
         Raises:
-            RewardError: no response could be scored, or a reward lacks the accuracy component.
+            RewardError: no response could be scored, or none has the accuracy component.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
         async with background_tasks() as tasks:
@@ -145,18 +145,26 @@ class Evaluator:
                 f"evaluation of version {version}: none of {len(answers)} responses could be scored; "
                 "see the reward failures in the metrics, and check rewards.components and evaluation.num_prompts"
             )
-        accuracy = math.fsum(self._accuracy(reward) for reward in scored) / len(scored)
-        low, high = wilson_interval(accuracy, len(scored))
+        accuracy, num = mean_of_component(self._accuracy_component, scored)
+        low, high = wilson_interval(accuracy, num)
         mean_reward = math.fsum(reward.value for reward in scored) / len(scored)
-        return EvaluationResult(version, accuracy, low, high, mean_reward, len(scored), len(answers) - len(scored))
+        return EvaluationResult(version, accuracy, low, high, mean_reward, num, len(answers) - len(scored))
 
-    def _accuracy(self, reward: Reward) -> float:
-        if self._accuracy_component not in reward.components:
-            raise RewardError(
-                f"rewards.accuracy_component={self._accuracy_component} is not among the components "
-                f"{sorted(reward.components)}: name one of them"
-            )
-        return reward.components[self._accuracy_component]
+
+def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]:
+    """The mean of one component over the rewards that have it, and how many do: recipes may leave it out.
+
+    Raises:
+        RewardError: none has it.
+    """
+    values = [reward.components[name] for reward in rewards if name in reward.components]
+    if not values:
+        known = sorted({component for reward in rewards for component in reward.components})
+        raise RewardError(
+            f"rewards.accuracy_component={name} is in the recipe of none of {len(rewards)} held-out responses, whose "
+            f"components are {known}: name one of them, or hold out prompts of a label that has it"
+        )
+    return math.fsum(values) / len(values), len(values)
 
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from actors.datasets.prompts import fixed_prompts
 from cluster.errors import PreflightError, RewardError
-from cluster.evaluation import wilson_interval
+from cluster.evaluation import mean_of_component, wilson_interval
 from cluster.objects import fetch
 from cluster.roles import SamplingSettings
 from cluster.supervision import background_tasks
@@ -256,8 +256,8 @@ def _quality(config: RunConfig, answers: Sequence[Answer]) -> dict[str, Any]:
     scored = [answer.reward for answer in answers if answer.reward is not None]
     if not scored:
         raise RewardError(f"none of {len(answers)} answers could be scored: check rewards.components")
-    accuracy = sum(reward.components[config.rewards.accuracy_component] for reward in scored) / len(scored)
-    low, high = wilson_interval(accuracy, len(scored))
+    accuracy, num_judged = mean_of_component(config.rewards.accuracy_component, scored)
+    low, high = wilson_interval(accuracy, num_judged)
     average = sum(reward.value for reward in scored) / len(scored)
     found = {"accuracy": accuracy, "low": low, "high": high, "average_reward": average}
     return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": len(scored)}

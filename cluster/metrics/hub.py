@@ -84,7 +84,8 @@ class StepScope:
         staleness = staleness_of(self.groups, trained_version=self._step - 1)
         components = component_means(self.groups)
         values = step_values(self.groups, self.replay, staleness, total)
-        values[MetricName.ACCURACY] = self._accuracy(components)
+        if self._accuracy_component in components:  # else no response of this step has a recipe with it
+            values[MetricName.ACCURACY] = components[self._accuracy_component]
         return StepRecord(
             step=self._step,
             seconds={**self._seconds, "other": other, "total": total},
@@ -93,14 +94,6 @@ class StepScope:
             components=components,
             counters={name: dict(reasons) for name, reasons in counters.items()},
         )
-
-    def _accuracy(self, components: Mapping[str, float]) -> float:
-        if self._accuracy_component not in components:
-            raise ValueError(
-                f"rewards.accuracy_component={self._accuracy_component} is not among the reward components "
-                f"{sorted(components)}: name one of them"
-            )
-        return components[self._accuracy_component]
 
 
 class Metrics:

@@ -84,7 +84,7 @@ class RewardsConfig(Section):
     label_key: str
     """The key of a row's metadata that holds its label; a row without it is `default`."""
     accuracy_component: str
-    """The component whose mean is reported as accuracy."""
+    """The component whose mean is reported as accuracy, over the responses whose recipe has it."""
     on_failure: Literal["exclude", "stop"]
     """A response that cannot be scored: take it out of its group, or stop the run. It never counts as 0."""
     processes: Annotated[int, Field(ge=1)]
@@ -173,7 +173,12 @@ def _has_signal(rewards: RewardsConfig) -> str | None:
 def _accuracy_is_scored(rewards: RewardsConfig) -> str | None:
     names = [component.name for component in rewards.components]
     if rewards.accuracy_component in names:
-        return None
+        if any(rewards.accuracy_component in recipe.components for recipe in rewards.active_recipes.values()):
+            return None
+        return (
+            f"no recipe of rewards.recipes has {rewards.accuracy_component}, whose mean is the accuracy: add it to one, "
+            "with weight 0 if it is not to count, or change rewards.accuracy_component"
+        )
     return (
         f"rewards.accuracy_component={rewards.accuracy_component} is no part of the reward: "
         f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
@@ -208,12 +213,10 @@ def _recipe_flaws(rewards: RewardsConfig, label: str) -> Iterator[str]:
     outside = sorted(named - set(recipe.components))
     if outside:
         yield f"{key}: weights and gates name {', '.join(outside)}, which its components do not: add them there"
-    if rewards.accuracy_component not in recipe.components:
-        yield (
-            f"{key}.components leaves out {rewards.accuracy_component}, whose mean is the accuracy: add it, with weight "
-            "0 if it is not to count, or change rewards.accuracy_component"
-        )
     if any(gate.component == rewards.accuracy_component for gate in recipe.gates):
-        yield f"{key}.gates has one for {rewards.accuracy_component}, but the accuracy is of all responses: remove it"
+        yield (
+            f"{key}.gates has one for {rewards.accuracy_component}, but the accuracy is of all responses of a label: "
+            "remove it"
+        )
     if all(rewards.weight(recipe, name) == 0 for name in recipe.components):
         yield f"{key} gives no component a weight, so every reward would be 0: set {key}.weights.COMPONENT=1"

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import RewardError, RolloutError
-from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, wilson_interval
+from cluster.evaluation import (
+    EvaluationResult,
+    EvaluationSchedule,
+    Evaluator,
+    mean_of_component,
+    wilson_interval,
+)
+from cluster.trajectory import Reward
 
 GREEDY = replace(SETTINGS, temperature=0.0)
 
@@ -130,9 +137,14 @@ async def test_an_evaluation_without_any_score_is_an_error() -> None:
         await make_evaluator(FakeRollouts(), [], lambda prompt_id: (None, None)).run(0)
 
 
-async def test_an_unknown_accuracy_component_names_the_known_ones() -> None:
-    with pytest.raises(RewardError, match=r"accuracy_component=correct is not among the components \['accuracy'\]"):
+async def test_an_accuracy_component_that_no_held_out_response_has_names_those_that_it_has() -> None:
+    with pytest.raises(RewardError, match=r"accuracy_component=correct is in the recipe of none of 20 .*\['accuracy'\]"):
         await make_evaluator(FakeRollouts(), [], accuracy_component="correct").run(0)
+
+
+def test_the_accuracy_is_of_the_responses_whose_recipe_has_its_component() -> None:
+    rewards = [Reward(1.0, {"accuracy": 1.0}), Reward(0.5, {"boxes": 0.5}), Reward(0.5, {"accuracy": 0.5, "boxes": 0.5})]
+    assert mean_of_component("accuracy", rewards) == (0.75, 2)
 
 
 async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:

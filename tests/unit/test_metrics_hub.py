@@ -138,11 +138,13 @@ def test_a_step_that_recorded_nothing_is_a_bug_and_says_so() -> None:
         pass
 
 
-def test_an_accuracy_component_that_no_reward_has_is_refused_by_its_config_key() -> None:
+def test_a_step_in_which_no_recipe_has_the_accuracy_component_has_no_accuracy() -> None:
     clock = FakeClock()
-    metrics = Metrics([], clock, accuracy_component="answr", samples=NoSamples())
-    with pytest.raises(ValueError, match=r"rewards\.accuracy_component=answr.*\['answer', 'format'\]"):
-        run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
+    sink = MemorySink()
+    metrics = Metrics([sink], clock, accuracy_component="boxes", samples=NoSamples())
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
+    [record] = sink.records
+    assert "accuracy" not in record.values and record.components.keys() == {"answer", "format"}
 
 
 def test_the_mean_log_prob_gap_of_a_run_weighs_every_token_the_same() -> None:

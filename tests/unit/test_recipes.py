@@ -107,11 +107,11 @@ def test_a_normalised_sum_is_divided_by_all_weights_run_or_not() -> None:
     [
         ({"a": recipe("right", "nope")}, "rewards.recipes.a.components names nope: use right, boxed, tags"),
         ({"a": recipe("right", weights={"boxed": 1.0})}, "weights and gates name boxed"),
-        ({"a": recipe("boxed")}, "leaves out right, whose mean is the accuracy"),
+        ({"a": recipe("boxed"), "b": recipe("tags")}, "no recipe of rewards.recipes has right, whose mean is the accuracy"),
         ({"a": recipe("right", weights={"right": 0.0})}, "gives no component a weight"),
         (
             {"a": recipe("right", "boxed", gates=(Gate(component="right", needs="boxed", at_least=1.0),))},
-            "but the accuracy is of all responses",
+            "but the accuracy is of all responses of a label",
         ),
         (
             {

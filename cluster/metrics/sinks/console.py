@@ -77,10 +77,8 @@ def _bar(console: Console) -> Progress:
 
 def _numbers(record: StepRecord) -> str:
     values = record.values
-    return (
-        f"reward {values[MetricName.REWARD_MEAN]:.3f}  accuracy {values[MetricName.ACCURACY]:.3f}  "
-        f"{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
-    )
+    accuracy = f"accuracy {values[MetricName.ACCURACY]:.3f}  " if MetricName.ACCURACY in values else ""
+    return f"reward {values[MetricName.REWARD_MEAN]:.3f}  {accuracy}{values[MetricName.TOKENS_PER_S]:,.0f} tokens/s"
 
 
 def _duration(seconds: float) -> str:

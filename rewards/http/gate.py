@@ -16,6 +16,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 DRAIN_FACTOR = 4  # times the largest allowed body
 OPEN_PATHS = ("/health", "/docs", "/openapi.json")
+VIEWER_PATH = "/docs-viewer"  # the parts of the page at /docs, open as well
 
 
 class _Refusal(Exception):
@@ -69,7 +70,8 @@ class Gate:
         return heard
 
     def _check(self, scope: MutableMapping[str, Any], headers: dict[bytes, bytes]) -> None:
-        if scope["path"] not in OPEN_PATHS and self.token is not None:
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{VIEWER_PATH}/")
+        if not is_open and self.token is not None:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 raise _Refusal(401, "a bearer token is needed, and not this one", {"WWW-Authenticate": "Bearer"})

@@ -13,12 +13,13 @@ from fastapi import Body, Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import Discriminator, Tag
 
 from cluster.errors import RewardError
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest
-from rewards.http.gate import Gate
+from rewards.http.gate import VIEWER_PATH, Gate
 from rewards.http.lanes import BusyError, Lanes
 from rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
 from rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
@@ -101,7 +102,9 @@ def make_app(service: RewardService, token: str | None) -> Gate:
         yield
         await asyncio.to_thread(service.lanes.close, service.limits.timeout_s)
 
-    app = FastAPI(title="Mobula rewards", description=(__doc__ or ""), lifespan=life, redoc_url=None)
+    app = FastAPIOffline(
+        title="Mobula rewards", description=(__doc__ or ""), lifespan=life, redoc_url=None, static_url=VIEWER_PATH
+    )
     app.exception_handler(RequestValidationError)(_name_the_field)
     _add_scoring(app, service)
     _add_watching(app, service)

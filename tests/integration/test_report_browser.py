@@ -1,4 +1,4 @@
-"""The report in a real browser: it draws, answers, loads nothing and runs no script but its own."""
+"""The pages in a real browser: they draw, answer, load nothing from elsewhere and run no script but their own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_servers import reward_app, serving
 from metrics_data import write_run
 from PIL import Image
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 
 from cluster.metrics.report import write_report
+from rewards.contract import Score
 from rewards.offline.page import render_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -278,3 +280,16 @@ def test_a_run_that_ended_early_opens_without_errors(browser: Browser, tmp_path:
     assert browser.evaluate("document.querySelector('.status').textContent") == "failed"
     assert browser.evaluate("document.querySelectorAll('.chart').length") == (1 if num_steps == 0 else 11)
     assert browser.complaints() == []
+
+
+def test_the_reward_server_s_page_describes_every_path_without_the_network(browser: Browser) -> None:
+    with serving(reward_app(lambda request: Score(1.0), token="s3cret")) as running:
+        browser.open(f"{running.url}/docs")
+        shown = "[...document.querySelectorAll('.opblock-summary-path')].map(p => p.dataset.path)"
+        until = time.monotonic() + ANSWER_S
+        while not browser.evaluate(shown):
+            assert time.monotonic() < until, "the page stays empty"
+            time.sleep(0.1)
+        assert set(browser.evaluate(shown)) == {"/score", "/lightrft", "/health", "/metrics"}
+        assert browser.complaints() == []
+        assert all(url.startswith(running.url) for url in browser.requests()), browser.requests()

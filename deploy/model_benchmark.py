@@ -28,7 +28,7 @@ from cluster.trajectory import Prompt, Reward, Trajectory
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.build import Inference
-from deploy.preparation import Prepared
+from deploy.preparation import Prepared, require_model
 from deploy.usage import UsageSampler
 from rewards.offline.answers import read_answer
 from rewards.offline.evaluation import evaluate
@@ -140,11 +140,7 @@ def _contestant(word: str, overrides: Sequence[str]) -> Contestant:
             f"{word}: {number!r} prompts in flight is no number from 1 to algorithm.max_concurrent_groups={most}: "
             "give another one, or raise that key"
         )
-    if config.policy.tiny != "none" and not (Path(model) / "config.json").is_file():  # a run would write one
-        raise PreflightError(
-            f"{model} is no checkpoint folder (it has no config.json): name one that is, or add --set policy=hf for a "
-            "model of the hub"
-        )
+    require_model(config)
     return Contestant(config, int(number) if number else most)
 
 

@@ -113,6 +113,20 @@ def ensure_model(config: RunConfig) -> Path:
     return Path(snapshot_download(config.policy.model))
 
 
+def require_model(config: RunConfig) -> None:
+    """Whoever judges `policy.model` as it is must not have a tiny model of random weights written in its place.
+
+    Raises:
+        PreflightError: it is no checkpoint folder.
+    """
+    folder = Path(config.policy.model)
+    if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        raise PreflightError(
+            f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is, set policy=hf for "
+            "a model of the hub, or make one with `mobula train` or `mobula init-model`"
+        )
+
+
 def ensure_data(config: RunConfig) -> None:
     """Write the digits of `data.kind` if their folder is not there yet."""
     if config.data.kind is not DataKind.JSONL:

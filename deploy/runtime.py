@@ -32,7 +32,7 @@ from configs.schema import RunConfig
 from deploy.build import Inference, build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
 from deploy.logs import set_up_logging
 from deploy.observers import build_metrics
-from deploy.preparation import Prepared, make_run_folder, prepare, write_skipped
+from deploy.preparation import Prepared, make_run_folder, prepare, require_model, write_skipped
 from deploy.records import reached_version
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
@@ -55,7 +55,12 @@ def train(config: RunConfig) -> int:
 
 
 def evaluate(config: RunConfig) -> int:
-    """Score `policy.model` as it is on the held-out split; returns the exit code."""
+    """Score `policy.model` as it is on the held-out split; returns the exit code.
+
+    Raises:
+        PreflightError: it is not there.
+    """
+    require_model(config)
     console = Console()
     result = with_engines(config, _evaluate)
     console.print(

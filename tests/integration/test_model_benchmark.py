@@ -76,7 +76,7 @@ def test_more_prompts_in_flight_than_engines_take_are_refused_before_anything_st
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_and_not_made_up(tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match="misspelt is no checkpoint folder .* --set policy=hf"):
+    with pytest.raises(PreflightError, match="misspelt is no checkpoint folder .* set policy=hf"):
         benchmark([str(tmp_path / "misspelt")], ["experiment=digits"], tmp_path / "found", Console())
     assert list(tmp_path.iterdir()) == []
 

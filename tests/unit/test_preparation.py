@@ -12,7 +12,8 @@ from cluster.errors import DatasetError, PreflightError
 from cluster.media import MediaHandle
 from configs.load import load_config, load_resolved
 from configs.schema import RunConfig
-from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, make_run_folder, prepare
+from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, make_run_folder, prepare, require_model
+from deploy.runtime import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +104,12 @@ def test_a_split_that_is_evaluated_must_be_there(shared: Path, tmp_path: Path) -
         prepare(config(shared, tmp_path, *words), lambda media: media)
     found = prepare(config(shared, tmp_path, *words, "evaluation.split=validation"), lambda media: media)
     assert set(found.splits) == {TRAIN, VALIDATION}
+
+
+def test_what_is_evaluated_as_it_is_is_never_made_up(tmp_path: Path) -> None:
+    run = config(tmp_path, tmp_path)
+    with pytest.raises(PreflightError, match=r"policy\.model=.*model is no checkpoint folder.*`mobula init-model`"):
+        evaluate(run)
+    assert not Path(run.policy.model).exists()
+    ensure_model(run)
+    require_model(run)

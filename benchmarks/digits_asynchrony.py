@@ -1,8 +1,9 @@
 """Asynchrony on the real job: steps/s of the digits run at several bounds on staleness, beside the synchronous run.
 
-One engine and one learner rank, each on a core of its own (GPUs: as the preset has them); the very job of `make train`
-but for its length, every bound in turn and then all of them in the opposite order, so that a drift of the machine meets
-them alike. Its responses are short and nearly equally long: what is gained is overlap alone, at most twofold.
+One engine and one learner rank on a core each, which the job of `make train` has two of; on GPUs `resources` and
+`learner` have to be among the overrides. Every bound in turn, then all of them in the opposite order, so that a drift of
+the machine meets them alike. The job's responses are short and nearly equally long: what is gained is overlap alone, at
+most twofold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from statistics import mean
 
 from benchmarks.measure import Claim, Effort, Findings, Series, rates
 from benchmarks.stage import private_ray, scratch_config
-from benchmarks.whole_step import measured_steps
+from benchmarks.whole_step import STEPS_A_BLOCK, measured_steps, step_rates
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.records import StepRecord
 from configs.schema import RunConfig
@@ -30,7 +31,6 @@ SETTINGS = (
     "algorithm.drop_uniform_groups=false",  # else the better it gets the fewer groups count, and the slower a step
 )
 MAX_STALENESS = (0, 1, 2, 4, 8)
-STEPS_A_BLOCK = 5  # one value of a series
 UNIT = "steps/s"
 
 
@@ -54,7 +54,7 @@ def _at(bound: int) -> tuple[str, ...]:
 
 def _findings(config: RunConfig, steps: dict[int, list[StepRecord]]) -> Findings:
     series = {
-        f"staleness_{bound}": Series(f"max_staleness={bound}, {STEPS_A_BLOCK} steps a value", UNIT, _blocks(records))
+        f"staleness_{bound}": Series(f"max_staleness={bound}, {STEPS_A_BLOCK} steps a value", UNIT, step_rates(records))
         for bound, records in steps.items()
     }
     settings = {
@@ -70,12 +70,6 @@ def _findings(config: RunConfig, steps: dict[int, list[StepRecord]]) -> Findings
         for bound in MAX_STALENESS[1:]
     ]
     return Findings(settings, series, tuple(claims))
-
-
-def _blocks(steps: Sequence[StepRecord]) -> tuple[float, ...]:
-    """steps/s over every few steps."""
-    blocks = [steps[start : start + STEPS_A_BLOCK] for start in range(0, len(steps), STEPS_A_BLOCK)]
-    return tuple(len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
 
 
 def _means(steps: dict[int, list[StepRecord]], name: MetricName) -> dict[str, float]:

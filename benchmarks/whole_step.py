@@ -81,7 +81,7 @@ def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
 
 
 def measured_steps(config: RunConfig, num_steps: int) -> list[StepRecord]:
-    """The steps of a real run that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
+    """A real run's steps that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
     run = config.model_copy(update={"num_steps": NUM_WARMUP_STEPS + num_steps + 1})
     run_training(run, Console(stderr=True))
     return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])
@@ -150,10 +150,10 @@ def _training(trainer: Peer[StepJob, float], rows: Rows, num_threads: int) -> Si
     return run
 
 
-def _blocks(steps: Sequence[StepRecord]) -> tuple[float, ...]:
-    """samples/s over every few steps, so that what happens only in some of them is in every value."""
+def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:
+    """steps/s over every few steps, so that what happens only in some of them is in every value."""
     blocks = [steps[start : start + STEPS_A_BLOCK] for start in range(0, len(steps), STEPS_A_BLOCK)]
-    return tuple(PROMPTS * SAMPLES * len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
+    return tuple(len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
 
 
 def _findings(
@@ -169,7 +169,8 @@ def _findings(
     series = {name: Series(what[name], UNIT, values) for name, values in parts.items()}
     for name, records in steps.items():
         text = f"the loop, {LOOPS[name]}, {STEPS_A_BLOCK} steps a value"
-        series[f"loop_{name}"] = Series(text, UNIT, _blocks(records))
+        rates_per_s = tuple(PROMPTS * SAMPLES * rate for rate in step_rates(records))
+        series[f"loop_{name}"] = Series(text, UNIT, rates_per_s)
     generate, train = (max(s.median for n, s in series.items() if n.startswith(p)) for p in ("generate", "train"))
     serial = serial_rate((generate, train))
     settings = {

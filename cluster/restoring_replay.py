@@ -166,7 +166,7 @@ class RestoringReplay:
         await self._restoration.outliving(lambda: self._buffer.exchange(group))
 
     async def stats(self) -> ReplayStats:
-        """What the ledger says, at once: whoever asks in every step must not wait for a process that shares its core."""
+        """What the ledger says, at once: who asks in every step must not wait for a process that shares its core."""
         self._raise_failure()
         return self._ledger.stats(num_waiting=self._num_waiting, num_oversized=self._num_oversized)
 

@@ -252,11 +252,11 @@ def _quality(config: RunConfig, answers: Sequence[Answer]) -> dict[str, Any]:
     scored = [answer.reward for answer in answers if answer.reward is not None]
     if not scored:
         raise RewardError(f"none of {len(answers)} answers could be scored: check rewards.components")
-    accuracy, num_judged = mean_of_component(config.rewards.accuracy_component, scored)
-    low, high = wilson_interval(accuracy, num_judged)
+    accuracy, num_scored = mean_of_component(config.rewards.accuracy_component, scored)
+    low, high = wilson_interval(accuracy, num_scored)
     average = sum(reward.value for reward in scored) / len(scored)
     found = {"accuracy": accuracy, "low": low, "high": high, "average_reward": average}
-    return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": len(scored)}
+    return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": num_scored}
 
 
 def _offline(records: Path) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def require_model(config: RunConfig) -> None:
     folder = Path(config.policy.model)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
         raise PreflightError(
-            f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is, set policy=hf for "
-            "a model of the hub, or make one with `mobula train` or `mobula init-model`"
+            f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is, set policy=hf "
+            "for a model of the hub, or make one with `mobula train` or `mobula init-model`"
         )
 
 

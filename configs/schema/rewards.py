@@ -171,18 +171,18 @@ def _has_signal(rewards: RewardsConfig) -> str | None:
 
 
 def _accuracy_is_scored(rewards: RewardsConfig) -> str | None:
-    names = [component.name for component in rewards.components]
-    if rewards.accuracy_component in names:
-        if any(rewards.accuracy_component in recipe.components for recipe in rewards.active_recipes.values()):
-            return None
+    name, names = rewards.accuracy_component, [component.name for component in rewards.components]
+    if name not in names:
         return (
-            f"no recipe of rewards.recipes has {rewards.accuracy_component}, whose mean is the accuracy: add it to one, "
-            "with weight 0 if it is not to count, or change rewards.accuracy_component"
+            f"rewards.accuracy_component={name} is no part of the reward: "
+            f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
         )
-    return (
-        f"rewards.accuracy_component={rewards.accuracy_component} is no part of the reward: "
-        f"set it to one of {', '.join(names) or 'rewards.components, which is empty'}"
-    )
+    if not any(name in recipe.components for recipe in rewards.active_recipes.values()):
+        return (
+            f"no recipe of rewards.recipes has {name}, whose mean is the accuracy: add it to one, with weight 0 if it "
+            "is not to count, or change rewards.accuracy_component"
+        )
+    return None
 
 
 _RULES: Sequence[Callable[[RewardsConfig], str | None]] = (_has_signal, _names_differ, _accuracy_is_scored)

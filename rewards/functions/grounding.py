@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
+from rewards.functions.exact_match import fold
 from rewards.functions.given import given_metadata
 from rewards.functions.strict_json import read_json, type_name
 from rewards.tools import Tools
@@ -72,7 +72,7 @@ class Grounding:
 
 def entity(text: str) -> Entity:
     """What makes two spellings one entity; "" for what names nothing."""
-    text = " ".join(unicodedata.normalize("NFC", text).casefold().split())  # an accent is one however it is encoded
+    text = fold(text, ignore_case=True)
     number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is None:  # only now: stripped of its point, ".5" would be 5
         text = text.strip(" ;:!?\"'()[]{}*`").rstrip(" .,")

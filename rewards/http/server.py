@@ -53,7 +53,8 @@ class ServerMetrics:
     def __init__(self, lanes: Lanes) -> None:
         self.registry = CollectorRegistry()
         self.samples = Counter("mobula_rewards_samples", "Samples by outcome.", ["status"], registry=self.registry)
-        self.requests = Counter("mobula_rewards_requests", "Requests by status, refused ones too.", ["status"], registry=self.registry)
+        said = "Requests by status, refused ones too."
+        self.requests = Counter("mobula_rewards_requests", said, ["status"], registry=self.registry)
         self.seconds = Histogram("mobula_rewards_seconds", "Seconds from request to reply.", registry=self.registry)
         waiting = Gauge("mobula_rewards_waiting", "Requests that wait for a lane.", registry=self.registry)
         waiting.set_function(lambda: lanes.num_waiting)

@@ -81,12 +81,17 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
 
 
 def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
-    """The engine, asked as ours is, with its arguments and vLLM's default cache of processed pictures."""
+    """The engine, asked as ours is, with its arguments and vLLM's default cache of processed pictures, as it comes:
+    without what `actors.samplers` adds to a worker.
+    """
     from vllm import LLM, EngineArgs, SamplingParams
 
     from actors.samplers.vllm import _engine_args, sampling_params  # see above
 
-    args = replace(_engine_args(settings), mm_processor_cache_gb=PROCESSOR_CACHE_GB)
+    args = _engine_args(settings)
+    args = replace(
+        args, mm_processor_cache_gb=PROCESSOR_CACHE_GB, worker_extension_cls="", weight_transfer_config=None
+    )
     llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
 
     def generate(job: GenerateJob) -> Generated:

@@ -2,13 +2,14 @@
 
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
-tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine there and has pictures kept (`vllm_pictures`).
+tensors and processed again; in host memory by a shorter way (`vllm_reload`). Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
+every worker, which registers the engine there, has pictures kept (`vllm_pictures`) and positions shared
+(`vllm_siblings`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.samplers.vllm_pictures import keep_pictures
+from actors.samplers.vllm_reload import can_load_again, load_again
+from actors.samplers.vllm_siblings import share_positions
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
@@ -63,7 +66,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         self._group = TransferGroup(Rendezvous(**init_info.rendezvous), init_info.rank, torch.device(self.device))
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        """Which way the weights are loaded depends on what comes."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
@@ -78,14 +81,23 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             tensors = self._group.receive(manifest, update_info.bucket_bytes, keeps=True)  # until a layer is complete
         else:
             tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
-        if update_info.adapters is not None:
+        is_whole = update_info.adapters is None
+        if not is_whole:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
         with torch.no_grad():
-            self.model.load_weights(tensors)
+            if is_whole and can_load_again(self.model_config, torch.device(self.device)):
+                load_again(self.model, self.model_config, tensors)
+            else:
+                self._load_by_layers(tensors)
 
-    def finish_weight_update(self) -> None:
+    def _load_by_layers(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_head(self.model)
+
+    def finish_weight_update(self) -> None:
+        """All is done when the weights are there."""
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -112,3 +124,4 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 WeightTransferEngineFactory.register_engine(BACKEND, MobulaWeightTransferEngine)
 keep_pictures()
+share_positions()

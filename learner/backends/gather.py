@@ -15,12 +15,13 @@ BUCKET_BYTES = 64 << 20  # of whole tensors in one exchange; bounds the memory t
 def gather_whole(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `state`, in order, each one whole. Collective: every rank must run it to the end."""
     bucket: dict[str, Tensor] = {}
+    num_bytes, dtype = 0, None
     for name, tensor in state.items():
-        num_bytes = sum(t.nbytes for t in (*bucket.values(), tensor))
-        if bucket and (num_bytes > BUCKET_BYTES or tensor.dtype != next(iter(bucket.values())).dtype):
+        num_bytes += tensor.nbytes
+        if bucket and (num_bytes > BUCKET_BYTES or tensor.dtype != dtype):
             yield from _gather_bucket(bucket)
-            bucket = {}
-        bucket[name] = tensor
+            bucket, num_bytes = {}, tensor.nbytes
+        bucket[name], dtype = tensor, tensor.dtype
     yield from _gather_bucket(bucket)
 
 
@@ -32,9 +33,13 @@ def _gather_bucket(bucket: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(tensors: list[DTensor]) -> list[Tensor]:
-    """One all-gather of all local shards. Rank 0 holds the largest shard of each tensor, so its sum is the widest."""
+    """One all-gather of all local shards (of one rank: none). Rank 0 holds the largest of each tensor, so its sum is
+    the widest.
+    """
     assert all(t.placements == (Shard(0),) for t in tensors), "FSDP2 shards the first dimension"
     num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return [t.to_local() for t in tensors]
     shapes = [[_local_shape(t, rank, num_ranks) for t in tensors] for rank in range(num_ranks)]
     width = sum(shape.numel() for shape in shapes[0])
     flat = torch.cat([t.to_local().reshape(-1) for t in tensors])

@@ -57,15 +57,21 @@ class ThreadedCore(EngineCoreProc):
         """Take requests until there is work; an engine that was idle waits a moment for the others of a burst.
 
         A step costs almost the same for few sequences as for many, and while it runs the other thread cannot take
-        requests in: starting with the first one would leave the rest of the burst to many small steps.
+        requests in: starting with the first one would leave the rest of the burst to many small steps. Once a step can
+        take no more, whoever comes later may as well come while it runs.
         """
         was_idle = not self.has_work()
         super()._process_input_queue()
         if was_idle and self.has_work():
             waited_s = 0.0
-            while waited_s < BURST_S and self._grows():
+            while waited_s < BURST_S and not self._is_full() and self._grows():
                 waited_s += BURST_GAP_S
             super()._process_input_queue()
+
+    def _is_full(self) -> bool:
+        """Whether as many requests have come as a step can take."""
+        num_come = self.scheduler.get_num_unfinished_requests() + self.input_queue.qsize()
+        return num_come >= self.vllm_config.scheduler_config.max_num_seqs
 
     def _grows(self) -> bool:
         """Whether another request comes within the gap of a burst."""

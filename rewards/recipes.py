@@ -103,7 +103,7 @@ class RecipeBook:
 
 
 def _ready(rewards: RewardsConfig, recipe: RecipeConfig) -> Recipe:
-    weights = {name: rewards.weight(recipe, name) for name in recipe.components}
+    weights = rewards.weights_in(recipe)
     gates: dict[str, tuple[tuple[str, float], ...]] = {}
     for gate in recipe.gates:
         gates[gate.component] = (*gates.get(gate.component, ()), (gate.needs, gate.at_least))

@@ -113,6 +113,10 @@ class RewardsConfig(Section):
         own = next(c.weight for c in self.components if c.name == component)
         return recipe.weights.get(component, own)
 
+    def weights_in(self, recipe: Recipe) -> dict[str, float]:
+        """Component -> weight, of those that a recipe has."""
+        return {name: self.weight(recipe, name) for name in recipe.components}
+
     def service_stages(self) -> tuple[tuple[str, ...], ...]:
         """Services in the order in which gates have them asked; those of one stage side by side.
 

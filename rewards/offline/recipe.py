@@ -136,5 +136,11 @@ def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: floa
         rules.scoring()
     except ValueError as error:
         raise PreflightError(f"{path}: {error}") from error
-    weights = tuple(component.weight for component in rewards.components)
-    return RecipeScheme(rules, rules.components, weights, options.pass_threshold)
+    by_label = {label: rewards.weights_in(recipe) for label, recipe in rewards.active_recipes.items()}
+    [alone, *others] = by_label.values()
+    own = {component.name: component.weight for component in rewards.components}
+    weights = own if others else own | alone
+    by_label = by_label if others else {}
+    return RecipeScheme(
+        rules, rules.components, tuple(weights.values()), options.pass_threshold, weights_by_label=by_label
+    )

@@ -54,6 +54,7 @@ def _scheme_report(whole: Partial, scheme: Scheme, results: SchemeResults) -> di
         "pass_threshold": scheme.pass_threshold,
         "component_averages": averages,
         "weights": dict(zip(scheme.components, scheme.weights, strict=True)),
+        **({"weights_by_label": dict(scheme.weights_by_label)} if scheme.weights_by_label else {}),
         "best_examples": [_example(example, scheme.name) for example in results.best],
         "worst_examples": [_example(example, scheme.name) for example in results.worst],
         "num_scored": num,

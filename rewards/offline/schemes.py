@@ -42,6 +42,8 @@ class Scheme:
     weights: tuple[float, ...]
     pass_threshold: float
     low_marks: Mapping[str, float] = field(default_factory=dict)
+    weights_by_label: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Label of a record -> component -> weight, where records of different labels have different components."""
 
     @property
     def name(self) -> str:

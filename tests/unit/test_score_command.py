@@ -143,6 +143,28 @@ def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
     assert report["differences"]["between"] == ["recipe", "mobula"]
 
 
+LABELS_RECIPE = """
+recipes:
+  default: {components: [accuracy], weights: {}, gates: [], normalise: false}
+  shaped: {components: [accuracy, shape], weights: {accuracy: 0.75, shape: 0.25}, gates: [], normalise: false}
+accuracy_component: accuracy
+"""
+
+
+def test_weights_are_shown_by_label_where_records_have_labels(tmp_path: Path) -> None:
+    components, _ = RECIPE.split("recipes:")
+    (tmp_path / "recipe.yaml").write_text(components + LABELS_RECIPE)
+    rows = [record("a", r"\boxed{red}", "red"), record("b", "red", "red", label="shaped")]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--output", tmp_path / "r.json"]
+    done = mobula("score", path, *words, "--html", tmp_path / "r.html")
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["weights_by_label"] == {"default": {"accuracy": 1.0}, "shaped": {"accuracy": 0.75, "shape": 0.25}}
+    page = (tmp_path / "r.html").read_text()
+    assert "0.75 <small>shaped</small>" in page and "1 <small>default</small>" in page
+
+
 PICTURES_RECIPE = """
 components:
   - {name: seen, function: FILE, weight: 1.0, options: {}, service: reward, needs_pictures: true, retries: 0,

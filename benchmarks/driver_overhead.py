@@ -44,6 +44,7 @@ STEPS_IN_FLIGHT = 2  # a step takes half of what is in flight
 MAX_STALENESS = 4
 NUM_GROUPS = {"process": 2048, "ray": 1024}  # in one measurement
 GROUPS_PER_S = {"process": 1000.0, "ray": 200.0}  # what the engines give together, however many there are
+MAX_REPEATS = 3  # one takes a minute, and CPU time differs little from one to the next
 NUM_SIBLINGS = 8
 NUM_TOKENS = 2048  # of a trajectory: a group is too large to travel inside an answer
 REWARD_S = 0.005
@@ -64,6 +65,7 @@ class _Roles:
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """Every number in flight in turn, in the process and then through Ray."""
+    effort = replace(effort, repeats=min(effort.repeats, MAX_REPEATS), warmups=1)
     found = asyncio.run(interleave(_sides("process", _local_roles), effort))
     with scratch_config(SETTINGS, overrides) as config, private_ray(config):
         found |= asyncio.run(_through_ray(effort, config))

@@ -69,11 +69,14 @@ def serve(job: Job) -> str:
 
 
 def test_an_engine_that_is_killed_is_replaced_and_gets_the_learners_adapters(job: Job) -> None:
-    """It was the only one, so all that came after the kill was sampled, and evaluated, by the one in its place."""
+    """It was the only one, so all that came after the kill was sampled, and evaluated, by the one in its place.
+
+    Whether the second step's samples came before the kill or after it is not known.
+    """
     found = read_run_folder(job.run_folder)
     assert found.summary.restarts == 1
     assert found.steps[-1].counters["restarts"] == {"rollout_died": 1}
-    assert "rollout/0 serves version 1" in (job.run_folder / "run.log").read_text()
+    assert re.search("rollout/0 serves version [12]", (job.run_folder / "run.log").read_text())
 
 
 def test_the_run_ends_and_every_push_of_adapters_brought_the_engine_to_the_learner(job: Job) -> None:

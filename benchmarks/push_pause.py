@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors.torch import load_file
@@ -45,6 +45,7 @@ class _Pushes:
         self._client = client
         self._bucket_bytes = stage.prepared.config.weight_sync.bucket_bytes
         self._version = 0
+        self._num_generated = 0
 
     async def connect(self, manifest: Manifest, tensors: dict[str, torch.Tensor], epoch: int) -> _Wire:
         resources = self._stage.prepared.config.resources
@@ -88,6 +89,9 @@ class _Pushes:
         return (disturbed - undisturbed) / num_pushes
 
     async def _generate(self, prompt: Prompt) -> tuple[float, int]:
+        """Under an id of its own each time: a response of a prompt ends once, and is scored when it does."""
+        self._num_generated += 1
+        prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}/{self._num_generated}")
         started = time.perf_counter()
         _, summary = await self._client.generate(prompt, SamplingSettings(NUM_SAMPLES, 1.0, MAX_TOKENS, 7))
         return time.perf_counter() - started, summary.num_tokens

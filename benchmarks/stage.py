@@ -13,6 +13,7 @@ from deploy.session import ray_session  # isort: skip  (sets what ray reads when
 import ray
 
 from actors.datasets.prompts import PromptSource
+from cluster.heap import freeze_heap
 from cluster.network import LOOPBACK
 from cluster.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
 from cluster.trajectory import Prompt
@@ -86,6 +87,8 @@ async def staged(config: RunConfig, roles: tuple[str, ...]) -> AsyncIterator[Sta
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
         bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
         try:
-            yield Stage(prepare(config, ray.put), Spawner(config, session, plan, bookings))
+            stage = Stage(prepare(config, ray.put), Spawner(config, session, plan, bookings))
+            freeze_heap()  # as a run does
+            yield stage
         finally:
             remove_placement_groups(bookings)

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.concurrency import Patience
 from cluster.errors import DeadlineError, DependencyError, WorkerDiedError
+from cluster.heap import freeze_heap
 from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
 
@@ -133,7 +134,9 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """`role` with a constructor that first claims its cores, and a sign of life; everything else is inherited."""
+    """`role` with a constructor that first claims its cores and at last freezes its heap, and a sign of life; everything
+    else is inherited.
+    """
 
     class Hosted(role):
         def __init__(self, cores: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
@@ -141,6 +144,7 @@ def _hosted(role: type, name: str) -> type:
                 usable = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, [usable[core] for core in cores])
             super().__init__(*args, **kwargs)
+            freeze_heap()
 
         @ray.method(concurrency_group=HEALTH)
         def is_alive(self) -> bool:

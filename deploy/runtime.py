@@ -21,6 +21,7 @@ from cluster.checkpoints import find_resumable, run_identity
 from cluster.concurrency import run_all
 from cluster.errors import PreflightError
 from cluster.evaluation import EvaluationResult
+from cluster.heap import freeze_heap
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.report import write_report
@@ -175,7 +176,9 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
                 await run_all(training.ranks.start(), inference.rollouts.start())
             except ValueError as error:  # the configuration does not fit the model
                 raise PreflightError(str(error)) from error
-            await build_controller(cluster.prepared, inference, training, metrics).run()
+            controller = build_controller(cluster.prepared, inference, training, metrics)
+            freeze_heap()
+            await controller.run()
 
 
 async def _evaluate(prepared: Prepared, inference: Inference) -> EvaluationResult:
@@ -188,6 +191,7 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
         fleet = inference.rollouts
         fleet.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
         await fleet.start()
+        freeze_heap()
         async with fleet.tended():
             return await work(cluster.prepared, inference)
 

@@ -133,6 +133,8 @@ def checked(result: float | Score) -> Score:
         RewardError: it is no number.
     """
     score = result if isinstance(result, Score) else Score(result)
+    if type(score.value) is float and math.isfinite(score.value) and not score.breakdown:
+        return score  # as nearly all are: what follows takes longer than a cheap rule
     numbers = {"": score.value, **score.breakdown}
     for name, number in numbers.items():
         where = f" as {name!r}" if name else ""

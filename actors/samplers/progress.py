@@ -39,9 +39,10 @@ class GroupProgress:
 
     def report(self) -> None:
         """Emit the news if they are due."""
+        if not self.unfinished():
+            return
         news = list(self._news())
-        is_due = any(chunk.tokens.num_tokens >= self._chunk_tokens for chunk in news)
-        if is_due and self.unfinished():
+        if any(chunk.tokens.num_tokens >= self._chunk_tokens for chunk in news):
             self._told = list(self.siblings)
             self._emit(news, tuple(self.siblings))
 

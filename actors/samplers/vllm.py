@@ -42,6 +42,7 @@ from cluster.weight_sync.transport import Rendezvous
 from learner.policies.logprobs import BAN_BIAS
 
 LAST_TO_WAKE = "kv_cache"
+MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
 
 
 class VLLMSampler:
@@ -60,6 +61,7 @@ class VLLMSampler:
         self._engine = start(_engine_args(self._settings), stat_loggers=loggers)
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
+        self._fields_by_layout: dict[Any, Any] = {}
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
 
     async def sample(
@@ -241,11 +243,25 @@ class VLLMSampler:
         )
         return mm_input(
             ids,
-            MultiModalKwargsItems.from_hf_inputs(features, self._fields_of(features, {})),
+            MultiModalKwargsItems.from_hf_inputs(features, self._fields(features)),
             mm_hashes={"image": [handle.key for handle in prompt.media]},
             mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
             cache_salt=salt,
         )
+
+    def _fields(self, features: BatchFeature) -> Any:
+        """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by their
+        pixels. It takes longer to work out than all else about an input, and sizes come again and again.
+        """
+        layout = tuple(
+            (name, tensor.shape, None if tensor.is_floating_point() else tensor.numpy().tobytes())
+            for name, tensor in features.items()
+        )
+        if layout not in self._fields_by_layout:
+            if len(self._fields_by_layout) >= MAX_LAYOUTS:
+                self._fields_by_layout.clear()
+            self._fields_by_layout[layout] = self._fields_of(features, {})
+        return self._fields_by_layout[layout]
 
 
 @contextmanager

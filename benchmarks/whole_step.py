@@ -7,10 +7,10 @@ core each, side by side, the slower of the two (the overlapped limit) bounds the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 from rich.console import Console
@@ -58,21 +58,24 @@ LOOPS = {
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
-    """The raw parts, the loop, then the raw parts again, all on the same cores and never two at a time."""
+    """The raw parts, and between them one loop after the other, all on the same cores and never two at a time.
+
+    A loop is compared with the raw parts right before and after it, so that a drift of the machine meets both alike.
+    """
     steps: dict[str, list[StepRecord]] = {}
-    half = replace(effort, repeats=-(-effort.repeats // 2))
+    part = replace(effort, repeats=-(-effort.repeats // 2), warmups=1)
     with ExitStack() as stack:
         config = stack.enter_context(scratch_config(SETTINGS, overrides))
         overlapped = stack.enter_context(scratch_config((*SETTINGS, *OVERLAPPED), overrides))
         stack.enter_context(private_ray(config))
-        raw = [asyncio.run(_raw_parts(half, config))]
-        for staleness in (0, 1):
-            steps[f"staleness_{staleness}"] = measured_steps(_with_staleness(config, staleness), effort.num_steps)
+        loops = {f"staleness_{staleness}": _with_staleness(config, staleness) for staleness in (0, 1)}
         if config.resources.device == "cpu":
-            steps["overlapped"] = measured_steps(overlapped, effort.num_steps)
-        raw.append(asyncio.run(_raw_parts(half, config)))
-    parts = {name: raw[0][name] + raw[1][name] for name in raw[0]}
-    return _findings(config, parts, steps)
+            loops["overlapped"] = overlapped
+        raw = [asyncio.run(_raw_parts(part, config))]
+        for name, loop in loops.items():
+            steps[name] = measured_steps(loop, effort.num_steps)
+            raw.append(asyncio.run(_raw_parts(part, config)))
+    return _findings(config, raw, steps)
 
 
 def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
@@ -157,7 +160,7 @@ def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:
 
 
 def _findings(
-    config: RunConfig, parts: dict[str, tuple[float, ...]], steps: dict[str, list[StepRecord]]
+    config: RunConfig, raw: Sequence[Mapping[str, tuple[float, ...]]], steps: Mapping[str, Sequence[StepRecord]]
 ) -> Findings:
     what = {
         "generate_one_engine": "LLM.generate, one engine with all cores; pictures processed beforehand",
@@ -166,33 +169,44 @@ def _findings(
         "train_1_threads": "forward, backward, clip and AdamW of all sequences in plain transformers, 1 thread",
         "train_2_threads": "the same with 2 threads",
     }
-    series = {name: Series(what[name], UNIT, values) for name, values in parts.items()}
-    for name, records in steps.items():
+    series = {name: Series(what[name], UNIT, _joined(raw, name)) for name in raw[0]}
+    serial: dict[str, float] = {}  # by loop
+    limit: dict[str, float] = {}
+    for place, (name, records) in enumerate(steps.items()):
+        around = {part: median(_joined(raw[place : place + 2], part)) for part in raw[0]}
+        fastest = (max(rate for part, rate in around.items() if part.startswith(p)) for p in ("generate", "train"))
+        serial[name] = serial_rate(tuple(fastest))
+        if "generate_one_core" in around:
+            limit[name] = min(around["generate_one_core"], around["train_1_threads"])
         text = f"the loop, {LOOPS[name]}, {STEPS_A_BLOCK} steps a value"
         rates_per_s = tuple(PROMPTS * SAMPLES * rate for rate in step_rates(records))
         series[f"loop_{name}"] = Series(text, UNIT, rates_per_s)
-    generate, train = (max(s.median for n, s in series.items() if n.startswith(p)) for p in ("generate", "train"))
-    serial = serial_rate((generate, train))
     settings = {
         "prompts": PROMPTS,
         "samples_per_prompt": SAMPLES,
         "max_tokens": config.sampler.max_tokens,
         "mean_response_tokens": mean(s.values[MetricName.RESPONSE_LENGTH] for run in steps.values() for s in run),
         "serial_samples_per_s": serial,
+        "overlapped_limit": limit,
         "learner_ranks": config.resources.learner.num_workers,
         "rollout_actors": config.resources.rollout.num_workers,
         "seconds_of_a_step": {name: _mean_phases(records) for name, records in steps.items()},
     }
+    ours = {name: series[f"loop_{name}"].median for name in steps}
     claims = [
-        Claim("loop / serial sum of raw parts", series["loop_staleness_0"].median / serial, TARGET),
-        Claim("loop with max_staleness=1 / serial sum", series["loop_staleness_1"].median / serial),
+        Claim("loop / serial sum of raw parts", ours["staleness_0"] / serial["staleness_0"], TARGET),
+        Claim("loop with max_staleness=1 / serial sum", ours["staleness_1"] / serial["staleness_1"]),
     ]
-    if "loop_overlapped" in series:
-        ours = series["loop_overlapped"].median
-        limit = settings["overlapped_limit"] = min(series["generate_one_core"].median, series["train_1_threads"].median)
-        claims.append(Claim("overlapped loop / overlapped limit of raw parts", ours / limit, OVERLAPPED_TARGET))
-        claims.append(Claim("overlapped loop / loop", ours / series["loop_staleness_0"].median))
+    if "overlapped" in ours:
+        share = ours["overlapped"] / limit["overlapped"]
+        claims.append(Claim("overlapped loop / overlapped limit of raw parts", share, OVERLAPPED_TARGET))
+        claims.append(Claim("overlapped loop / loop", ours["overlapped"] / ours["staleness_0"]))
+        claims.append(Claim("overlapped loop / serial sum", ours["overlapped"] / serial["overlapped"]))
     return Findings(settings, series, tuple(claims))
+
+
+def _joined(raw: Sequence[Mapping[str, tuple[float, ...]]], name: str) -> tuple[float, ...]:
+    return tuple(value for parts in raw for value in parts[name])
 
 
 def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -21,6 +21,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from cluster.errors import WeightSyncError
 
+WRAPPED = "online_process_loader"  # what vLLM calls them
+
 
 def can_load_again(model_config: ModelConfig, device: torch.device) -> bool:
     """Whether the weights of the first load can be loaded over: not where a quantised layer made others of them."""
@@ -46,14 +48,22 @@ def _make_room(model: torch.nn.Module) -> set[str]:
     """Give each layer an empty tensor in place of every one that it gave up for a packed copy; returns their names."""
     rooms = set()
     for path, layer in model.named_modules():
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+            _unwrap_loader(tensor)
         described, _ = get_layerwise_info(layer).restore_metadata
         for name, meta in described.items():
             if getattr(layer, name).shape != meta.shape:
                 room = materialize_meta_tensor(restore_layer_refs(meta, layer))
-                room.weight_loader = _get_original_loader(room)  # a layer-wise reload may have left its own there
+                _unwrap_loader(room)
                 setattr(layer, name, room)
                 rooms.add(f"{path}.{name}")
     return rooms
+
+
+def _unwrap_loader(tensor: torch.Tensor) -> None:
+    """A layer-wise reload leaves loaders of its own behind where it loaded nothing: outside of one they do nothing."""
+    if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == WRAPPED:
+        tensor.weight_loader = _get_original_loader(tensor)
 
 
 def _pack(model: torch.nn.Module, model_config: ModelConfig) -> None:

@@ -6,7 +6,7 @@ import gc
 
 
 def freeze_heap() -> None:
-    """Take everything that lives now out of the collector's sight: call it once, when a process is set up.
+    """Take everything that lives now out of the collector's sight: to be called when a process is set up.
 
     Libraries leave some 400,000 objects behind, and each full collection looks at all of them: a quarter of a second in
     which the process does nothing else, in the middle of a step.

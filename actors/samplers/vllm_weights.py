@@ -2,9 +2,9 @@
 
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
-tensors and processed again; in host memory by a shorter way (`vllm_reload`). Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine there, has pictures kept (`vllm_pictures`) and positions shared
-(`vllm_siblings`).
+tensors and processed again; in host memory by a shorter way (`vllm_reload`). Naming this module's `WorkerExtension` as
+`worker_extension_cls` makes vLLM import it in every worker, which registers the engine there, has pictures kept
+(`vllm_pictures`) and positions shared (`vllm_siblings`).
 """
 
 from __future__ import annotations

@@ -136,11 +136,10 @@ def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: floa
         rules.scoring()
     except ValueError as error:
         raise PreflightError(f"{path}: {error}") from error
+    weights = {component.name: component.weight for component in rewards.components}
     by_label = {label: rewards.weights_in(recipe) for label, recipe in rewards.active_recipes.items()}
-    [alone, *others] = by_label.values()
-    own = {component.name: component.weight for component in rewards.components}
-    weights = own if others else own | alone
-    by_label = by_label if others else {}
+    if len(by_label) == 1:  # then there is one weight a component, and no label to tell
+        weights, by_label = weights | next(iter(by_label.values())), {}
     return RecipeScheme(
         rules, rules.components, tuple(weights.values()), options.pass_threshold, weights_by_label=by_label
     )

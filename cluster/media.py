@@ -7,8 +7,9 @@ stored under a key made of the file's content and the processor's settings; prom
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,16 +63,18 @@ class MediaStore:
         self._put = put
         self._max_bytes = max_bytes
         self._handles: OrderedDict[str, MediaHandle] = OrderedDict()
+        self._lock = threading.Lock()  # prompts are prepared ahead, and made again after a loss, on threads
         self.num_bytes = 0
         self.num_bytes_unique = 0  # of all media ever stored
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
         """The handle stored under `key`; `process` makes the medium if it is not there."""
-        handle = self._handles.get(key)
-        if handle is None:
-            handle = self._add(key, source, process())
-        self._handles.move_to_end(key)
-        return handle
+        with self._lock:
+            handle = self._handles.get(key)
+            if handle is None:
+                handle = self._add(key, source, process())
+            self._handles.move_to_end(key)
+            return handle
 
     def _add(self, key: str, source: str, media: ProcessedMedia) -> MediaHandle:
         handle = MediaHandle(key, media.modality, media.num_bytes, self._put(media), source)
@@ -85,22 +88,32 @@ class MediaStore:
 
 
 class MediaReader:
-    """Resolves handles to tensors, keeping the last few in this process so that siblings share one copy."""
+    """Resolves handles to tensors, keeping the last few in this process so that siblings share one copy.
+
+    Any number of threads may read at a time; what one of them evicts, another still gets.
+    """
 
     def __init__(self, *, timeout_s: float, max_items: int) -> None:
         self._timeout_s = timeout_s
         self._max_items = max_items
         self._items: OrderedDict[str, ProcessedMedia] = OrderedDict()
+        self._lock = threading.Lock()
 
     def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]:
         """The media of `handles`, in order; each missing one is fetched once."""
-        missing = list({h.key: h for h in handles if h.key not in self._items}.values())
+        with self._lock:
+            found = {h.key: self._items[h.key] for h in handles if h.key in self._items}
+        missing = list({h.key: h for h in handles if h.key not in found}.values())
         sources = ", ".join(h.source for h in missing)
         fetched = fetch([h.reference for h in missing], timeout_s=self._timeout_s, what=f"media {sources}")
-        found = {**self._items, **{h.key: media for h, media in zip(missing, fetched, strict=True)}}
-        for handle in handles:
-            self._items[handle.key] = found[handle.key]
-            self._items.move_to_end(handle.key)
+        found |= {h.key: media for h, media in zip(missing, fetched, strict=True)}
+        with self._lock:
+            self._keep(found)
+        return [found[h.key] for h in handles]
+
+    def _keep(self, media: Mapping[str, ProcessedMedia]) -> None:
+        for key, medium in media.items():
+            self._items[key] = medium
+            self._items.move_to_end(key)
         while len(self._items) > self._max_items:
             self._items.popitem(last=False)
-        return [found[h.key] for h in handles]

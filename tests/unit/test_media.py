@@ -1,5 +1,7 @@
 """The media store: one copy a content, a byte budget, and readers that fetch a medium once."""
 
+import time
+from threading import Barrier, Thread
 from typing import Any
 
 import numpy as np
@@ -111,3 +113,42 @@ def test_reader_returns_more_media_than_it_keeps() -> None:
     reader = MediaReader(timeout_s=1, max_items=1)
     read = reader.read([handle_of(picture(value=i), str(i)) for i in range(4)])
     assert [m.inputs["pixel_values"][0] for m in read] == [0, 1, 2, 3]
+
+
+def test_a_medium_that_another_thread_evicts_meanwhile_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
+    reader = MediaReader(timeout_s=1, max_items=1)
+    reader.read([a])
+
+    def fetch_while_another_reads(references: list[Any], *, timeout_s: float, what: str) -> list[Any]:
+        monkeypatch.undo()
+        other = Thread(target=reader.read, args=([c],))  # it evicts a
+        other.start()
+        other.join(10)
+        return references
+
+    monkeypatch.setattr(media_module, "fetch", fetch_while_another_reads)
+    read = reader.read([a, b])
+    assert [m.inputs["pixel_values"][0] for m in read] == [0, 1]
+
+
+def test_two_threads_that_need_one_medium_process_it_once() -> None:
+    num_processed, both = 0, Barrier(2)
+    store = MediaStore(lambda media: media, max_bytes=10**9)
+
+    def process() -> ProcessedMedia:
+        nonlocal num_processed
+        num_processed += 1
+        time.sleep(0.05)  # the other thread comes meanwhile
+        return picture()
+
+    def get() -> None:
+        both.wait(10)
+        store.get_or_add("a", "a", process)
+
+    threads = [Thread(target=get) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert num_processed == 1

@@ -266,9 +266,13 @@ class VLLMSampler:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """vLLM hands on an error of its engine process as a bare Exception with a text; tell the caller what it means."""
+    """vLLM hands on an error of its engine process as a bare Exception with a text; tell the caller what it means. An
+    engine that is dead is no matter of weights: a push that goes out again would not reach it either.
+    """
     try:
         yield
+    except EngineDeadError as error:
+        raise RolloutError(f"the engine is dead and cannot {what}: {error!r}") from error
     except Exception as error:
         raise WeightSyncError(f"the engine could not {what}: {error}") from error
 

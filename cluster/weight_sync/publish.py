@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from cluster.concurrency import outcomes, run_all
-from cluster.errors import CanaryError, DeadlineError, ManifestError, WeightSyncError, WorkerDiedError
+from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
 _logger = logging.getLogger(__name__)
 
-LOST = (WorkerDiedError, DeadlineError)  # who fails a push like this is gone; any other failure may be a peer's fault
+LOST = (WorkerDiedError, DeadlineError, RolloutError)  # who fails a push like this is gone; else it may be a peer's fault
 
 
 class Sender(Protocol):

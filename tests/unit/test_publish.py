@@ -10,7 +10,7 @@ import pytest
 from fakes import make_prompt
 from members import FixedMembers
 
-from cluster.errors import CanaryError, DeadlineError, ManifestError, WeightSyncError, WorkerDiedError
+from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.publish import Push, WeightSync
@@ -217,7 +217,14 @@ class Mortal(FakeReceiver):
         return await super().receive_weights(manifest, bucket_bytes, version)
 
 
-@pytest.mark.parametrize("error", [WorkerDiedError("rollout/1 died"), DeadlineError("waited 5 s for rollout/1")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerDiedError("rollout/1 died"),
+        DeadlineError("waited 5 s for rollout/1"),
+        RolloutError("the engine is dead and cannot receive version 1"),
+    ],
+)
 async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_living(error: Exception) -> None:
     """The others' broadcast breaks with it; they get the version in epoch 2."""
     sender = FakeSender()

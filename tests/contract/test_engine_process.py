@@ -1,0 +1,190 @@
+"""An engine whose core is a process of its own, as on GPUs: it computes what the learner computes, dies, hangs, is slow,
+and never outlives the actor that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+from engines import (
+    ENGINE_TIMEOUTS_S,
+    OFFLINE,
+    Engine,
+    LocalSender,
+    Model,
+    engine_settings,
+    new_learner,
+    perturb,
+    probe_gap,
+    sampled_gap,
+    weight_sync,
+)
+from jobs import wait_until
+from members import FixedMembers
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from actors.rollout_actor import RolloutActor
+from actors.rollout_client import RolloutClient
+from cluster.errors import DeadlineError, MobulaError, RolloutError
+from cluster.leases import LeaseTable
+from cluster.placement import PlacedWorker
+from cluster.roles import SamplingSettings
+from cluster.weight_sync.publish import WeightSync
+from cluster.weight_sync.transport import Rendezvous
+from deploy.processes import ProcessId
+from deploy.spawner import engine_environment
+from learner.learner import Learner
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXACT = 1e-5  # nat, fp32
+GONE_S = 30.0
+ANSWER_S = 60.0
+HUNG_S = 5.0  # a call that takes longer is taken for hung
+SLOW_S = 1.5
+LONG = SamplingSettings(num_samples=2, temperature=1.0, max_tokens=400, seed=5)
+
+
+class Apart(RolloutActor):
+    """Its engine is started on CPU as it is on GPUs."""
+
+    async def start(self) -> None:
+        import actors.samplers.vllm as module
+
+        module.in_process_engine = AsyncLLM.from_engine_args
+        await super().start()
+
+    async def processes(self) -> tuple[int, int]:
+        """The actor's own process and the core's."""
+        [core] = self._sampler._engine.engine_core.resources.engine_manager.processes
+        return os.getpid(), core.pid
+
+
+class KillsTheCore(LocalSender):
+    """The receiver's core dies when its group has met and the first bucket is due."""
+
+    def __init__(self, learner: Learner, core: ProcessId) -> None:
+        super().__init__(learner)
+        self._core = core
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        return replace(await super().open_transfer(epoch, num_receivers), timeout_s=HUNG_S)
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        os.kill(self._core.pid, signal.SIGKILL)
+        await super().send_weights(bucket_bytes, epoch)
+
+
+@pytest.fixture
+async def engine(local_ray: str, models: dict[str, Model]) -> AsyncIterator[Engine]:
+    """An engine with the checkpoint's own weights as version 0."""
+    model = models["untied"]
+    worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
+    env = OFFLINE | engine_environment(model.config, worker) | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    handle = ray.remote(Apart).options(num_cpus=0, max_concurrency=16, runtime_env={"env_vars": env}).remote(
+        "vllm", engine_settings(model), object_timeout_s=30
+    )
+    leases = LeaseTable(model.config.sampler.chunk_tokens)
+    limits = {"rollout_s": HUNG_S, "sync_s": HUNG_S, "probe_s": HUNG_S, "stop_s": HUNG_S}
+    client = RolloutClient(handle, "vllm/apart", leases=leases, **ENGINE_TIMEOUTS_S | limits)
+    engine = Engine("vllm", model, client, leases, handle)
+    await client.start()
+    yield engine
+    await client.close()
+
+
+@pytest.fixture
+async def learner(engine: Engine) -> AsyncIterator[Learner]:
+    learner = new_learner(engine.model)
+    await engine.serve(learner, version=0)
+    yield learner
+    learner.close()
+
+
+async def processes(engine: Engine) -> tuple[ProcessId, ProcessId]:
+    """The actor's and the core's."""
+    actor, core = map(ProcessId.of, await engine.handle.processes.remote())
+    assert actor is not None and core is not None
+    assert actor != core
+    return actor, core
+
+
+async def gone(*which: ProcessId) -> None:
+    await asyncio.to_thread(wait_until, lambda: not any(p.is_alive for p in which), GONE_S, lambda: which)
+
+
+async def test_pushes_reach_it_and_a_core_that_stops_for_a_while_loses_nothing_and_ends_with_its_actor(
+    engine: Engine, learner: Learner
+) -> None:
+    perturb(learner, seed=3)
+    assert await weight_sync(engine, LocalSender(learner)).publish(1) == 1
+    assert await probe_gap(engine, learner) <= EXACT
+    assert await sampled_gap(engine, learner) <= EXACT
+
+    prompt = engine.model.probe
+    undisturbed = await engine.decode(prompt, max_tokens=200)
+    actor, core = await processes(engine)
+    os.kill(core.pid, signal.SIGSTOP)
+    decoding = asyncio.ensure_future(engine.decode(prompt, max_tokens=200))
+    await asyncio.sleep(SLOW_S)
+    assert not decoding.done()
+    os.kill(core.pid, signal.SIGCONT)
+    assert np.array_equal((await decoding).actions.token_ids, undisturbed.actions.token_ids)
+
+    os.kill(core.pid, signal.SIGSTOP)  # it could not even read that its actor is gone
+    os.kill(actor.pid, signal.SIGKILL)
+    await gone(actor, core)
+
+
+async def test_a_core_that_is_killed_fails_what_is_in_flight_and_every_probe_after_it(
+    engine: Engine, learner: Learner
+) -> None:
+    _, core = await processes(engine)
+    flying = [asyncio.ensure_future(engine.client.generate(prompt, LONG)) for prompt in engine.model.prompts]
+    await asyncio.sleep(0.2)
+    assert not any(group.done() for group in flying)
+    os.kill(core.pid, signal.SIGKILL)
+    async with asyncio.timeout(ANSWER_S):
+        ended = await asyncio.gather(*flying, return_exceptions=True)
+        assert all(isinstance(error, RolloutError) for error in ended), ended
+        with pytest.raises(MobulaError):
+            await engine.client.probe()
+
+
+async def test_a_core_that_is_killed_in_a_broadcast_is_lost_and_the_push_ends(engine: Engine, learner: Learner) -> None:
+    _, core = await processes(engine)
+    members = FixedMembers(engine.client)
+    sync = WeightSync(
+        KillsTheCore(learner, core),
+        members,
+        bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
+        wave_size=0,
+        max_attempts=2,
+        canary_interval=1,
+        canary_tolerance=EXACT,
+        probe=engine.model.probe,
+    )
+    async with asyncio.timeout(ANSWER_S):
+        assert await sync.publish(1) == 1
+    assert members.lost.keys() == {engine.client.name}
+    assert members.versions == {}
+
+
+async def test_a_core_that_hangs_is_noticed_by_its_deadline_and_ends_with_its_actor(
+    engine: Engine, learner: Learner
+) -> None:
+    actor, core = await processes(engine)
+    os.kill(core.pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match="to generate prompt"):
+        await engine.client.generate(engine.model.probe, LONG)
+    with pytest.raises(MobulaError, match="to sample one token"):
+        await engine.client.probe()
+    await engine.client.close()
+    await gone(actor, core)

@@ -6,6 +6,7 @@ processed twice and the two sides cannot disagree about a picture.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from cluster.weight_sync.transport import Rendezvous
 from learner.policies.logprobs import BAN_BIAS
 
 LAST_TO_WAKE = "kv_cache"
+CORE_WATCH_S = 0.5  # how often to look whether the core lives
 MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
 
 
@@ -62,6 +64,7 @@ class VLLMSampler:
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
         self._fields_by_layout: dict[Any, Any] = {}
+        self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
 
     async def sample(
@@ -143,7 +146,16 @@ class VLLMSampler:
         return int(await self._engine.get_weight_version())
 
     async def close(self) -> None:
+        self._watching.cancel()
         self._engine.shutdown()
+
+    async def _watch(self) -> None:
+        """Fail the calls that wait for a core that died: vLLM fails the requests of a dead process, and forgets these."""
+        while not self._engine.errored:
+            await asyncio.sleep(CORE_WATCH_S)
+        for call in self._engine.engine_core.utility_results.values():
+            if not call.done():
+                call.set_exception(EngineDeadError())
 
     def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
         """What the engine process is told about a push, in plain values."""

@@ -136,6 +136,7 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_l
 ) -> None:
     clock, out = FakeClock(), io.StringIO()
     sink = ConsoleSink(Console(file=out), clock, num_steps=6, version=0, interval_s=5.0)
+    clock.pass_s(1000.0)  # the start of a run says nothing about its steps, each of which takes 1.5 s
     with caplog.at_level(logging.INFO):
         for step in range(1, 7):
             clock.pass_s(2.0)
@@ -143,7 +144,7 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_l
     sink.close()
     lines = [r.message for r in caplog.records]
     assert [line.split()[1] for line in lines] == ["1/6", "4/6", "6/6"]
-    assert lines[0] == "step 1/6  reward 0.500  accuracy 0.500  1,234 tokens/s  0:10 left"
+    assert lines[0] == "step 1/6  reward 0.500  accuracy 0.500  1,234 tokens/s  0:08 left"
     assert out.getvalue() == ""
 
 

@@ -18,7 +18,8 @@ _logger = logging.getLogger(__name__)
 class ConsoleSink:
     """A progress bar on a terminal; elsewhere one log line at most every `interval_s` seconds, and one at the end.
 
-    `version` is where the run starts from, `num_steps` where it ends.
+    `version` is where the run starts from, `num_steps` where it ends. What is left is told from how long steps took so
+    far: what comes before the first one (engines, warm start) does not come again.
     """
 
     name = "console"
@@ -29,8 +30,8 @@ class ConsoleSink:
         self._clock = clock
         self._num_steps = num_steps
         self._interval_s = interval_s
-        self._start_s = clock()
-        self._start_version = version
+        self._num_done = 0
+        self._steps_s = 0.0  # that they took
         self._last_line_s = -math.inf
         self._progress = _bar(console) if console.is_terminal else None
         if self._progress is not None:
@@ -41,10 +42,12 @@ class ConsoleSink:
         if self._progress is not None:
             self._progress.update(self._task, completed=record.step, numbers=_numbers(record))
             return
+        self._num_done += 1
+        self._steps_s += record.seconds["total"]
         now = self._clock()
         if now - self._last_line_s >= self._interval_s or record.step >= self._num_steps:
             self._last_line_s = now
-            left = _duration(self._remaining_s(record.step, now))
+            left = _duration(self._steps_s / self._num_done * (self._num_steps - record.step))
             _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
@@ -58,10 +61,6 @@ class ConsoleSink:
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
-
-    def _remaining_s(self, step: int, now: float) -> float:
-        num_done = max(1, step - self._start_version)
-        return (now - self._start_s) / num_done * (self._num_steps - step)
 
 
 def _bar(console: Console) -> Progress:

@@ -11,7 +11,7 @@
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     ├── DependencyError         a role lives, and waited in vain for somebody else
     ├── LostObjectError         an object went with the node that held it
-    ├── RolloutError            a rollout actor could not finish a prompt
+    ├── RolloutError            a rollout actor could not finish a prompt, or its engine is dead
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
     ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
     ├── WeightSyncError         weights could not be moved or verified
@@ -88,7 +88,7 @@ class LostObjectError(MobulaError):
 
 
 class RolloutError(MobulaError):
-    """A rollout actor could not finish a prompt."""
+    """A rollout actor could not finish a prompt, or its engine is dead."""
 
 
 class RewardError(MobulaError):

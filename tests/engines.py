@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,18 +191,24 @@ def open_model(folder: Path, *overrides: str) -> Model:
     return Model(config, folder, processor, prompts)
 
 
-def start_actor(model: Model, kind: str, index: int) -> Engine:
-    """A rollout actor that books no core of the cluster: it only needs a process with the environment of an engine."""
+def start_actor(
+    model: Model, kind: str, index: int, role: type[RolloutActor] = RolloutActor, limits_s: Mapping[str, float] = {}
+) -> Engine:
+    """A rollout actor that books no core of the cluster: it only needs a process with the environment of an engine.
+
+    `role` may be a test's own, and `limits_s` has other timeouts of its client.
+    """
     cores = sorted(os.sched_getaffinity(0))
     num_gpus = model.config.resources.rollout.num_gpus
     worker = PlacedWorker("rollout", index, "here", 0, num_gpus, 1, (cores[index % len(cores)],))
-    environment = OFFLINE | engine_environment(model.config, worker)
-    actor = ray.remote(RolloutActor).options(
+    own = {"PYTHONPATH": os.pathsep.join(sys.path)}  # where a test's role is found
+    environment = OFFLINE | engine_environment(model.config, worker) | own
+    actor = ray.remote(role).options(
         num_cpus=0, num_gpus=num_gpus, max_concurrency=CALLS_IN_FLIGHT, runtime_env={"env_vars": environment}
     )
     handle = actor.remote(kind, engine_settings(model, index), object_timeout_s=30)
     leases = LeaseTable(model.config.sampler.chunk_tokens)
-    client = RolloutClient(handle, f"{kind}/{index}", leases=leases, **ENGINE_TIMEOUTS_S)
+    client = RolloutClient(handle, f"{kind}/{index}", leases=leases, **{**ENGINE_TIMEOUTS_S, **limits_s})
     return Engine(kind, model, client, leases, handle)
 
 
@@ -291,12 +298,17 @@ def gaps(learner: Learner, model: Model, groups: Sequence[TrajectoryGroup]) -> n
 
 
 def weight_sync(
-    engine: Engine, sender: Any, *, canary_interval: int = 1, tolerance: float = 1e-5
+    engine: Engine,
+    sender: Any,
+    *,
+    canary_interval: int = 1,
+    tolerance: float = 1e-5,
+    members: FixedMembers | None = None,
 ) -> WeightSync:
     """The push of the main job, from `sender` to the engine; what fails is not tried again."""
     return WeightSync(
         sender,
-        FixedMembers(engine.client),
+        members or FixedMembers(engine.client),
         bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
         wave_size=0,
         max_attempts=1,

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 
 import pytest
-import ray
-from engines import ENGINE_TIMEOUTS_S, OFFLINE, Engine, Model, engine_settings
+from engines import Model, start_actor
 
 from actors.rollout_actor import RolloutActor
-from actors.rollout_client import RolloutClient
 from cluster.errors import MobulaError, RolloutError
-from cluster.leases import LeaseTable
-from cluster.placement import PlacedWorker
 from cluster.roles import SamplingSettings
-from deploy.spawner import engine_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,7 +32,7 @@ class Breakable(RolloutActor):
 async def test_an_engine_whose_core_dies_fails_what_is_in_flight_and_every_probe_after_it(
     local_ray: str, models: dict[str, Model]
 ) -> None:
-    engine = start(models["untied"])
+    engine = start_actor(models["untied"], "vllm", 0, Breakable)
     try:
         await engine.client.start()
         prompt = models["untied"].prompts[0]
@@ -55,15 +48,3 @@ async def test_an_engine_whose_core_dies_fails_what_is_in_flight_and_every_probe
                 await engine.client.probe()
     finally:
         await engine.close()
-
-
-def start(model: Model) -> Engine:
-    worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
-    actor = ray.remote(Breakable)
-    env = OFFLINE | engine_environment(model.config, worker) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    handle = actor.options(num_cpus=0, max_concurrency=16, runtime_env={"env_vars": env}).remote(
-        "vllm", engine_settings(model), object_timeout_s=30
-    )
-    leases = LeaseTable(model.config.sampler.chunk_tokens)
-    client = RolloutClient(handle, "vllm/broken", leases=leases, **ENGINE_TIMEOUTS_S)
-    return Engine("vllm", model, client, leases, handle)

@@ -6,24 +6,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import ray
 from engines import (
-    ENGINE_TIMEOUTS_S,
-    OFFLINE,
     Engine,
     LocalSender,
     Model,
-    engine_settings,
     new_learner,
     perturb,
     probe_gap,
     sampled_gap,
+    start_actor,
     weight_sync,
 )
 from jobs import wait_until
@@ -31,15 +27,10 @@ from members import FixedMembers
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from actors.rollout_actor import RolloutActor
-from actors.rollout_client import RolloutClient
 from cluster.errors import DeadlineError, RolloutError
-from cluster.leases import LeaseTable
-from cluster.placement import PlacedWorker
 from cluster.roles import SamplingSettings
-from cluster.weight_sync.publish import WeightSync
 from cluster.weight_sync.transport import Rendezvous
 from deploy.processes import ProcessId
-from deploy.spawner import engine_environment
 from learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -85,19 +76,11 @@ class KillsTheCore(LocalSender):
 @pytest.fixture
 async def engine(local_ray: str, models: dict[str, Model]) -> AsyncIterator[Engine]:
     """An engine with the checkpoint's own weights as version 0."""
-    model = models["untied"]
-    worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
-    env = OFFLINE | engine_environment(model.config, worker) | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    handle = ray.remote(Apart).options(num_cpus=0, max_concurrency=16, runtime_env={"env_vars": env}).remote(
-        "vllm", engine_settings(model), object_timeout_s=30
-    )
-    leases = LeaseTable(model.config.sampler.chunk_tokens)
     limits = {"rollout_s": HUNG_S, "sync_s": HUNG_S, "probe_s": HUNG_S, "stop_s": HUNG_S}
-    client = RolloutClient(handle, "vllm/apart", leases=leases, **ENGINE_TIMEOUTS_S | limits)
-    engine = Engine("vllm", model, client, leases, handle)
-    await client.start()
+    engine = start_actor(models["untied"], "vllm", 0, Apart, limits)
+    await engine.client.start()
     yield engine
-    await client.close()
+    await engine.client.close()
 
 
 @pytest.fixture
@@ -152,16 +135,7 @@ async def test_a_core_that_is_killed_in_a_broadcast_fails_what_is_in_flight_and_
 ) -> None:
     _, core = await processes(engine)
     members = FixedMembers(engine.client)
-    sync = WeightSync(
-        KillsTheCore(learner, core),
-        members,
-        bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
-        wave_size=0,
-        max_attempts=2,
-        canary_interval=1,
-        canary_tolerance=EXACT,
-        probe=engine.model.probe,
-    )
+    sync = weight_sync(engine, KillsTheCore(learner, core), members=members)
     flying = [asyncio.ensure_future(engine.client.generate(prompt, LONG)) for prompt in engine.model.prompts]
     async with asyncio.timeout(ANSWER_S):
         assert await sync.publish(1) == 1

@@ -177,15 +177,11 @@ class InProcessClient(AsyncMPClient):
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self, cause: Exception) -> None:
-        """Everything that waits for the core ends with its death."""
+        """Requests end with the core's death; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
         self.resources.engine_dead = True
         dead = EngineDeadError()
         dead.__cause__ = cause
         self.outputs_queue.put_nowait(dead)
-        for future in self.utility_results.values():
-            if not future.done():
-                future.set_exception(dead)
-        self.utility_results.clear()
 
 
 @contextmanager

@@ -1,18 +1,23 @@
-"""Rollout overhead: samples/s through our rollout actor over raw `LLM.generate` on the same prompts."""
+"""Rollout overhead: samples/s through our rollout actor over raw `LLM.generate` on the same prompts.
+
+What an actor adds, it adds to a prompt, whatever the length of its responses: it is measured with the few tokens that the
+digits job samples, and with as many as a short chain of thought has, which are reported while they are sampled.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from benchmarks.apart import Peer
-from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
+from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, rates
 from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
 from benchmarks.stage import private_ray, scratch_config, staged
 from cluster.fleet import RolloutFleet
+from cluster.roles import SamplingSettings
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
 from deploy.build import spawn_inference
@@ -21,6 +26,7 @@ from deploy.preparation import Prepared
 SETTINGS = ("resources.rollout.num_workers=1",)
 ROLES = ("rollout", "reward")
 NUM_PROMPTS = 64  # of one round
+LONG_TOKENS = 128  # of a response
 TARGET = 0.9
 UNIT = "samples/s"
 
@@ -32,33 +38,47 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
+    lengths = (config.sampler.max_tokens, LONG_TOKENS)
+    num_rounds = effort.warmups + effort.repeats
     async with staged(config, ROLES) as stage:
-        rounds = stage.prompts(effort.warmups + effort.repeats, NUM_PROMPTS)
+        rounds = stage.prompts(num_rounds * len(lengths), NUM_PROMPTS)
         inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
         await inference.rollouts.start()
         [worker] = stage.spawner.workers("rollout")
         with raw_engine(stage.prepared, worker) as engine:
-            sides = _Sides(stage.prepared, inference.rollouts, engine, rounds)
-            found = await interleave({"ours": sides.ours, "raw": sides.raw, "raw_processed": sides.processed}, effort)
+            sides = [
+                _Sides(stage.prepared, inference.rollouts, engine, rounds[place * num_rounds :], max_tokens)
+                for place, max_tokens in enumerate(lengths)
+            ]
+            found = {side.max_tokens: await interleave(side.named, effort) for side in sides}
         await inference.rollouts.close()
         for role in inference.watched:
             await role.close()
-    return _findings(config, found, sides.lengths)
+    return _findings(config, found, {side.max_tokens: side.mean_lengths for side in sides})
 
 
 @dataclass
 class _Sides:
-    """What each side does in one round, and how long its responses were."""
+    """What each side does in one round with responses of at most `max_tokens`, and how long they were."""
 
     prepared: Prepared
     fleet: RolloutFleet
     engine: Peer[GenerateJob, Generated]
     rounds: list[list[Prompt]]
+    max_tokens: int
     lengths: dict[str, list[float]] = field(default_factory=lambda: {"ours": [], "raw": []})
+
+    @property
+    def named(self) -> dict[str, Side]:
+        return {"ours": self.ours, "raw": self.raw, "raw_processed": self.processed}
+
+    @property
+    def mean_lengths(self) -> dict[str, float]:
+        return {name: mean(values) for name, values in self.lengths.items()}
 
     async def ours(self, round_number: int) -> float:
         prompts = self.rounds[round_number]
-        settings = settings_of(self.prepared.config, prompts)
+        settings = self._settings(prompts)
         started = time.perf_counter()
         groups = await asyncio.gather(*map(self.fleet.generate, prompts, settings))
         seconds = time.perf_counter() - started
@@ -73,32 +93,40 @@ class _Sides:
 
     def _generate(self, round_number: int, *, is_processed: bool) -> float:
         prompts = self.rounds[round_number]
-        settings = settings_of(self.prepared.config, prompts)
+        settings = self._settings(prompts)
         raw = [RawPrompt.of(prompt) for prompt in prompts]
         generated = self.engine.ask(GenerateJob(raw, settings, is_processed))
         lengths = [len(tokens) for siblings in generated.responses for tokens in siblings]
         self.lengths["raw"] += lengths
         return len(lengths) / generated.seconds
 
+    def _settings(self, prompts: Sequence[Prompt]) -> list[SamplingSettings]:
+        return [replace(own, max_tokens=self.max_tokens) for own in settings_of(self.prepared.config, prompts)]
 
-def _findings(config: RunConfig, found: dict[str, tuple[float, ...]], lengths: dict[str, list[float]]) -> Findings:
+
+def _findings(
+    config: RunConfig, found: dict[int, dict[str, tuple[float, ...]]], lengths: dict[int, dict[str, float]]
+) -> Findings:
     what = {
         "ours": "Ray actor with AsyncLLM, through RolloutFleet; pictures processed beforehand, by the driver",
         "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures processed "
         "within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
     }
-    series = {name: Series(what[name], UNIT, values) for name, values in found.items()}
+    series: dict[str, Series] = {}
+    claims: list[Claim] = []
+    for max_tokens, sides in found.items():
+        own = {name: Series(f"{max_tokens} tokens: {what[name]}", UNIT, values) for name, values in sides.items()}
+        series |= {f"{name}_{max_tokens}": side for name, side in own.items()}
+        processed = rates(own["ours"], own["raw_processed"])
+        claims.append(Claim(f"ours / raw with processed pictures, {max_tokens} tokens", processed, TARGET))
+        claims.append(Claim(f"ours / raw that processes pictures, {max_tokens} tokens", rates(own["ours"], own["raw"])))
     settings = {
         "prompts": NUM_PROMPTS,
         "samples_per_prompt": config.algorithm.samples_per_prompt,
-        "max_tokens": config.sampler.max_tokens,
-        "mean_response_tokens": {name: mean(values) for name, values in lengths.items()},
+        "mean_response_tokens": {str(max_tokens): by_side for max_tokens, by_side in lengths.items()},
+        "chunk_tokens": config.sampler.chunk_tokens,
         "max_num_seqs": config.sampler.max_num_seqs,
         "threads": config.resources.rollout.num_threads,
     }
-    claims = (
-        Claim("ours / raw with processed pictures", rates(series["ours"], series["raw_processed"]), TARGET),
-        Claim("ours / raw that processes pictures", rates(series["ours"], series["raw"])),
-    )
-    return Findings(settings, series, claims)
+    return Findings(settings, series, tuple(claims))

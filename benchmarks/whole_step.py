@@ -7,27 +7,23 @@ core each, side by side, the slower of the two (the overlapped limit) bounds the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from statistics import mean, median
+from typing import Protocol
 
-import numpy as np
 from rich.console import Console
 
-from benchmarks.apart import Peer
-from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, serial_rate
-from benchmarks.raw_trainer import Rows, StepJob, raw_trainer, rows_of
-from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from benchmarks.stage import Stage, private_ray, scratch_config, staged
-from cluster.media import MediaReader
+from benchmarks.measure import Claim, Effort, Findings, Series, serial_rate
+from benchmarks.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
+from benchmarks.stage import private_ray, scratch_config, staged
+from cluster.errors import MobulaError
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import StepRecord
+from cluster.metrics.records import EvaluationRecord, StepRecord
 from cluster.metrics.run_folder import read_run_folder
-from cluster.placement import PlacedWorker
-from cluster.trajectory import Prompt
 from configs.schema import RunConfig
-from deploy.preparation import Prepared
 from deploy.runtime import run_training
 
 PROMPTS, SAMPLES = 8, 8
@@ -44,8 +40,8 @@ SETTINGS = (  # a random model hardly ever stops before its 8 tokens are full, a
 ROLES = ("rollout", "reward")
 NUM_WARMUP_STEPS = 5
 STEPS_A_BLOCK = 5  # one value of the loop's series
-CALLS = 4  # generate calls, each of a whole step's fresh prompts, in one measurement
-TRAIN_STEPS = 4  # optimizer steps in one measurement
+STEPS_AFTER_PAUSE = 3  # not measured: what was sampled ahead while the loop stood still has to be used up
+SETTLE_S = 0.5  # until what was still asked of the engines is done
 OVERLAPPED = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
 TARGET = 0.6
 OVERLAPPED_TARGET = 0.75
@@ -58,12 +54,12 @@ LOOPS = {
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
-    """The raw parts, and between them one loop after the other, all on the same cores and never two at a time.
+    """One loop after the other; each stands still every few steps, while the raw parts are measured on its idle cores.
 
-    A loop is compared with the raw parts right before and after it, so that a drift of the machine meets both alike.
+    A block of steps is compared with the raw parts right before and right after it, so that a drift of the machine
+    meets both alike.
     """
-    steps: dict[str, list[StepRecord]] = {}
-    part = replace(effort, repeats=-(-effort.repeats // 2), warmups=1)
+    num_blocks = -(-effort.num_steps // STEPS_A_BLOCK)
     with ExitStack() as stack:
         config = stack.enter_context(scratch_config(SETTINGS, overrides))
         overlapped = stack.enter_context(scratch_config((*SETTINGS, *OVERLAPPED), overrides))
@@ -71,11 +67,90 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         loops = {f"staleness_{staleness}": _with_staleness(config, staleness) for staleness in (0, 1)}
         if config.resources.device == "cpu":
             loops["overlapped"] = overlapped
-        raw = [asyncio.run(_raw_parts(part, config))]
-        for name, loop in loops.items():
-            steps[name] = measured_steps(loop, effort.num_steps)
-            raw.append(asyncio.run(_raw_parts(part, config)))
-    return _findings(config, raw, steps)
+        raw = asyncio.run(_raw_step(config, len(loops) * (num_blocks + 1) + 1, stack))
+        raw.measure()  # a warm-up
+        found = {name: _in_blocks(loop, raw, num_blocks) for name, loop in loops.items()}
+    return _findings(config, found)
+
+
+class RawParts(Protocol):
+    """samples/s of each raw part, named as in `raw_step.WHAT`, measured now."""
+
+    def measure(self) -> Mapping[str, float]: ...
+
+
+@dataclass
+class Blocks:
+    """What one loop did: its measured steps, block by block, and the raw parts before each block and after the last.
+
+    As a sink of the run it has the loop wait while it measures the raw parts.
+    """
+
+    raw: RawParts
+    num_blocks: int
+    settle_s: float = SETTLE_S
+    steps: list[list[StepRecord]] = field(default_factory=list)
+    parts: list[Mapping[str, float]] = field(default_factory=list)  # samples/s by part
+    name: str = "raw parts"
+
+    @property
+    def num_steps(self) -> int:
+        """Of the run; the last holds the final evaluation and checkpoint."""
+        return NUM_WARMUP_STEPS + self.num_blocks * (STEPS_AFTER_PAUSE + STEPS_A_BLOCK) + 1
+
+    def emit(self, record: StepRecord) -> None:
+        block, place = divmod(record.step - NUM_WARMUP_STEPS - 1, STEPS_AFTER_PAUSE + STEPS_A_BLOCK)
+        if 0 <= block < self.num_blocks and place >= STEPS_AFTER_PAUSE:
+            self.steps[block].append(record)
+        if record.step >= NUM_WARMUP_STEPS and place == STEPS_AFTER_PAUSE + STEPS_A_BLOCK - 1:
+            time.sleep(self.settle_s)
+            self.parts.append(self.raw.measure())
+            self.steps.append([])
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        """Evaluations are not measured."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """samples/s of each block."""
+        blocks = self.steps[: self.num_blocks]
+        return tuple(PROMPTS * SAMPLES * len(block) / sum(s.seconds["total"] for s in block) for block in blocks)
+
+    def around(self, block: int) -> dict[str, float]:
+        """samples/s of each part, right before and right after a block."""
+        before, after = self.parts[block : block + 2]
+        return {part: mean((before[part], after[part])) for part in before}
+
+    @property
+    def serial(self) -> tuple[float, ...]:
+        """samples/s of the fastest way to generate and the fastest to train, one after the other, at each block."""
+        return tuple(
+            serial_rate(tuple(max(r for part, r in around.items() if part.startswith(p)) for p in (GENERATE, TRAIN)))
+            for around in map(self.around, range(self.num_blocks))
+        )
+
+    @property
+    def limit(self) -> tuple[float, ...]:
+        """samples/s of the slower of an engine and a trainer with a core each, at each block."""
+        found = map(self.around, range(self.num_blocks))
+        return tuple(min(around[ONE_CORE_ENGINE], around[ONE_CORE_TRAINER]) for around in found)
+
+
+async def _raw_step(config: RunConfig, num_measurements: int, stack: ExitStack) -> RawStep:
+    """The raw parts, which live as long as `stack`; the cluster is free again."""
+    async with staged(config, ROLES) as stage:
+        return stack.enter_context(raw_step(stage, PROMPTS, num_measurements))
+
+
+def _in_blocks(config: RunConfig, raw: RawStep, num_blocks: int) -> Blocks:
+    blocks = Blocks(raw, num_blocks)
+    run_training(config.model_copy(update={"num_steps": blocks.num_steps}), Console(stderr=True), [blocks])
+    if len(blocks.parts) != num_blocks + 1:  # a sink that fails is dropped
+        raise MobulaError("the raw parts could not be measured: the log of the run says why")
+    return blocks
 
 
 def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
@@ -90,123 +165,47 @@ def measured_steps(config: RunConfig, num_steps: int) -> list[StepRecord]:
     return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])
 
 
-async def _raw_parts(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
-    """Part -> samples/s, each part alone on the machine."""
-    async with staged(config, ROLES) as stage:
-        rounds = stage.prompts((effort.warmups + effort.repeats) * CALLS, PROMPTS)
-        generating = _Generating(stage.prepared, rounds)
-        found: dict[str, tuple[float, ...]] = {}
-        for name, engines in _engines(stage).items():
-            with ExitStack() as stack:
-                generating.engines = [stack.enter_context(raw_engine(stage.prepared, worker)) for worker in engines]
-                found |= await interleave({name: generating.run}, effort)
-        rows = rows_of(rounds[-1], generating.responses, MediaReader(timeout_s=60, max_items=PROMPTS))
-        with raw_trainer(config) as trainer:
-            sides = {f"train_{n}_threads": _training(trainer, rows, n) for n in (1, 2)}
-            found |= await interleave(sides, effort)
-    return found
-
-
-def _engines(stage: Stage) -> dict[str, list[PlacedWorker]]:
-    """The ways to lay raw engines over the machine: one with all cores, one a rollout actor, or one alone on one core.
-    GPUs: one engine.
-    """
-    workers = stage.spawner.workers("rollout")
-    cores = tuple(core for worker in workers for core in worker.cores)
-    one = replace(workers[0], num_threads=sum(worker.num_threads for worker in workers), cores=cores)
-    ways = {"generate_one_engine": [one]}
-    if stage.prepared.config.resources.device == "cpu" and len(workers) > 1:
-        ways["generate_engine_a_core"] = list(workers)
-        ways["generate_one_core"] = workers[:1]
-    return ways
-
-
-@dataclass
-class _Generating:
-    """Raw generation of whole steps, their prompts shared out among the engines."""
-
-    prepared: Prepared
-    rounds: list[list[Prompt]]
-    engines: Sequence[Peer[GenerateJob, Generated]] = ()
-    responses: Sequence[Sequence[np.ndarray]] = ()  # to the last round's prompts
-
-    async def run(self, round_number: int) -> float:
-        seconds = [self._generate(self.rounds[round_number * CALLS + call]) for call in range(CALLS)]
-        return CALLS * PROMPTS * SAMPLES / sum(seconds)
-
-    def _generate(self, prompts: Sequence[Prompt]) -> float:
-        raw = [RawPrompt.of(prompt) for prompt in prompts]
-        settings = settings_of(self.prepared.config, prompts)
-        share = -(-len(raw) // len(self.engines))
-        for index, engine in enumerate(self.engines):
-            part = slice(index * share, (index + 1) * share)
-            engine.send(GenerateJob(raw[part], settings[part], is_processed=True))
-        answers = [engine.receive() for engine in self.engines]
-        self.responses = [siblings for answer in answers for siblings in answer.responses]
-        return max(answer.seconds for answer in answers)
-
-
-def _training(trainer: Peer[StepJob, float], rows: Rows, num_threads: int) -> Side:
-    async def run(round_number: int) -> float:
-        return PROMPTS * SAMPLES / trainer.ask(StepJob(rows, num_threads, TRAIN_STEPS))
-
-    return run
-
-
 def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:
     """steps/s over every few steps, so that what happens only in some of them is in every value."""
     blocks = [steps[start : start + STEPS_A_BLOCK] for start in range(0, len(steps), STEPS_A_BLOCK)]
     return tuple(len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
 
 
-def _findings(
-    config: RunConfig, raw: Sequence[Mapping[str, tuple[float, ...]]], steps: Mapping[str, Sequence[StepRecord]]
-) -> Findings:
-    what = {
-        "generate_one_engine": "LLM.generate, one engine with all cores; pictures processed beforehand",
-        "generate_engine_a_core": "the same, with an engine on every core and the prompts shared out",
-        "generate_one_core": "the same, with a single engine on one core",
-        "train_1_threads": "forward, backward, clip and AdamW of all sequences in plain transformers, 1 thread",
-        "train_2_threads": "the same with 2 threads",
-    }
-    series = {name: Series(what[name], UNIT, _joined(raw, name)) for name in raw[0]}
-    serial: dict[str, float] = {}  # by loop
-    limit: dict[str, float] = {}
-    for place, (name, records) in enumerate(steps.items()):
-        around = {part: median(_joined(raw[place : place + 2], part)) for part in raw[0]}
-        fastest = (max(rate for part, rate in around.items() if part.startswith(p)) for p in ("generate", "train"))
-        serial[name] = serial_rate(tuple(fastest))
-        if "generate_one_core" in around:
-            limit[name] = min(around["generate_one_core"], around["train_1_threads"])
+def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
+    parts = [measured for blocks in found.values() for measured in blocks.parts]
+    series = {part: Series(WHAT[part], UNIT, tuple(rates[part] for rates in parts)) for part in parts[0]}
+    for name, blocks in found.items():
         text = f"the loop, {LOOPS[name]}, {STEPS_A_BLOCK} steps a value"
-        rates_per_s = tuple(PROMPTS * SAMPLES * rate for rate in step_rates(records))
-        series[f"loop_{name}"] = Series(text, UNIT, rates_per_s)
+        series[f"loop_{name}"] = Series(text, UNIT, blocks.rates)
+        series[f"serial_{name}"] = Series("the serial sum of the raw parts around it", UNIT, blocks.serial)
+    claims = [
+        Claim("loop / serial sum of raw parts", _share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET),
+        Claim(
+            "loop with max_staleness=1 / serial sum", _share(found["staleness_1"].rates, found["staleness_1"].serial)
+        ),
+    ]
+    if "overlapped" in found:
+        blocks = found["overlapped"]
+        series["limit_overlapped"] = Series("the overlapped limit of the raw parts around it", UNIT, blocks.limit)
+        share = _share(blocks.rates, blocks.limit)
+        claims.append(Claim("overlapped loop / overlapped limit of raw parts", share, OVERLAPPED_TARGET))
+        claims.append(Claim("overlapped loop / serial sum", _share(blocks.rates, blocks.serial)))
+    steps = {name: [step for block in blocks.steps for step in block] for name, blocks in found.items()}
     settings = {
         "prompts": PROMPTS,
         "samples_per_prompt": SAMPLES,
         "max_tokens": config.sampler.max_tokens,
         "mean_response_tokens": mean(s.values[MetricName.RESPONSE_LENGTH] for run in steps.values() for s in run),
-        "serial_samples_per_s": serial,
-        "overlapped_limit": limit,
         "learner_ranks": config.resources.learner.num_workers,
         "rollout_actors": config.resources.rollout.num_workers,
         "seconds_of_a_step": {name: _mean_phases(records) for name, records in steps.items()},
     }
-    ours = {name: series[f"loop_{name}"].median for name in steps}
-    claims = [
-        Claim("loop / serial sum of raw parts", ours["staleness_0"] / serial["staleness_0"], TARGET),
-        Claim("loop with max_staleness=1 / serial sum", ours["staleness_1"] / serial["staleness_1"]),
-    ]
-    if "overlapped" in ours:
-        share = ours["overlapped"] / limit["overlapped"]
-        claims.append(Claim("overlapped loop / overlapped limit of raw parts", share, OVERLAPPED_TARGET))
-        claims.append(Claim("overlapped loop / loop", ours["overlapped"] / ours["staleness_0"]))
-        claims.append(Claim("overlapped loop / serial sum", ours["overlapped"] / serial["overlapped"]))
     return Findings(settings, series, tuple(claims))
 
 
-def _joined(raw: Sequence[Mapping[str, tuple[float, ...]]], name: str) -> tuple[float, ...]:
-    return tuple(value for parts in raw for value in parts[name])
+def _share(ours: Sequence[float], raw: Sequence[float]) -> float:
+    """The median of what each block reached of the raw parts around it."""
+    return median(own / other for own, other in zip(ours, raw, strict=True))
 
 
 def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -20,8 +21,8 @@ from configs.schema import RunConfig
 CONSOLE_INTERVAL_S = 10.0
 
 
-def build_metrics(config: RunConfig, console: Console, version: int) -> Metrics:
-    """The hub of a run that goes on from `version`, with what its earlier part recorded."""
+def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:
+    """The hub of a run that goes on from `version`, with what its earlier part recorded; `sinks` come last."""
     folder = config.run_folder
     journal = JsonlSink(folder / METRICS_FILE, version=version)
     samples = SampleKeeper(
@@ -34,7 +35,7 @@ def build_metrics(config: RunConfig, console: Console, version: int) -> Metrics:
         timeout_s=config.timeouts.object_s,
     )
     metrics = Metrics(
-        [journal, *_optional_sinks(config, console, version)],
+        [journal, *_optional_sinks(config, console, version), *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
         samples=samples,

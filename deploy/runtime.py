@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.report import write_report
 from cluster.metrics.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
+from cluster.metrics.sinks.base import Sink
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from cluster.placement_groups import create_placement_groups, plan_when_free
@@ -84,8 +85,10 @@ def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaita
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
-def run_training(config: RunConfig, console: Console) -> Summary:
+def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()) -> Summary:
     """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
+
+    `sinks` get its records beside those that the configuration names; the next step begins when they have taken one.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
@@ -99,7 +102,7 @@ def run_training(config: RunConfig, console: Console) -> Summary:
     with _cluster(config, needed_roles(config)) as cluster, _findable(cluster):
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
-        metrics = build_metrics(config, console, version)
+        metrics = build_metrics(config, console, version, sinks)
         status: Status = "failed"
         try:
             asyncio.run(_until_signal(_train(cluster, metrics)))

@@ -14,6 +14,7 @@ from benchmarks.report import Report, problems, read, target_text, write
 from benchmarks.role_time import Process, idle_shares
 from benchmarks.step_breakdown import share
 from benchmarks.weight_sync import MIB, transformer_manifest
+from benchmarks.whole_step import NUM_WARMUP_STEPS, PROMPTS, SAMPLES, STEPS_A_BLOCK, STEPS_AFTER_PAUSE, Blocks
 from cluster.metrics.records import StepRecord
 
 
@@ -135,3 +136,29 @@ def test_a_push_of_adapters_holds_two_factors_a_matrix_and_nothing_of_vectors() 
     assert 0 < len(matrices) < len(manifest.tensors)
     expected = sum(4 * RANK * sum(spec.shape) for spec in matrices)
     assert adapters_of(manifest).num_bytes == expected
+
+
+class DriftingMachine:
+    """Raw parts that are measured faster and faster."""
+
+    def __init__(self) -> None:
+        self.factor = 0
+
+    def measure(self) -> dict[str, float]:
+        self.factor += 1
+        rates = {"generate_one_core": 100.0, "generate_engine_a_core": 300.0, "train_1_threads": 150.0}
+        return {part: rate * self.factor for part, rate in rates.items()}
+
+
+def test_a_block_of_steps_is_compared_with_the_raw_parts_right_around_it() -> None:
+    blocks = Blocks(DriftingMachine(), num_blocks=2, settle_s=0.0)
+    for number in range(1, blocks.num_steps + 1):
+        blocks.emit(replace(step(update=1.0), step=number))
+    first = NUM_WARMUP_STEPS + STEPS_AFTER_PAUSE + 1
+    second = first + STEPS_A_BLOCK + STEPS_AFTER_PAUSE
+    measured = [[record.step for record in block] for block in blocks.steps if block]
+    assert measured == [list(range(start, start + STEPS_A_BLOCK)) for start in (first, second)]
+    assert blocks.rates == pytest.approx([PROMPTS * SAMPLES] * 2)
+    assert [parts["generate_one_core"] for parts in blocks.parts] == [100.0, 200.0, 300.0]
+    assert blocks.limit == pytest.approx([150.0, 250.0])  # one engine on one core, midway
+    assert blocks.serial == pytest.approx([1.5 * 100.0, 2.5 * 100.0])  # 1 / (1/300 + 1/150)

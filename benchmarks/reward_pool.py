@@ -26,7 +26,8 @@ from rewards.worker import group_requests
 
 ROLES = ("reward",)
 SETTINGS = (
-    "resources.reward.num_cpus=1",
+    "resources.reward.num_workers=2",
+    "resources.reward.num_cpus=0.5",
     "rewards.pool.max_batch_groups=32",
     "rewards.pool.max_queued_groups=4096",
 )

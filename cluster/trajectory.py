@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.actions import TokenActions
+from cluster.actions import TokenActions, stretches
 from cluster.media import MediaHandle
 
 
@@ -147,6 +147,17 @@ class TrajectoryGroup:
     def group_id(self) -> str:
         return self.prompt.prompt_id
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: its siblings share one array of each kind, for every array takes longer than its few bytes."""
+        siblings = self.trajectories
+        if not siblings:
+            return TrajectoryGroup, (self.prompt, ())
+        rest = [(t.trajectory_id, t.weight_spans, t.finish_reason, t.response) for t in siblings]
+        actions = TokenActions.packed([t.actions for t in siblings])
+        logprobs = np.concatenate([t.behavior_logprobs for t in siblings])
+        masks = np.concatenate([t.action_mask for t in siblings])
+        return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
+
     def summary(self) -> GroupSummary:
         """The few numbers that the driver keeps while the bytes stay in the object store."""
         tokens_by_version: dict[int, int] = {}
@@ -165,6 +176,34 @@ class TrajectoryGroup:
             num_media_bytes=sum(handle.num_bytes for handle in self.prompt.media),
             num_bytes=group_num_bytes(self),
         )
+
+
+def _put_together(
+    prompt: Prompt,
+    num_steps: Sequence[int],
+    actions: np.ndarray,
+    logprobs: np.ndarray,
+    masks: np.ndarray,
+    rest: Sequence[tuple[str, tuple[WeightSpan, ...], FinishReason, Response]],
+) -> TrajectoryGroup:
+    """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
+    columns = (TokenActions.unpacked(actions, num_steps), stretches(logprobs, num_steps), stretches(masks, num_steps))
+    trajectories = []
+    for own, own_logprobs, mask, (trajectory_id, weight_spans, finish_reason, response) in zip(
+        *columns, rest, strict=True
+    ):
+        trajectory = object.__new__(Trajectory)
+        vars(trajectory).update(
+            trajectory_id=trajectory_id,
+            actions=own,
+            behavior_logprobs=own_logprobs,
+            action_mask=mask,
+            weight_spans=weight_spans,
+            finish_reason=finish_reason,
+            response=response,
+        )
+        trajectories.append(trajectory)
+    return TrajectoryGroup(prompt, tuple(trajectories))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""How groups travel between processes: whole, and as few arrays."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from cluster.actions import TokenActions
+from cluster.trajectory import FinishReason, Response, Trajectory, TrajectoryGroup, WeightSpan
+from tests.group_data import assert_equal, picture_prompt
+
+
+def group(*lengths: int) -> TrajectoryGroup:
+    return TrajectoryGroup(picture_prompt(), tuple(trajectory(i, length) for i, length in enumerate(lengths)))
+
+
+def trajectory(sibling: int, length: int) -> Trajectory:
+    """One that differs from its siblings in everything, its last half sampled by newer weights and not trained on."""
+    half = length // 2
+    spans = (WeightSpan(sibling, 0, half), WeightSpan(sibling + 1, half, length))
+    return Trajectory(
+        trajectory_id=f"0/1/cat#{sibling}",
+        actions=TokenActions(np.arange(length, dtype=np.int32) + 100 * sibling),
+        behavior_logprobs=-np.arange(length, dtype=np.float32) - sibling,
+        action_mask=np.arange(length) < half,
+        weight_spans=tuple(span for span in spans if span.start < span.end),
+        finish_reason=FinishReason.STOP if sibling % 2 else FinishReason.LENGTH,
+        response=Response(f"answer {sibling}", length, is_truncated=sibling % 2 == 0, pictures=(b"png",) * sibling),
+    )
+
+
+@pytest.mark.parametrize("lengths", [(), (5,), (0,), (3, 0, 7), (2, 2, 2, 2)], ids=str)
+def test_a_group_arrives_as_it_left(lengths: tuple[int, ...]) -> None:
+    left = group(*lengths)
+    buffers: list[pickle.PickleBuffer] = []
+    arrived = pickle.loads(pickle.dumps(left, protocol=5, buffer_callback=buffers.append), buffers=buffers)
+    assert_equal(arrived, left)
+
+
+def test_siblings_share_their_arrays_on_the_way() -> None:
+    def num_buffers(num_siblings: int) -> int:
+        buffers: list[pickle.PickleBuffer] = []
+        pickle.dumps(group(*[4] * num_siblings), protocol=5, buffer_callback=buffers.append)
+        return len(buffers)
+
+    assert num_buffers(16) == num_buffers(1)

@@ -18,6 +18,7 @@ def nodes_at(config: RunConfig, address: str | None) -> tuple[NodeResources, ...
     """What there is to plan for: this machine alone, or the running cluster at `address`."""
     if address is None:
         return (as_node(this_machine(), config.resources),)
+    import deploy.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray
 
     from cluster.placement_groups import cluster_nodes

@@ -1,4 +1,7 @@
-"""What ray reads while it is imported: import this first. No token is needed, and nothing is reported to anybody."""
+"""What ray reads while it is imported: import this first. No token is needed, and nothing is reported to anybody.
+
+127.0.0.1 means 127.0.0.1: Ray would put an address that other machines reach in its place, and listen there.
+"""
 
 from __future__ import annotations
 
@@ -6,3 +9,12 @@ import os
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from ray._private import services  # noqa: E402
+
+
+def _as_it_is(host: str) -> str:
+    return host
+
+
+services.resolve_ip_for_localhost = _as_it_is

@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import deploy.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
 import ray
+from ray._private import services
 
 from cluster.network import LOOPBACK
 from cluster.placement import NodeResources
@@ -74,18 +76,32 @@ def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
 
 def _start_local(config: RunConfig) -> None:
     node = as_node(this_machine(), config.resources)
-    ray.init(
-        address="local",
-        namespace=config.name,
-        num_cpus=int(node.num_cpus),
-        num_gpus=int(node.num_gpus),
-        object_store_memory=config.resources.object_store_bytes,
-        include_dashboard=config.resources.dashboard,
-        dashboard_host=LOOPBACK,
-        log_to_driver=False,
-        logging_level="WARNING",
-        _node_ip_address=LOOPBACK,
-    )
+    with _beyond_our_signals():
+        ray.init(
+            address="local",
+            namespace=config.name,
+            num_cpus=int(node.num_cpus),
+            num_gpus=int(node.num_gpus),
+            object_store_memory=config.resources.object_store_bytes,
+            include_dashboard=config.resources.dashboard,
+            dashboard_host=LOOPBACK,
+            log_to_driver=False,
+            logging_level="WARNING",
+            _node_ip_address=LOOPBACK,
+        )
+
+
+@contextmanager
+def _beyond_our_signals() -> Iterator[None]:
+    """Ray's own processes that start in the body get process groups of their own: who stops a run by signalling its whole
+    group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end in order.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _is_loopback() -> bool:

@@ -21,13 +21,12 @@ def local_ray() -> Iterator[str]:
 
     Its folder is made directly below /tmp: a Unix socket's path may have 107 characters at most.
     """
+    import deploy.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray  # only the tests that ask for a cluster pay for the import
 
     folder = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")
     namespace = f"test-{uuid.uuid4().hex[:8]}"
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_AUTH_MODE", "disabled")
-        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         environment.setenv("GLOO_SOCKET_IFNAME", "lo")
         ray.init(
             address="local",

@@ -1,7 +1,7 @@
 """What dead runs left behind: processes and Ray session folders on this machine, placement groups on a cluster.
 
-A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since; the run is dead
-if the driver that the mark names is. Each leftover has an id that names this one thing and nothing that comes after it.
+A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since, or if it writes
+into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each leftover has an id that names this one thing and nothing that comes after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from cluster.errors import MobulaError, PreflightError
-from deploy.processes import MarkedProcess, ProcessId, end, marked_processes
+from deploy.processes import MarkedProcess, ProcessId, end, holders, marked_processes
 from deploy.run_client import RUNS, connected, knock
 from deploy.run_record import RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord
 from deploy.side_process import in_side_process
@@ -47,7 +47,7 @@ def find_leftovers(*, runs: Path = RUNS, address: str | None = None) -> list[Lef
         MobulaError: the cluster does not answer.
     """
     groups = _placement_groups(address) if address is not None else ()
-    return [*_processes(), *_sessions(runs), *groups]
+    return [*_processes(runs), *_sessions(runs), *groups]
 
 
 def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) -> Iterator[tuple[Leftover, str]]:
@@ -71,8 +71,9 @@ def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) ->
             yield by_id[name], ""
 
 
-def _processes() -> Iterator[Leftover]:
-    for marked, mark in _orphans():
+def _processes(runs: Path) -> Iterator[Leftover]:
+    hidden = ((process, record.mark) for record in _dead_records(runs) for process in _holders(record))
+    for marked, mark in (*_orphans(), *hidden):
         process_id = f"process-{marked.process.pid}-{marked.process.start_ticks}"
         yield Leftover(process_id, _run_of(mark), marked.command, partial(_end_process, marked.process))
 
@@ -97,24 +98,32 @@ def _end_process(process: ProcessId, timeout_s: float) -> None:
         raise NotFreedError(f"process {process.pid} outlived SIGKILL: it is stuck in the kernel")
 
 
-def _sessions(runs: Path) -> Iterator[Leftover]:
-    """Dead drivers by their records: the session folders of private clusters, and what run folders say of them."""
+def _holders(record: RunRecord) -> list[MarkedProcess]:
+    return [] if record.session_folder is None else list(holders(record.session_folder))
+
+
+def _dead_records(runs: Path) -> list[RunRecord]:
+    """Dead drivers by their records: in the session folders of private clusters, and in run folders."""
     found: set[RunRecord] = set()
     for path in (*_ray_folder().glob(f"session_*/{SESSION_FILE}"), *runs.glob(f"*/{RECORD_FILE}")):
         try:
             found.add(RunRecord.read(path))
         except (OSError, ValueError):
             continue  # not written by us, or gone meanwhile
-    for record in sorted(found, key=lambda record: record.mark.run_id):
-        if _is_dead(record.mark):
-            folder = record.session_folder
-            what = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
-            session_id = f"session-{record.mark.run_id.rpartition('/')[2][:SHORT]}"
-            yield Leftover(session_id, record.run, what, partial(_remove_session, record))
+    return sorted((record for record in found if _is_dead(record.mark)), key=lambda record: record.mark.run_id)
+
+
+def _sessions(runs: Path) -> Iterator[Leftover]:
+    for record in _dead_records(runs):
+        folder = record.session_folder
+        what = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
+        session_id = f"session-{record.mark.run_id.rpartition('/')[2][:SHORT]}"
+        yield Leftover(session_id, record.run, what, partial(_remove_session, record))
 
 
 def _remove_session(record: RunRecord, timeout_s: float) -> None:
-    alive = [str(marked.process.pid) for marked, mark in _orphans() if mark == record.mark]
+    using = [*(marked for marked, mark in _orphans() if mark == record.mark), *_holders(record)]
+    alive = [str(marked.process.pid) for marked in using]
     if alive:
         raise NotFreedError(f"it is still used by processes {', '.join(alive)}: free these first")
     folder = record.session_folder

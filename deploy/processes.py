@@ -75,6 +75,15 @@ def marked_processes(variable: str) -> Iterator[MarkedProcess]:
             yield marked
 
 
+def holders(folder: Path) -> Iterator[MarkedProcess]:
+    """Processes that have a file below `folder` open and whose environment cannot be read: Ray's agents write their
+    titles over it.
+    """
+    for process in PROC.iterdir():
+        if process.name.isdecimal() and (holder := _holder(int(process.name), folder)) is not None:
+            yield holder
+
+
 def end(process: ProcessId, timeout_s: float) -> bool:
     """End exactly this process: SIGTERM, and SIGKILL after `timeout_s`; whether it is gone.
 
@@ -103,10 +112,27 @@ def _signal(handle: int, number: signal.Signals, wait_s: float) -> bool:
     return bool(ended)
 
 
+def _holder(pid: int, folder: Path) -> MarkedProcess | None:
+    place = PROC / str(pid)
+    try:
+        if (place / "environ").read_bytes().strip(b"\0"):
+            return None
+        files = [os.readlink(file) for file in (place / "fd").iterdir()]
+        command = _command(pid)
+    except OSError:  # it has ended, or belongs to somebody else
+        return None
+    process = ProcessId.of(pid) if any(file.startswith(f"{folder}/") for file in files) else None
+    return None if process is None else MarkedProcess(process, {}, command)
+
+
+def _command(pid: int) -> str:
+    return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
 def _marked(pid: int, variable: str) -> MarkedProcess | None:
     try:
         words = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-        command = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        command = _command(pid)
     except OSError:  # it has ended, or belongs to somebody else
         return None
     pairs = (word.decode(errors="replace").partition("=") for word in words)

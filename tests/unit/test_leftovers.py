@@ -123,6 +123,25 @@ def test_a_session_that_is_still_used_stays(tmp_path: Path, start: Start) -> Non
     assert all(path.exists() for path in record.paths)
 
 
+def test_a_process_that_hides_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
+    record = write_session(tmp_path, RunMark("lost/1", dead()))
+    with (record.session_folder / "logs" / "agent.log").open("w") as log:
+        agent = subprocess.Popen(  # as setproctitle leaves it
+            [sys.executable, "-c", SLEEPS], env={}, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert agent.stdout.readline() == "up\n"
+        process, session = found(tmp_path, "lost")
+        assert process.id.startswith(f"process-{agent.pid}-")
+        [(_, refusal)] = free([session.id], [session], timeout_s=5)
+        assert f"still used by processes {agent.pid}" in refusal
+        assert [refusal for _, refusal in free([process.id], [process], timeout_s=5)] == [""]
+        assert agent.wait(5) != 0
+    finally:
+        agent.kill()
+        agent.wait()
+
+
 def test_a_folder_that_is_no_session_is_not_removed(tmp_path: Path) -> None:
     record = write_session(tmp_path, RunMark("lost/1", dead()))
     (record.session_folder / "logs").rmdir()

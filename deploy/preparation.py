@@ -19,6 +19,7 @@ from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError
 from cluster.media import MediaStore
 from cluster.metrics.run_folder import CONFIG_FILE, SKIPPED_FILE
+from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import dump_config
 from configs.schema import DataKind, RunConfig
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -68,6 +69,7 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
+    checkpoint_manifest(model_folder, config.resources.dtype)  # refuses damaged weights before an engine starts
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = ChatProcessor(

@@ -6,18 +6,18 @@ compares the sender's manifest with what its own checkpoint promises; a differen
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 
-from cluster.errors import ManifestError
+from safetensors import SafetensorError, safe_open
+
+from cluster.errors import ManifestError, PreflightError
 
 ALIGNMENT_BYTES = 16
 ALONE_BYTES = 4 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SAFETENSORS_HEADER_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,25 @@ def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
     """What a checkpoint folder promises, read from its safetensors headers alone, as tensors of `dtype`.
 
     Raises:
-        ManifestError: the folder holds no safetensors file.
+        PreflightError: the folder holds no safetensors file, or one that is cut off or damaged.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ManifestError(f"{folder} holds no safetensors file: weight sync needs the checkpoint's tensor names")
-    specs = [
-        TensorSpec(name, tuple(entry["shape"]), dtype)
-        for file in files
-        for name, entry in _read_header(file).items()
-        if name != "__metadata__"
-    ]
+        raise PreflightError(
+            f"{folder} holds no safetensors file, which weight sync reads the checkpoint's tensor names from: "
+            "download or write the checkpoint again in that format"
+        )
+    specs = [TensorSpec(name, shape, dtype) for file in files for name, shape in _shapes(file).items()]
     return Manifest(tuple(sorted(specs, key=lambda spec: spec.name)))
 
 
-def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
-    """The JSON header of a safetensors file: an 8-byte little-endian length, then that many bytes."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(SAFETENSORS_HEADER_LENGTH_BYTES), "little")
-        return json.loads(stream.read(length))
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of a safetensors file's tensors; opening it compares its header with its length."""
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    except (OSError, SafetensorError) as error:
+        raise PreflightError(f"{file} is no whole safetensors file ({error}): download or write it again") from error
 
 
 def _align(offset: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from cluster.errors import ManifestError
+from cluster.errors import ManifestError, PreflightError
 from cluster.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, TensorSpec, checkpoint_manifest
 
 A = TensorSpec("a", (2, 3), "float32")
@@ -89,5 +90,27 @@ def test_a_checkpoint_promises_what_its_files_hold_in_the_dtype_of_the_run(tmp_p
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="holds no safetensors file"):
+    with pytest.raises(PreflightError, match="holds no safetensors file.*: download or write"):
+        checkpoint_manifest(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:5],
+        lambda content: content[:17],
+        lambda content: content[:-1],
+        lambda content: content + b"\0",
+        lambda content: b"\xff" * len(content),
+        lambda content: content[:8] + b"?" + content[9:],
+    ],
+    ids=["empty", "no length", "half a header", "a byte less", "a byte more", "endless header", "no JSON"],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
+    file = tmp_path / "model-2.safetensors"
+    save_file({"b": torch.zeros(4)}, file)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(PreflightError, match=r"model-2\.safetensors is no whole safetensors file .*: download"):
         checkpoint_manifest(tmp_path, "float32")

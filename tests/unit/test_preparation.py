@@ -84,6 +84,14 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 
+def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = config(tmp_path, tmp_path)
+    weights = ensure_model(run) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(PreflightError, match=r"model\.safetensors is no whole safetensors file"):
+        prepare(run, lambda media: media)
+
+
 def test_a_mistake_that_any_part_finds_is_one_of_the_users(shared: Path, tmp_path: Path) -> None:
     """Whatever raises ValueError on the way: it ends as an error that the command line explains."""
     with pytest.raises(PreflightError, match=r"data\.prompt_suffix"):

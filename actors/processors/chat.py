@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import transformers
 from PIL import Image
-from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, GenerationConfig, ProcessorMixin
 
 from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
 from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
@@ -48,7 +48,8 @@ class ChatProcessor:
     as well, for reward functions that look at them.
 
     Raises:
-        ValueError: the model has no image processor with a pixel budget, or a text of the configuration is unfit.
+        ValueError: the model has no image processor with a pixel budget, its tokenizer does not know the picture
+            placeholder, or a text of the configuration is unfit.
     """
 
     def __init__(
@@ -227,9 +228,10 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
     """The model's processor with the pixel budget of `data`."""
     try:
         processor = AutoProcessor.from_pretrained(model, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
-    except OSError as error:
+    except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
-            f"policy.model={model} has no processor that loads ({error}): choose a vision-language checkpoint"
+            f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
+            "choose a vision-language checkpoint, or download it again if its tokenizer files are damaged"
         ) from error
     if not isinstance(processor, ProcessorMixin) or "image_processor" not in processor.get_attributes():
         raise ValueError(f"policy.model={model} has no image processor: choose a vision-language checkpoint")
@@ -239,7 +241,20 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
             f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
             "data.max_pixels: choose a checkpoint of the Qwen2-VL or Qwen2.5-VL family"
         )
+    _refuse_unfit_tokenizer(processor, model)
     return processor
+
+
+def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str) -> None:
+    """Where a tokenizer file is missing, transformers makes up a tokenizer without its words."""
+    ids = processor.tokenizer(processor.image_token, add_special_tokens=False).input_ids
+    expected = AutoConfig.from_pretrained(model).image_token_id
+    if ids != [expected]:
+        raise ValueError(
+            f"policy.model={model} has a tokenizer that makes {ids} of the picture placeholder "
+            f"{processor.image_token!r}, which is the one token {expected} in its config.json: download or write the "
+            "checkpoint again, its tokenizer is missing or another model's"
+        )
 
 
 def _fingerprint(processor: ProcessorMixin) -> str:

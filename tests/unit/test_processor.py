@@ -1,6 +1,7 @@
 """Rows to prompts: equal to what Hugging Face's own processor makes, both token spaces in agreement, nothing twice."""
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -257,6 +258,21 @@ def test_a_model_without_image_processor_is_refused(model: str, tmp_path: Path, 
     settings.pop("processor_class", None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | claim))
     with pytest.raises(ValueError, match="policy.model=.*choose a vision-language checkpoint"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("lost", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_model_without_its_tokenizer_is_refused(model: str, tmp_path: Path, lost: list[str]) -> None:
+    shutil.copytree(model, tmp_path, ignore=shutil.ignore_patterns(*lost), dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"policy\.model=.*'<\|image_pad\|>'.*download or write the checkpoint again"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", '{"a":', "{}", "[]"])
+def test_a_damaged_tokenizer_is_a_mistake_that_names_the_model(model: str, tmp_path: Path, content: str) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"policy\.model=.*has no processor that loads .*download it again"):
         build(str(tmp_path))
 
 

@@ -256,7 +256,7 @@ def show_config(overrides: Overrides = None) -> None:
 def init_model(
     model: Annotated[TinyModel, typer.Argument(help="The model to write.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
 ) -> None:
     """Write a small random-weight model in the Hugging Face layout."""

@@ -182,6 +182,15 @@ def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) ->
     assert "not an empty folder" in again.stderr
 
 
+@pytest.mark.parametrize("seed", ["-1", str(2**32), "9" * 40])
+def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: str) -> None:
+    folder = tmp_path / "model"
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", seed])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+    assert not folder.exists()
+
+
 def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model")])

@@ -138,7 +138,10 @@ def _metadata(line: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:
     """What a row says beyond the schema; here a number is a number."""
     if fields.keys() <= SCHEMA - {"metadata"}:
         return {}
-    given = json.loads(line)
+    try:
+        given = json.loads(line)
+    except ValueError as error:  # a whole number of thousands of digits
+        raise _Unusable("broken_json", f"a number of the line cannot be read ({error}): shorten or quote it") from error
     nested = given.get("metadata", {})
     if not isinstance(nested, dict):
         raise _Unusable("bad_metadata", f"`metadata` is a JSON {type(nested).__name__}: write an object")

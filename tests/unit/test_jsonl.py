@@ -71,6 +71,7 @@ def test_a_row_without_id_and_solution_gets_its_line_and_a_boxed_answer(tmp_path
         (b'{"id": "\xff"}', "broken_json"),
         (r'{"id": "bad", "question": "\ud800", "answer": "7"}', "broken_json"),
         ("[" * 100_000, "broken_json"),
+        (json.dumps(GOOD | {"id": "bad"})[:-1] + f', "size": {"9" * 5000}}}', "broken_json"),
         ('["a list"]', "broken_json"),
         (without("answer"), "missing_answer"),
         (GOOD | {"id": "bad", "answer": None}, "missing_answer"),

@@ -125,7 +125,13 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
     """The loop with everything that it asks of others."""
     config = prepared.config
-    source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
+    source = PromptSource(
+        prepared.splits[TRAIN].rows,
+        prepared.processor,
+        seed=config.seed,
+        split_name=TRAIN,
+        on_skipped=prepared.note_skipped,
+    )
     shared = sharing(config, inference.rollouts, training.learner)
     rollouts = RetryingRollouts(
         shared.rollouts(inference.rollouts),
@@ -137,7 +143,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     stream = _stream(config, gate, source, rollouts, inference, training, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
-    observe = partial(_observe, prepared, source, inference, training.reference, metrics)
+    observe = partial(_observe, prepared, inference, training.reference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     mender = _mender(config, source, stream, training, metrics)
     reference = MendingReference(training.reference, mender)
@@ -351,11 +357,7 @@ async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, ob
 
 
 def _observe(
-    prepared: Prepared,
-    source: PromptSource,
-    inference: Inference,
-    reference: ReferencePool | NullReference,
-    metrics: Metrics,
+    prepared: Prepared, inference: Inference, reference: ReferencePool | NullReference, metrics: Metrics
 ) -> None:
     """What the driver's own parts have counted since the step before."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
@@ -363,5 +365,4 @@ def _observe(
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
     metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
     metrics.count_up_to(CounterName.RESTARTS, reference.losses)
-    prepared.late_skips[:] = source.skipped
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

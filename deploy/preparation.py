@@ -39,7 +39,7 @@ class Prepared:
     processor: ChatProcessor
     media: MediaStore
     splits: dict[str, PreflightReport]
-    late_skips: list[Skipped] = field(default_factory=list)  # found only when the prompt was prepared
+    late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
 
     @property
     def folder(self) -> Path:
@@ -48,7 +48,11 @@ class Prepared:
     @property
     def skipped(self) -> list[Skipped]:
         early = [skipped for report in self.splits.values() for skipped in report.skipped]
-        return [*early, *self.late_skips]
+        return [*early, *self.late_skips.values()]
+
+    def note_skipped(self, skipped: Skipped) -> None:
+        """Keep a sample that the checks let pass; several sources may meet it."""
+        self.late_skips[skipped.sample] = skipped
 
     def usable(self, split: str) -> Split:
         return Split(split, self.splits[split].rows, ())

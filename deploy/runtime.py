@@ -17,6 +17,7 @@ from deploy.session import Session, expected_nodes, ray_session, run_record  # i
 import ray
 from rich.console import Console
 
+from actors.datasets.jsonl import count_by_reason
 from cluster.checkpoints import find_resumable, run_identity
 from cluster.concurrency import run_all
 from cluster.errors import PreflightError
@@ -221,6 +222,7 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
         learner_ranks=config.resources.learner.num_workers,
         rollout_actors=config.resources.rollout.num_workers,
     )
+    metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
     summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)
     write_summary(prepared.folder / SUMMARY_FILE, summary)
     write_skipped(prepared.folder, prepared.skipped)

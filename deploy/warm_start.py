@@ -27,7 +27,7 @@ async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
     config, processor = prepared.config.warm_start, prepared.processor
     seed = prepared.config.seed + ORDER_SEED_OFFSET
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
-    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN)
+    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
     held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
     checks = [_example(processor, prompt) for prompt in held_out]
     accuracy = 0.0

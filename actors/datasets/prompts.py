@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -40,12 +40,21 @@ class PromptSource:
         >>> source.next()  # first the pending ones, then on from the cursor
     """
 
-    def __init__(self, rows: Sequence[Row], processor: PromptMaker, *, seed: int, split_name: str) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        processor: PromptMaker,
+        *,
+        seed: int,
+        split_name: str,
+        on_skipped: Callable[[Skipped], None] = lambda skipped: None,
+    ) -> None:
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = tuple(rows)
         self._processor = processor
         self._split_name = split_name
+        self._on_skipped = on_skipped
         self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(rows), seed, epoch))
         self._cursor = 0
         self._pending: deque[int] = deque()
@@ -134,6 +143,7 @@ class PromptSource:
     def _skip(self, sample_id: str, error: SkippedSample) -> None:
         if sample_id not in self._skipped:
             self._skipped[sample_id] = Skipped(sample_id, error.reason, str(error))
+            self._on_skipped(self._skipped[sample_id])
             logger.warning("skipped %s of %s: %s", sample_id, self._split_name, error)
 
 

@@ -114,6 +114,16 @@ def test_a_source_without_usable_rows_stops() -> None:
         stream.next()
 
 
+def test_whoever_listens_is_told_of_each_unusable_row_even_if_there_is_no_other() -> None:
+    told: list[Skipped] = []
+    bad = FakeProcessor(bad_media={row.sample_id for row in rows(3)})
+    stream = PromptSource(rows(3), bad, seed=0, split_name="train", on_skipped=told.append)
+    for _ in range(2):
+        with pytest.raises(DatasetError):
+            stream.next()
+    assert sorted(skipped.sample for skipped in told) == ["r0", "r1", "r2"]
+
+
 def test_a_source_without_rows_is_refused() -> None:
     with pytest.raises(DatasetError, match="data.path"):
         source(0)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from metrics_data import FakeClock, digit_picture, make_metrics
 
+from cluster.errors import DatasetError
+from cluster.metrics.run_folder import SKIPPED_FILE
 from configs.load import load_config
-from deploy.preparation import Prepared, prepare
+from deploy.preparation import Prepared, make_run_folder, prepare
+from deploy.runtime import _leave_behind
 from deploy.warm_start import warm_start
 from learner.supervised import SupervisedExample
 
@@ -105,3 +111,22 @@ async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
     counts = Counter(rows.values())
     assert sorted(counts) == list("0123456789")
     assert sorted(counts.values()) == [1] * 5 + [2] * 5
+
+
+async def test_a_run_that_ends_because_every_picture_is_damaged_names_them(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "cut.png").write_bytes(digit_picture("3")[:-40])
+    rows = [{"id": f"r{n}", "question": "<image>Which?", "answer": "3", "image": "cut.png"} for n in range(3)]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (data / "validation.jsonl").write_text('{"question": "1 + 1?", "answer": 2}')
+    paths = [f"policy.model={tmp_path / 'model'}", f"data.path={data}", f"folder={tmp_path / 'runs'}"]
+    run = load_config(["experiment=digits", "data=jsonl", "name=cut", "evaluation.split=validation", *paths])
+    prepared = prepare(run, lambda m: m)
+    with pytest.raises(DatasetError, match="no row of the split train is usable"):
+        await warm_start(prepared, FakeLearner(gain=0.1))
+    make_run_folder(run)
+    summary = _leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0)
+    assert summary.skipped == {"bad_media": 3}
+    named = json.loads((run.run_folder / SKIPPED_FILE).read_text())
+    assert {row["sample_id"] for row in named} == {"r0", "r1", "r2"}

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from configs.schema.base import Section
+from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.run import RunConfig
 
 ITEM = "INDEX"
@@ -123,7 +123,8 @@ def _expectation(info: FieldInfo) -> str:
         if hasattr(constraint, bound)
     ]
     patterns = [f"matching {c.pattern}" for c in info.metadata if hasattr(c, "pattern") and c.pattern is not None]
-    return ", ".join([_noun(info.annotation), *bounds, *patterns])
+    filled = ["not empty"] if NOT_EMPTY in info.metadata else []
+    return ", ".join([_noun(info.annotation), *bounds, *patterns, *filled])
 
 
 def _noun(annotation: Any) -> str:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
+
+
+def _refuse_empty(value: Any) -> Any:
+    if value == "":
+        raise PydanticCustomError("empty", "empty")
+    return value
+
+
+NOT_EMPTY = BeforeValidator(_refuse_empty)
+"""For a text that names something; an empty path would be the current directory."""
 
 
 class Section(BaseModel):

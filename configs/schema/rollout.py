@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from configs.schema.base import Section
+from configs.schema.base import NOT_EMPTY, Section
 
 
 class LoRAConfig(Section):
@@ -36,7 +36,7 @@ class LoRAConfig(Section):
 class PolicyConfig(Section):
     """The network that is trained."""
 
-    model: str
+    model: Annotated[str, NOT_EMPTY]
     """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
     tiny: Literal["none", "qwen2.5-vl"]
     """If `model` is a folder that does not exist yet, write this random-weight model there first."""
@@ -63,7 +63,7 @@ class DataConfig(Section):
 
     kind: DataKind
     """`jsonl` reads a folder that is there; the digit tasks write theirs first if it is missing."""
-    path: Path
+    path: Annotated[Path, NOT_EMPTY]
     """The folder."""
     prompt_suffix: str
     """Text that is put behind every question."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from configs.schema.agreement import contradictions
-from configs.schema.base import Section
+from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.learner import AlgorithmConfig, LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
@@ -173,7 +173,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's id: its folder is `<folder>/<name>`. Give a new name for a new run."""
-    folder: Path
+    folder: Annotated[Path, NOT_EMPTY]
     """Where runs are written."""
     seed: Annotated[int, Field(ge=0, le=4294967295)]
     """Seeds data order, sampling and initialisation."""

@@ -43,6 +43,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["policy.freeze=visual."], ["policy.freeze got", "a list"]),
     (["rewards.components.1.weight=a"], ["rewards.components.1.weight got"]),
     (["rewards.components.7.weight=1"], ["rewards.components.7.weight=1", "mobula show-config"]),
+    (["policy.model="], ['policy.model got ""', "text, not empty", "set policy.model=VALUE"]),
+    (["data.path=''"], ['data.path got ""', "a path, not empty"]),
+    (["folder="], ['folder got ""', "a path, not empty"]),
     # values that are not there
     (["policy=hf"], ["policy.model is missing", "give policy.model=VALUE"]),
     (["data=jsonl"], ["data.path is missing", "expected a path"]),

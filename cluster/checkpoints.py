@@ -140,8 +140,8 @@ class Checkpoints:
         `prepare`, which is saved at once.
 
         Raises:
-            PreflightError: resume=never and there is a checkpoint.
-            CheckpointError: the checkpoint is of another run: a key that may not change has changed.
+            PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change
+                has changed.
             JournalError: the journal holds a step that cannot be taken again.
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
@@ -285,8 +285,8 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
     """The checkpoint that a run with this configuration goes on from; None for a new run. Needs no role: call it early.
 
     Raises:
-        PreflightError: resume=never and there is a checkpoint.
-        CheckpointError: the checkpoint is of another run: a key that may not change has changed.
+        PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change has
+            changed.
     """
     latest = latest_complete(folder)
     if latest is None:
@@ -301,7 +301,7 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
     changed = [key for key in keys if key not in saved or key not in identity or saved[key] != identity[key]]
     if changed:
         was = ", ".join(f"{key}={saved[key]!r}" if key in saved else f"{key} was not set" for key in changed)
-        raise CheckpointError(f"{latest} is of a run with {was}: set them back to go on, or name=... for a new run")
+        raise PreflightError(f"{latest} is of a run with {was}: set them back to go on, or name=... for a new run")
     return latest
 
 

@@ -121,7 +121,7 @@ def start_version(config: RunConfig) -> int:
     """The version that this run goes on from, by its newest checkpoint and its journal; 0 for a new run.
 
     Raises:
-        PreflightError, CheckpointError: the run folder holds a run that this one may not go on with.
+        PreflightError: the run folder holds a run that this one may not go on with.
     """
     latest = find_resumable(config.run_folder / "checkpoints", config.resume, run_identity(config))
     return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))

@@ -34,7 +34,8 @@ class Summary:
     `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` that of the newest later
     one. `seconds` sums each phase over all steps, with `other` and `total`; throughput is over that total.
     `response_length` is the mean over trained responses, `rejected_length` that over the others by reason: where they
-    differ, what was dropped has biased the lengths.
+    differ, what was dropped has biased the lengths. A resumed part stores pictures anew: `media_bytes_unique` is that
+    of the part that stored most, `media_bytes_referenced` that of all parts.
     """
 
     accuracy_before: float | None
@@ -91,7 +92,7 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         learner_backend=facts.learner_backend,
         learner_ranks=facts.learner_ranks,
         rollout_actors=facts.rollout_actors,
-        media_bytes_unique=_whole(metrics.observed(MetricName.MEDIA_BYTES_UNIQUE)),
+        media_bytes_unique=_media_bytes_unique(metrics),
         media_bytes_referenced=totals.media_bytes_referenced,
         status=status,
         wall_s=wall_s,
@@ -122,5 +123,7 @@ def read_summary(path: Path) -> Summary:
     return Summary(**{key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in row.items()})
 
 
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
+def _media_bytes_unique(metrics: Metrics) -> int | None:
+    name = MetricName.MEDIA_BYTES_UNIQUE
+    known = [value for value in (metrics.totals.maximum(name), metrics.observed(name)) if value is not None]
+    return int(max(known)) if known else None

@@ -254,6 +254,19 @@ def test_the_summary_holds_what_the_issue_asks_for_and_survives_the_file(tmp_pat
     assert read_summary(tmp_path / "summary.json") == summary
 
 
+def test_a_resumed_run_that_has_stored_few_pictures_again_keeps_what_it_had_stored(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = make_metrics([JsonlSink(tmp_path / "metrics.jsonl", version=0)], clock)
+    first.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)
+    run_step(first, clock, 1, [make_group("a", [1.0, 0.0])])
+    first.close()
+    second = make_metrics([], clock)
+    second.resume(JsonlSink(tmp_path / "metrics.jsonl", version=1).kept)
+    for stored, kept in ((10.0, 100), (130.0, 130)):
+        second.observe(MetricName.MEDIA_BYTES_UNIQUE, stored)
+        assert summarize(second, FACTS, status="done", version=1, wall_s=9.0).media_bytes_unique == kept
+
+
 def test_a_run_without_a_step_has_a_summary_of_nothing_measured(tmp_path: Path) -> None:
     summary = summarize(make_metrics([], FakeClock()), FACTS, status="failed", version=0, wall_s=1.0)
     write_summary(tmp_path / "summary.json", summary)

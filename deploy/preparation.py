@@ -28,6 +28,7 @@ _logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
+NAME_ANOTHER = "set policy.model to a folder in the Hugging Face layout, or to a hub name that can be reached"
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,38 @@ def ensure_model(config: RunConfig) -> Path:
     """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
 
     Raises:
-        PreflightError: the folder is there and holds no checkpoint.
+        PreflightError: the folder is there and holds no checkpoint, or the name is none that the hub gives.
     """
     folder = Path(config.policy.model)
     if (folder / "config.json").is_file():
+        _refuse_broken_config(folder)
         return folder
     if config.policy.tiny != "none":
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     if folder.exists():
         raise PreflightError(f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is")
-    return Path(snapshot_download(config.policy.model))
+    try:
+        return Path(snapshot_download(config.policy.model))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise PreflightError(
+            f"policy.model={config.policy.model} is no folder, and no hub name that can be had ({reason}): "
+            f"{NAME_ANOTHER}"
+        ) from error
+
+
+def _refuse_broken_config(folder: Path) -> None:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        reason = "" if isinstance(settings, dict) and "model_type" in settings else "it names no model_type"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    if reason:
+        raise PreflightError(
+            f"policy.model={folder} has a config.json that cannot be used ({reason}): download it again, "
+            f"or {NAME_ANOTHER}"
+        )
 
 
 def require_model(config: RunConfig) -> None:

@@ -84,6 +84,25 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 
+@pytest.mark.parametrize("name", ["/nonexist/model", "nobody/nothing", "no name"])
+def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = rf"^policy\.model={name} is no folder, and no hub name that can be had \(.*\): set policy\.model to a folder"
+    with pytest.raises(PreflightError, match=said):
+        prepare(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), lambda media: media)
+
+
+@pytest.mark.parametrize("content", [b'{"model_type":', b"", b"\xff", b"[]", b"{}"])
+def test_a_broken_model_config_is_named_with_the_next_action(tmp_path: Path, content: bytes) -> None:
+    run = config(tmp_path, tmp_path)
+    (ensure_model(run) / "config.json").write_bytes(content)
+    said = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
+    with pytest.raises(PreflightError, match=said):
+        prepare(run, lambda media: media)
+
+
 def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:
     run = config(tmp_path, tmp_path)
     weights = ensure_model(run) / "model.safetensors"

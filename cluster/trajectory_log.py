@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cluster.errors import PreflightError
 from cluster.objects import fetch
 from cluster.trajectory import ScoredGroup
 from cluster.trajectory_records import SCHEMA, RecordedGroup, from_batch, to_rows
@@ -48,13 +50,55 @@ class TrajectoryLog:
         """The recorded steps, oldest first."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
 
+    def check(self, steps: Iterable[int]) -> None:
+        """Look at the files of these steps without reading their rows.
+
+        Raises:
+            PreflightError: one is cut off, holds other columns than `append` writes, or no row.
+        """
+        for path in map(self._path, steps):
+            with _readable(path), pq.ParquetFile(path) as file:
+                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            unfit = [field.name for field in SCHEMA if not _holds(schema, field)]
+            if unfit:
+                raise _no_record(path, f"these columns are missing or of another type: {', '.join(unfit)}")
+            if num_rows == 0:
+                raise _no_record(path, "it has no rows")
+
     def read(self, step: int) -> list[RecordedGroup]:
-        """The groups of one step, in the order in which they were appended."""
-        table = pq.read_table(self._path(step), schema=SCHEMA).combine_chunks()
+        """The groups of one step, in the order in which they were appended.
+
+        Raises:
+            PreflightError: the file is damaged.
+        """
+        path = self._path(step)
+        with _readable(path):
+            table = pq.read_table(path, schema=SCHEMA).combine_chunks()
         return [from_batch(batch) for batch in _by_group(table)]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}.parquet"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise _no_record(path, f"it cannot be read: {first_line}") from error
+
+
+def _no_record(path: Path, problem: str) -> PreflightError:
+    return PreflightError(
+        f"{path} is no record of a step ({problem}): put it back as the run wrote it, or record a run anew with "
+        "replay.trajectory_log=true"
+    )
+
+
+def _holds(schema: pa.Schema, field: pa.Field) -> bool:
+    index = schema.get_field_index(field.name)
+    return index >= 0 and schema.field(index).type == field.type
 
 
 def _by_group(table: pa.Table) -> Iterator[pa.RecordBatch]:

@@ -47,11 +47,11 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     run's own if the run came to its end.
 
     Raises:
-        PreflightError: the run has no recorded steps or no version 0.
+        PreflightError: the run has no recorded steps or no version 0, or a step's file is no record.
     """
     console, output = Console(), run_folder / OUTPUT_FOLDER
     log = trajectory_log(run_folder, config)
-    recorded_steps(log)
+    log.check(recorded_steps(log))
     if not (run_folder / VERSION_ZERO).is_dir():
         raise PreflightError(f"{run_folder / VERSION_ZERO} is missing: a replay begins with the run's version 0")
     output.mkdir(exist_ok=True)
@@ -69,10 +69,12 @@ def score(run_folder: Path, config: RunConfig) -> int:
     """Score the recorded responses again with `rewards.components`, and print what differs; returns the exit code.
 
     Raises:
-        PreflightError: the run has no recorded steps, or a component needs more than was recorded.
+        PreflightError: the run has no recorded steps, a step's file is no record, or a component needs more than was
+            recorded.
     """
     log = trajectory_log(run_folder, config)
     steps = recorded_steps(log)
+    log.check(steps)
     if config.rewards.needs_pictures:
         named = ", ".join(c.name for c in config.rewards.components if c.needs_pictures)
         raise PreflightError(f"{named} needs pictures, which the log does not hold: leave it out of rewards.components")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from cluster.errors import PreflightError
 from cluster.trajectory import Reward, ScoredGroup
 from configs.load import load_config
+from configs.schema import RunConfig
 from deploy import replay as command
 from deploy.records import trajectory_log
 
@@ -58,6 +60,18 @@ def test_a_run_without_a_log_or_without_its_version_0_is_refused(tmp_path: Path)
     record(tmp_path, Reward(1.0, {}), None)
     with pytest.raises(PreflightError, match=r"step-000000 is missing"):
         command.replay(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("ask", [command.replay, command.score])
+def test_a_damaged_log_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Path, RunConfig], int]
+) -> None:
+    record(tmp_path, Reward(1.0, {}), None)
+    [path] = trajectory_log(tmp_path, CONFIG).folder.glob("*.parquet")
+    path.write_bytes(b"PAR1")
+    monkeypatch.setattr(command, "IsolatedPool", None)
+    with pytest.raises(PreflightError, match=r"step-000001\.parquet is no record of a step"):
+        ask(tmp_path, CONFIG)
 
 
 def test_weights_are_compared_over_all_files_of_a_checkpoint(tmp_path: Path) -> None:

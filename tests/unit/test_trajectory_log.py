@@ -1,15 +1,19 @@
 """The record of what was trained on: nothing is lost on the way to disk and back, and no file is ever half."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fakes import make_group, make_prompt, make_scored
 from group_data import assert_equal, picture_prompt
 
+from cluster.errors import PreflightError
 from cluster.trajectory import Reward, ScoredGroup
 from cluster.trajectory_log import TrajectoryLog
+from cluster.trajectory_records import SCHEMA
 
 
 def test_a_group_comes_back_as_it_was_trained_on(tmp_path: Path) -> None:
@@ -55,3 +59,57 @@ def test_a_killed_append_leaves_no_record(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         log.append(1, [make_scored("0/0/a")])
     assert TrajectoryLog(tmp_path, timeout_s=1).steps() == []
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def foreign(path: Path) -> None:
+    pq.write_table(pa.table({"step": [2], "group_id": ["a"], "text": ["b"]}), path)
+
+
+def retyped(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.schema.names.index("token_ids"), "token_ids", [["a", "b"]]), path)
+
+
+def without_rows(path: Path) -> None:
+    pq.write_table(SCHEMA.empty_table(), path)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (cut_off, r"it cannot be read: .*Parquet magic bytes"),
+        (foreign, r"missing or of another type: step, trajectory_id, sample_id, .*, reference_logprobs\)"),
+        (retyped, r"missing or of another type: token_ids\)"),
+        (without_rows, "it has no rows"),
+        (missing, "it cannot be read: .*No such file"),
+    ],
+)
+def test_a_file_that_is_no_record_is_named_before_its_rows_are_read(
+    tmp_path: Path, spoil: Callable[[Path], None], problem: str
+) -> None:
+    log = TrajectoryLog(tmp_path, timeout_s=1)
+    paths = [log.append(step, [make_scored("0/0/a")]) for step in (1, 2)]
+    log.check([1, 2])
+    spoil(paths[1])
+    log.check([1])
+    with pytest.raises(PreflightError, match=rf"step-000002\.parquet is no record of a step \(.*{problem}.*put it back"):
+        log.check([1, 2])
+
+
+def test_rows_that_are_damaged_behind_a_good_footer_are_named_when_they_are_read(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path, timeout_s=1)
+    path = log.append(1, [make_scored("0/0/a")])
+    content = bytearray(path.read_bytes())
+    content[4:200] = bytes(196)
+    path.write_bytes(content)
+    log.check([1])
+    with pytest.raises(PreflightError, match=r"step-000001\.parquet is no record of a step \(it cannot be read"):
+        log.read(1)

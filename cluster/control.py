@@ -20,7 +20,7 @@ from typing import Any
 from cluster.errors import MobulaError
 from cluster.ray_group import answer
 from cluster.roles import ReplayStats
-from cluster.status import InFlight, Progress, RoleOutcome, RunStatus, Scalable, ScaleRequest
+from cluster.status import MAX_WORKERS, InFlight, Progress, RoleOutcome, RunStatus, Scalable, ScaleRequest
 from cluster.supervision import background_tasks
 
 _logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ class ControlLoop:
         """Apply one role's part of a request; why it was refused, or nothing."""
         if role not in self._roles:
             return f"this run has no role {role} whose workers come and go: it has {_listed(self._roles)}"
+        if num_workers > MAX_WORKERS:
+            return f"a role has at most {MAX_WORKERS} workers: ask for fewer"
         try:
             async with asyncio.timeout(self._scale_s):
                 await self._roles[role].scale(num_workers)

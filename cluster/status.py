@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from cluster.roles import ReplayStats
 
 
+MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
+
+
 class WorkerState(StrEnum):
     """The life of one worker as its supervisor sees it."""
 

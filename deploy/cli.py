@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from cluster.errors import PreflightError
+from cluster.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli_errors import FAILED, explained
 from deploy.cli_lmms_eval import lmms_eval
@@ -345,13 +346,17 @@ def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
     """Workers by role, and the run's name if one was given; in any order."""
     pairs = [word.partition("=") for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
-    bad = [f"{role}={num}" for role, _, num in pairs if not num.isdecimal()]
+    bad = [f"{role}={num}" for role, _, num in pairs if not _is_number_of_workers(num)]
     if bad or not pairs or len(names) > 1:
         raise PreflightError(
-            f"{' '.join(bad or words)}: say how many workers which role is to have, and at most one run's name, "
-            "e.g. `mobula scale rollout=4 reward=8`"
+            f"{' '.join(bad or words)}: say how many workers (1 to {MAX_WORKERS}) which role is to have, and at "
+            "most one run's name, e.g. `mobula scale rollout=4 reward=8`"
         )
     return {role: int(num) for role, _, num in pairs}, names[0] if names else None
+
+
+def _is_number_of_workers(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(MAX_WORKERS)) and 1 <= int(text) <= MAX_WORKERS
 
 
 if __name__ == "__main__":

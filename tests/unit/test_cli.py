@@ -323,6 +323,16 @@ def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.Mo
     assert "mobula scale rollout=4 reward=8" in result.stderr
 
 
+@pytest.mark.parametrize("words", ["rollout=0", "reward=10001", "rollout=99999999999999999999999", "reward=" + "9" * 5000])
+def test_a_number_that_no_role_can_have_is_refused_before_the_run_is_asked(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["scale", "reference=2", words])
+    assert result.exit_code == 2 and runs.found == []
+    assert result.stderr.startswith(f"mobula: {words}: say how many workers (1 to 10000)")
+
+
 def test_leftovers_are_listed_or_ended_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck(timeout_s: float) -> None:
         raise NotFreedError("it is stuck")

@@ -12,7 +12,7 @@ from handles import LocalHandle, never
 from cluster.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
 from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
 from cluster.roles import ReplayStats
-from cluster.status import InFlight, Progress, RoleOutcome, ScaleRequest, WorkerState, WorkerStatus
+from cluster.status import MAX_WORKERS, InFlight, Progress, RoleOutcome, ScaleRequest, WorkerState, WorkerStatus
 
 IN_FLIGHT = InFlight(num_prompts=5, oldest_id="0/7/s7", oldest_age_s=2.5)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
@@ -126,6 +126,14 @@ async def test_a_role_that_the_run_does_not_have_is_refused_with_those_that_it_h
     desk = Desk()
     (refused,) = await outcome(desk, control(desk, FakeRole("reward", 1)), learner=3)
     assert "no role learner" in refused.refusal and "it has reward" in refused.refusal
+
+
+async def test_more_workers_than_a_role_may_have_are_refused_before_the_role_is_asked() -> None:
+    desk, reward, reference = Desk(), FakeRole("reward", 1), FakeRole("reference", 1)
+    loop = control(desk, reward, reference)
+    refused, accepted = await outcome(desk, loop, reward=MAX_WORKERS + 1, reference=MAX_WORKERS)
+    assert refused.refusal == "a role has at most 10000 workers: ask for fewer" and reward.num_workers == 1
+    assert accepted.is_accepted and reference.num_workers == MAX_WORKERS
 
 
 async def test_a_role_that_does_not_answer_is_refused_in_time() -> None:

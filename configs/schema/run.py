@@ -15,7 +15,10 @@ from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
 from configs.schema.rollout import DataConfig, PolicyConfig, SamplerConfig
 
+MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
+
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Resume(StrEnum):
@@ -81,7 +84,7 @@ class WeightSyncConfig(Section):
     the weights of its own checkpoint."""
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
-    timeout_s: PositiveFloat
+    timeout_s: Seconds
     """Deadline for one push to one wave; what did not answer is named."""
     wave_size: NonNegativeInt
     """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
@@ -116,55 +119,55 @@ class ConcurrencyConfig(Section):
     """An engine is overloaded when more than this share of its KV cache is taken, or when it had to preempt."""
     max_waiting_responses: NonNegativeInt
     """An engine is overloaded when more responses than this wait in its queue."""
-    interval_s: PositiveFloat
+    interval_s: Seconds
     """How often the engines are looked at."""
 
 
 class SupervisionConfig(Section):
     """How workers are watched, and how often lost ones are started again."""
 
-    interval_s: PositiveFloat
+    interval_s: Seconds
     """How often each worker's process is asked for a sign of life."""
-    sign_timeout_s: PositiveFloat
+    sign_timeout_s: Seconds
     """How long a process may take to give a sign of life, whatever it is busy with."""
-    probe_interval_s: PositiveFloat
+    probe_interval_s: Seconds
     """A rollout actor that has finished nothing for so long is asked to sample one token."""
-    probe_timeout_s: PositiveFloat
+    probe_timeout_s: Seconds
     """How long it may take to sample that token; longer than a weight push, which freezes it."""
     max_restarts: NonNegativeInt
     """How often one worker is started again within `restart_window_s` before it is given up."""
-    restart_window_s: PositiveFloat
+    restart_window_s: Seconds
     """After so long without trouble a restart no longer counts."""
-    backoff_s: PositiveFloat
+    backoff_s: Seconds
     """Pause before the first restart of a worker; each further one within the window waits twice as long."""
-    max_backoff_s: PositiveFloat
+    max_backoff_s: Seconds
     """Longest pause before a restart."""
     max_failures_in_a_row: PositiveInt
     """Groups that one rollout actor may fail, one after the other, before it is replaced though its process lives."""
-    no_worker_s: PositiveFloat
+    no_worker_s: Seconds
     """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
 
 
 class TimeoutsConfig(Section):
     """Every wait has a deadline, in seconds."""
 
-    start_s: PositiveFloat
+    start_s: Seconds
     """Starting one role, engine load included."""
-    rollout_s: PositiveFloat
+    rollout_s: Seconds
     """Generating one group; anew from every `sampler.chunk_tokens` tokens that a response has grown."""
-    reward_s: PositiveFloat
+    reward_s: Seconds
     """Scoring one group."""
-    reference_s: PositiveFloat
+    reference_s: Seconds
     """Reference log-probs of one step's groups."""
-    update_s: PositiveFloat
+    update_s: Seconds
     """One learner update."""
-    checkpoint_s: PositiveFloat
+    checkpoint_s: Seconds
     """Writing or reading one checkpoint."""
-    object_s: PositiveFloat
+    object_s: Seconds
     """Fetching one object from the object store."""
-    backpressure_s: PositiveFloat
+    backpressure_s: Seconds
     """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
-    stop_s: PositiveFloat
+    stop_s: Seconds
     """Stopping one role in good order before it is killed."""
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from configs import document, keys
 from configs.load import ConfigError, dump_config, groups, load_config, load_resolved
 from configs.schema import DataKind, RunConfig, SamplerKind
+from configs.schema.run import MAX_SECONDS
 
 # Overrides, and what the message must say: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -35,6 +36,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.kl.coef=-1"], ["algorithm.kl.coef got -1", "at least 0"]),
     (["learner.learning_rate=nan"], ["learner.learning_rate got NaN", "more than 0"]),
     (["seed=true"], ["seed got true", "a whole number"]),
+    (["timeouts.start_s=1e10"], ["timeouts.start_s got 10000000000", "more than 0, at most 2592000"]),
+    (["timeouts.rollout_s=1e300"], ["timeouts.rollout_s got 1e+300", "at most 2592000"]),
+    (["weight_sync.timeout_s=2592001"], ["weight_sync.timeout_s got 2592001", "at most 2592000"]),
+    (["supervision.sign_timeout_s=1e10"], ["supervision.sign_timeout_s got", "at most 2592000"]),
     (["num_steps=2.5"], ["num_steps got 2.5", "a whole number"]),
     (["num_steps=null"], ["num_steps got null"]),
     (["resume=Auto"], ['resume got "Auto"', "one of never, auto"]),
@@ -108,6 +113,13 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
 def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(overrides)
+
+
+def test_every_time_of_a_run_is_bounded() -> None:
+    bounded = {name: key.expected for name, key in keys.known_keys().items() if name.endswith("_s")}
+    assert len(bounded) >= 20
+    assert [name for name, expected in bounded.items() if "at most" not in expected] == []
+    assert load_config(["timeouts.start_s=2592000"]).timeouts.start_s == MAX_SECONDS
 
 
 def test_every_contradiction_is_told_at_once() -> None:

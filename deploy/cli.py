@@ -325,6 +325,12 @@ def doctor(
     from configs.load import load_config
     from deploy.doctor import Verdict, examine
 
+    with explained():
+        if address is not None:
+            raise PreflightError(
+                f"--address {address} is for --leftovers: doctor checks this machine. Leave it out, or see with "
+                f"`mobula plan --address {address}` whether the configuration fits that cluster"
+            )
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = Console(soft_wrap=True)
     num_missing = 0

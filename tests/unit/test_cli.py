@@ -254,6 +254,12 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     assert "-> install it" in result.stdout
 
 
+def test_doctor_takes_no_cluster_but_to_look_for_leftovers() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--address", "10.0.0.1:6379"])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("mobula: --address 10.0.0.1:6379 is for --leftovers:")
+
+
 STATUS = RunStatus(
     "digits", Progress(3, "update", 1.5), 10, InFlight(0, None, 0.0), None, (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),), 0, 1, 2.0
 )

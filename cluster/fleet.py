@@ -318,7 +318,7 @@ class RolloutFleet:
             await self._replace(seat)
 
     async def _fill(self, seat: _Seat) -> bool:
-        """Start an engine, bring it to the learner's version, and let it serve; says whether that went well."""
+        """Start an engine, bring it to the learner's version, and let it serve; says whether that is done with."""
         self._set(seat, WorkerState.STARTING)
         try:
             seat.engine = await self._spawn(seat.index)
@@ -328,13 +328,17 @@ class RolloutFleet:
             while (version := await self._admit(seat.engine)) < self._version:
                 pass  # another version was published meanwhile
         except Exception as error:  # whatever it was: counted, named, and tried again within the budget
+            if seat not in self._seats:  # it was scaled away meanwhile: what ended its start was its leave
+                _logger.info("%s had not started when it left: %s", seat.name, error)
+                await self._end(seat)
+                return True
             self._note_loss(seat, error)
             self._set(seat, WorkerState.WAITING)
             return False
         if seat in self._seats:
             _logger.info("%s serves version %d", seat.name, version)
             self._serve(seat, version)
-        else:  # it was scaled away meanwhile
+        else:
             await self._end(seat)
         return True
 

@@ -302,6 +302,54 @@ async def test_what_was_scaled_away_may_be_scaled_up_again() -> None:
         assert len(yard.made[1]) == 2
 
 
+async def test_an_engine_that_is_scaled_away_while_it_loads_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    class Loading(FakeEngine):
+        async def start(self) -> None:
+            while self.is_open:
+                await asyncio.sleep(0.001)
+            raise WorkerDiedError("its actor died: it was killed by ray.kill")
+
+    class Slow(Yard):
+        async def spawn(self, index: int) -> FakeEngine:
+            engine = await super().spawn(index)
+            if index == 1:
+                self.made[1][-1] = engine = Loading(engine.name)
+            return engine
+
+    yard = Slow()
+    async with fleet_of(1, yard) as (fleet, losses):
+        await fleet.scale(2)
+        await until(lambda: 1 in yard.made)
+        await fleet.scale(1)
+        await until(lambda: yard.released == [1])
+        await asyncio.sleep(0.02)
+        assert losses == [] and len(yard.made[1]) == 1 and not yard.now(1).is_open
+        assert states(fleet) == [WorkerState.SERVING]
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_an_engine_that_is_scaled_away_while_its_process_is_made_is_ended() -> None:
+    made = asyncio.Event()
+
+    class Late(Yard):
+        async def spawn(self, index: int) -> FakeEngine:
+            if index == 1:
+                await made.wait()
+            engine = await super().spawn(index)
+            engine.start_error = WorkerDiedError("its place is gone") if index == 1 else None
+            return engine
+
+    yard = Late()
+    async with fleet_of(1, yard) as (fleet, losses):
+        await fleet.scale(2)
+        await asyncio.sleep(0)
+        await fleet.scale(1)
+        await until(lambda: yard.released == [1])
+        made.set()
+        await until(lambda: 1 in yard.made and not yard.now(1).is_open)
+        assert losses == [] and len(yard.made[1]) == 1
+
+
 async def test_zero_engines_are_refused() -> None:
     async with fleet_of(1, Yard()) as (fleet, _):
         with pytest.raises(ValueError, match="rollout=0: a run needs at least one"):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -24,11 +23,9 @@ from typing import Any, Protocol
 from cluster.errors import DeadlineError, StuckError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartBudget, RestartPolicy
-from cluster.status import WorkerState, WorkerStatus
+from cluster.status import WorkerState, WorkerStatus, in_one_line
 
 _logger = logging.getLogger(__name__)
-
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 Lost = WorkerDiedError | DeadlineError | StuckError
 
@@ -311,7 +308,7 @@ class Crew:
 
     def _note_loss(self, member: _Member, error: Exception) -> None:
         member.state = WorkerState.WAITING
-        member.detail = f"{type(error).__name__}: {_shortened(str(error))}"
+        member.detail = f"{type(error).__name__}: {in_one_line(error)}"
         _logger.warning("%s is lost: %s", member.name, error)
         self._on_lost(error)
 
@@ -323,9 +320,3 @@ class Crew:
             await self._hosts.stop(member.index, handle)
         except Exception:  # it is lost, or has left: nobody needs it any more
             _logger.warning("%s did not close in good order", member.name, exc_info=True)
-
-
-def _shortened(text: str) -> str:
-    """What an error says in one line: where it holds a whole traceback, its first line and its last."""
-    lines = COLOUR.sub("", text).strip().splitlines()
-    return lines[0] if len(lines) == 1 else f"{lines[0].rstrip()} ... {lines[-1].strip()}" if lines else ""

@@ -21,7 +21,7 @@ from cluster.concurrency import run_all
 from cluster.errors import CanaryError, DeadlineError, MobulaError, RolloutError, WeightSyncError, WorkerDiedError
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
-from cluster.status import WorkerState, WorkerStatus
+from cluster.status import WorkerState, WorkerStatus, in_one_line
 from cluster.supervision import background_tasks
 from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Receiver
@@ -297,7 +297,7 @@ class RolloutFleet:
         kind = loss_kind(error)
         _logger.warning("%s is lost (%s): %s", seat.name, kind, error)
         self._on_lost(f"rollout_{kind}")
-        seat.detail = f"{kind}: {error}"
+        seat.detail = f"{kind}: {in_one_line(error)}"
 
     async def _replace(self, seat: _Seat) -> None:
         """End what is left of the seat's engine, pause, and have another; within the budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from cluster.roles import ReplayStats
 
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+MAX_DETAIL = 120  # characters of one line of an error
 MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
 
 
@@ -105,3 +108,13 @@ class RoleOutcome:
     @property
     def is_accepted(self) -> bool:
         return not self.refusal
+
+
+def in_one_line(error: Exception) -> str:
+    """What an error says, short enough for a table: where it holds several lines, its first one and its last."""
+    lines = [line.strip() for line in COLOUR.sub("", str(error)).strip().splitlines()]
+    return " ... ".join(_cut(line) for line in (lines if len(lines) < 2 else [lines[0], lines[-1]]))
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= MAX_DETAIL else f"{line[: MAX_DETAIL - 3].rstrip()}..."

@@ -245,6 +245,19 @@ async def test_who_is_lost_too_often_is_quarantined_and_the_others_go_on() -> No
         await fleet.generate(PROMPT, SETTINGS)
 
 
+async def test_of_a_long_error_the_status_holds_one_line_and_the_log_all(caplog: pytest.LogCaptureFixture) -> None:
+    ids = [f"\tactor_id: {number}" for number in range(30)]
+    last = "The actor is dead because its worker process has died. " + "Worker exit detail: end of file. " * 9
+    error = WorkerDiedError("\n".join(["its actor died while waiting for a group", *ids, last]))
+    async with fleet_of(1, Yard()) as (fleet, _):
+        fleet.lose(fleet.receivers()[0], error)
+        [worker] = fleet.status()
+    start = "died: its actor died while waiting for a group ... The actor is dead because its worker process has died."
+    assert worker.detail.startswith(start) and worker.detail.endswith("...")
+    assert len(worker.detail) < 200 and len(worker.detail.splitlines()) == 1
+    assert "actor_id: 29" in caplog.text
+
+
 async def test_the_run_ends_when_nobody_is_left() -> None:
     def broken(engine: FakeEngine, nth: int) -> None:
         if nth > 0:

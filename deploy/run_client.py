@@ -7,15 +7,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from cluster.errors import DeadlineError, PreflightError, RunOverError
+from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
 from cluster.status import RoleOutcome, RunStatus, ScaleRequest
 from deploy.run_record import RECORD_FILE, RunRecord
 from deploy.side_process import in_side_process
+
+T = TypeVar("T")
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -33,6 +35,7 @@ class RunAddress:
     run: str
     address: str  # HOST:PORT of the cluster's control store
     namespace: str
+    folder: Path | None = field(default=None, compare=False)  # None where the cluster was named instead
 
 
 def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
@@ -62,7 +65,7 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
             f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula doctor --leftovers` shows what "
             "it left behind, and the same words with resume=auto go on"
         )
-    return RunAddress(record.run, record.address, record.namespace)
+    return RunAddress(record.run, record.address, record.namespace, place.resolve())
 
 
 def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
@@ -72,8 +75,7 @@ def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
         RunOverError: nobody answers for it.
         DeadlineError: it did not answer in time.
     """
-    knock(run.address, f"run {run.run} is over")
-    return in_side_process(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
+    return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
 
 
 def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
@@ -83,9 +85,8 @@ def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple
         RunOverError: nobody answers for it.
         DeadlineError: it did not answer in time; it may still do what it was asked for.
     """
-    knock(run.address, f"run {run.run} is over")
     request = ScaleRequest(uuid4().hex, dict(wanted))
-    return in_side_process(_scale, timeout_s, f"run {run.run} to scale", run, request, timeout_s - RESERVE_S)
+    return _asked(_scale, timeout_s, f"run {run.run} to scale", run, request, timeout_s - RESERVE_S)
 
 
 def knock(address: str, consequence: str) -> None:
@@ -112,6 +113,22 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _asked(work: Callable[..., T], timeout_s: float, what: str, run: RunAddress, *args: object) -> T:
+    """What `work` finds out in a side process; of a run that ended meanwhile it is said that it is over."""
+    _check_goes_on(run)
+    try:
+        return in_side_process(work, timeout_s, what, run, *args)
+    except (DeadlineError, WorkerDiedError):
+        if run.folder is not None:
+            find_run(None, run.folder, None)
+        _check_goes_on(run)
+        raise
+
+
+def _check_goes_on(run: RunAddress) -> None:
+    knock(run.address, f"run {run.run} is over")
 
 
 def _how_it_ended(folder: Path) -> str:

@@ -103,6 +103,48 @@ def test_a_cluster_that_says_nothing_costs_the_deadline(silence: str, monkeypatc
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize("failure", [DeadlineError("waited 60 s"), WorkerDiedError("its cluster is gone")])
+def test_a_run_that_ends_while_it_is_asked_is_said_to_be_over(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def end(*args: object) -> None:
+        (runs / "digits" / RECORD_FILE).unlink(missing_ok=True)
+        (runs / "digits" / "summary.json").write_text(json.dumps({"status": "done"}))
+        raise failure
+
+    go_on(runs / "digits")
+    run = find_run(None, None, None)
+    monkeypatch.setattr(run_client, "knock", lambda address, consequence: None)
+    monkeypatch.setattr(run_client, "in_side_process", end)
+    with pytest.raises(RunOverError, match="run digits is not going on: it is done, and .*report.html"):
+        run_client.scale(run, {"reward": 2}, timeout_s=60)
+    with pytest.raises(type(failure), match=str(failure)):
+        run_client.scale(RunAddress("digits", run.address, "of digits"), {"reward": 2}, timeout_s=60)
+
+
+def test_a_cluster_that_vanishes_while_it_is_asked_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def vanish(*args: object) -> None:
+            server.close()
+            raise DeadlineError("waited 60 s")
+
+        monkeypatch.setattr(run_client, "in_side_process", vanish)
+        run = RunAddress("digits", "127.0.0.1:%d" % server.getsockname()[1], "digits")
+        with pytest.raises(RunOverError, match="run digits is over: no Ray cluster answers"):
+            run_client.scale(run, {"reward": 2}, timeout_s=60)
+
+
+def test_a_busy_run_is_still_asked_for_in_vain(runs: Path, silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*args: object) -> None:
+        raise DeadlineError("waited 60 s for run digits to scale")
+
+    go_on(runs / "digits")
+    monkeypatch.setattr(run_client, "in_side_process", wait)
+    with pytest.raises(DeadlineError, match="waited 60 s for run digits"):
+        run_client.scale(RunAddress("digits", silence, "digits", runs / "digits"), {"reward": 2}, timeout_s=60)
+
+
 def fail(error: Exception) -> None:
     raise error
 

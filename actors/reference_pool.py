@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,12 @@ class ReferencePool:
         alive_s: float,
         timeout_s: float,
         max_attempts: int,
+        on_lost: Callable[[str], None] = lambda kind: None,
     ) -> None:
-        """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun."""
+        """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
+
+        `on_lost` is told the kind of each loss.
+        """
         self._crew = Crew(
             "reference",
             handles,
@@ -51,6 +55,7 @@ class ReferencePool:
         self._folder = folder
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
+        self._on_lost = on_lost
         self._has_begun = False
         self._loaded: dict[str, Any] = {}  # name -> the handle that holds the frozen policy
         self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
@@ -117,13 +122,13 @@ class ReferencePool:
         return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
 
     def _count_loss(self, error: Exception) -> None:
-        self.losses[HUNG if isinstance(error, DeadlineError) else DIED] += 1
+        kind = HUNG if isinstance(error, DeadlineError) else DIED
+        self.losses[kind] += 1
+        self._on_lost(kind)
 
 
 class NullReference:
     """No reference: groups pass as they are."""
-
-    losses: Mapping[str, int] = {}
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         return list(groups)

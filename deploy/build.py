@@ -78,7 +78,7 @@ class Training:
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
     """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
     config = prepared.config
-    pool = reward_pool(config, spawner)
+    pool = reward_pool(config, spawner, on_lost)
     leases = LeaseTable(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
     return Inference(
         rollouts=rollout_fleet(prepared, spawner, leases, on_lost),
@@ -99,7 +99,7 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
         on_lost=on_lost,
     )
     replay = replay_buffer(config, spawner, on_lost)
-    reference = reference_pool(config, spawner, banned)
+    reference = reference_pool(config, spawner, banned, on_lost)
     scorers = [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,
@@ -143,7 +143,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     stream = _stream(config, gate, source, rollouts, inference, training, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
-    observe = partial(_observe, prepared, inference, training.reference, metrics)
+    observe = partial(_observe, prepared, inference, metrics)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     mender = _mender(config, source, stream, training, metrics)
     reference = MendingReference(training.reference, mender)
@@ -356,13 +356,10 @@ async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, ob
     observe()
 
 
-def _observe(
-    prepared: Prepared, inference: Inference, reference: ReferencePool | NullReference, metrics: Metrics
-) -> None:
+def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
     """What the driver's own parts have counted since the step before."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.leases.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
     metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
-    metrics.count_up_to(CounterName.RESTARTS, reference.losses)
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,17 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
     )
 
 
-def reward_pool(config: RunConfig, spawner: Spawner) -> RewardPool:
+def reward_pool(
+    config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None
+) -> RewardPool:
     """Start the reward workers of every service; they build themselves in the background.
+
+    `on_lost` is told the kind of each loss.
 
     Raises:
         ValueError: gates make services wait for each other.
     """
-    losses = LossCounter()
+    losses = LossCounter(on_lost)
     services = {name: _reward_service(config, spawner, name, losses) for name in config.rewards.services}
     return RewardPool(config.rewards, services, losses)
 
@@ -75,8 +80,13 @@ def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: Loss
     )
 
 
-def reference_pool(config: RunConfig, spawner: Spawner, banned: tuple[int, ...]) -> ReferencePool | NullReference:
-    """Start the reference scorers, which never sample a `banned` id; the null object if the run needs none."""
+def reference_pool(
+    config: RunConfig, spawner: Spawner, banned: tuple[int, ...], on_lost: Callable[[str], None]
+) -> ReferencePool | NullReference:
+    """Start the reference scorers, which never sample a `banned` id; the null object if the run needs none.
+
+    `on_lost` is told the kind of each loss.
+    """
     start, timeouts = partial(_start_scorer, config, spawner, banned), config.timeouts
     scorers = [start(worker) for worker in spawner.workers("reference")]
     if not scorers:
@@ -89,6 +99,7 @@ def reference_pool(config: RunConfig, spawner: Spawner, banned: tuple[int, ...])
         alive_s=_alive_s(config),
         timeout_s=timeouts.reference_s,
         max_attempts=config.max_rollout_retries + 1,
+        on_lost=on_lost,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,18 +24,22 @@ logger = logging.getLogger(__name__)
 
 USED, UNUSED = "used", "unused"
 RETRIED = "retried"  # a component failed and was asked again
+DIED, HUNG = "reward_died", "reward_hung"
 NO_IDS = np.empty(0, np.int32)
 
 
 class LossCounter:
     """`failures` of a pool, and the way in which services report lost workers to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[str], None] = lambda kind: None) -> None:
+        """`on_lost` is told the kind of each loss of a worker."""
+        self._on_lost = on_lost
         self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
     def count_loss(self, error: Exception) -> None:
-        kind = FailureKind.WORKER_HUNG if isinstance(error, DeadlineError | StuckError) else FailureKind.WORKER_DIED
-        self.failures[kind] += 1
+        is_hung = isinstance(error, DeadlineError | StuckError)
+        self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
+        self._on_lost(HUNG if is_hung else DIED)
 
 
 class RewardPool:

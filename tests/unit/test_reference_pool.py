@@ -54,6 +54,7 @@ def pool(
     timeout_s: float = 5,
     max_attempts: int = 1,
     start: Callable[[int], Any] = no_scorer,
+    on_lost: Callable[[str], None] = lambda kind: None,
 ) -> ReferencePool:
     return ReferencePool(
         [LocalHandle(scorer) for scorer in scorers],
@@ -63,6 +64,7 @@ def pool(
         alive_s=5,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
+        on_lost=on_lost,
     )
 
 
@@ -126,8 +128,8 @@ class Newcomers:
 
 
 async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() -> None:
-    newcomers, healthy = Newcomers(), FakeScorer()
-    reference = pool([Dying(), healthy], start=newcomers.start, max_attempts=2)
+    newcomers, healthy, restarts = Newcomers(), FakeScorer(), []
+    reference = pool([Dying(), healthy], start=newcomers.start, max_attempts=2, on_lost=restarts.append)
     groups = [make_scored(f"0/{n}/s{n}") for n in range(5)]
     scored = await reference.score(groups)
     assert [group.summary.group_id for group in scored] == [group.summary.group_id for group in groups]
@@ -135,6 +137,7 @@ async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() 
         for ours, theirs in zip(await group.reference_logprobs.future(), expected(group), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert reference.losses == {DIED: 1, HUNG: 0}
+    assert restarts == [DIED]
     await settle()
     assert [worker.num_restarts for worker in reference.status()] == [1, 0]
     assert newcomers.scorers[0].loaded == [FOLDER], "it has the frozen policy before it is given work"

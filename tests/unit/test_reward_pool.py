@@ -12,7 +12,7 @@ from crews import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 
-from cluster.errors import RewardError
+from cluster.errors import DeadlineError, RewardError, StuckError, WorkerDiedError
 from cluster.trajectory import Reward
 from configs.schema import Gate, Recipe
 from rewards.contract import Failure, FailureKind, Outcome, Score
@@ -135,6 +135,24 @@ async def test_a_worker_that_does_not_answer_is_replaced() -> None:
     pool = make_pool([FakeWorker()], start=lambda index: FakeWorker(scored), timeout_s=0.05)
     assert (await pool.score(3, "a group"))[0].value == 3.0
     assert +pool.failures == {FailureKind.WORKER_HUNG: 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "kind"),
+    [
+        (WorkerDiedError("its process ended"), FailureKind.WORKER_DIED, "reward_died"),
+        (DeadlineError("waited 5 s"), FailureKind.WORKER_HUNG, "reward_hung"),
+        (StuckError("a call hangs"), FailureKind.WORKER_HUNG, "reward_hung"),
+        (RuntimeError("no memory"), FailureKind.WORKER_DIED, "reward_died"),
+    ],
+)
+def test_a_lost_worker_is_a_failure_of_the_pool_and_a_restart_of_the_run(
+    error: Exception, failure: FailureKind, kind: str
+) -> None:
+    restarts: list[str] = []
+    losses = LossCounter(restarts.append)
+    losses.count_loss(error)
+    assert (+losses.failures, restarts) == ({failure: 1}, [kind])
 
 
 async def test_a_group_that_kills_every_worker_ends_in_an_error_not_in_a_loop() -> None:

@@ -309,11 +309,14 @@ async def test_gates_see_what_was_said_ahead_and_each_service_is_asked_once() ->
 def test_a_run_tells_its_reward_pool_of_responses_that_end(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     from deploy import build  # everything that a run is made of, which no other test here needs
 
-    monkeypatch.setattr(build, "reward_pool", lambda config, spawner: bench.pool)
+    told: list[object] = []
+    kinds: list[str] = []
+    monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: told.append(on_lost) or bench.pool)
     monkeypatch.setattr(build, "rollout_fleet", lambda prepared, spawner, leases, on_lost: None)
     config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK))
-    inference = build.spawn_inference(SimpleNamespace(config=config), None, lambda kind: None)
+    inference = build.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
     assert inference.leases.on_ended == bench.pool.score_ahead
+    assert told == [kinds.append], "a reward worker that is lost counts as a restart"
 
 
 async def test_closing_gives_up_what_was_begun(bench: Bench) -> None:

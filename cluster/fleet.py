@@ -328,17 +328,15 @@ class RolloutFleet:
             while (version := await self._admit(seat.engine)) < self._version:
                 pass  # another version was published meanwhile
         except Exception as error:  # whatever it was: counted, named, and tried again within the budget
-            if seat not in self._seats:  # it was scaled away meanwhile: what ended its start was its leave
-                _logger.info("%s had not started when it left: %s", seat.name, error)
-                await self._end(seat)
-                return True
-            self._note_loss(seat, error)
-            self._set(seat, WorkerState.WAITING)
-            return False
+            if seat in self._seats:
+                self._note_loss(seat, error)
+                self._set(seat, WorkerState.WAITING)
+                return False
+            _logger.info("%s had not started when it left: %s", seat.name, error)
         if seat in self._seats:
             _logger.info("%s serves version %d", seat.name, version)
             self._serve(seat, version)
-        else:
+        else:  # it was scaled away meanwhile
             await self._end(seat)
         return True
 

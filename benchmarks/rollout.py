@@ -43,6 +43,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         rounds = stage.prompts(num_rounds * len(lengths), NUM_PROMPTS)
         inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
+        inference.leases.on_ended = lambda ended: None  # responses are sampled here, not scored
         await inference.rollouts.start()
         [worker] = stage.spawner.workers("rollout")
         with raw_engine(stage.prepared, worker) as engine:

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from benchmarks.apart import Peer
 from benchmarks.raw_trainer import Rows, StepJob, raw_trainer, rows_of
 from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from benchmarks.stage import Stage, staged
+from benchmarks.stage import Stage
 from cluster.media import MediaReader
 from cluster.placement import PlacedWorker
 from cluster.trajectory import Prompt
-from configs.schema import RunConfig
 
 CALLS = 2  # generate calls, each of a whole step's prompts, in one measurement
 TRAIN_STEPS = 2  # optimizer steps in one measurement

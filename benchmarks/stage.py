@@ -9,17 +9,15 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.session import ray_session  # isort: skip  (sets what ray reads when imported)
+from deploy.session import ray_session, start_private  # isort: skip  (sets what ray reads when imported)
 import ray
 
 from actors.datasets.prompts import PromptSource
 from cluster.heap import freeze_heap
-from cluster.network import LOOPBACK
 from cluster.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
 from cluster.trajectory import Prompt
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.machine import as_node, this_machine
 from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.spawner import Spawner
 
@@ -44,20 +42,8 @@ def scratch_config(settings: Sequence[str], overrides: Sequence[str]) -> Iterato
 @contextmanager
 def private_ray(config: RunConfig) -> Iterator[None]:
     """A cluster on the loopback address with a folder of its own; whatever runs in the body joins it."""
-    node = as_node(this_machine(), config.resources)
     with scratch_folder() as folder:
-        ray.init(
-            address="local",
-            namespace=config.name,
-            num_cpus=int(node.num_cpus),
-            num_gpus=int(node.num_gpus),
-            object_store_memory=config.resources.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="WARNING",
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(folder),
-        )
+        start_private(config, include_dashboard=False, temp_dir=folder)
         try:
             yield
         finally:

@@ -117,7 +117,7 @@ class Blocks:
     def rates(self) -> tuple[float, ...]:
         """samples/s of each block."""
         blocks = self.steps[: self.num_blocks]
-        return tuple(PROMPTS * SAMPLES * len(block) / sum(s.seconds["total"] for s in block) for block in blocks)
+        return tuple(PROMPTS * SAMPLES * _rate(block) for block in blocks)
 
     def around(self, block: int) -> dict[str, float]:
         """samples/s of each part, right before and right after a block."""
@@ -168,7 +168,12 @@ def measured_steps(config: RunConfig, num_steps: int) -> list[StepRecord]:
 def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:
     """steps/s over every few steps, so that what happens only in some of them is in every value."""
     blocks = [steps[start : start + STEPS_A_BLOCK] for start in range(0, len(steps), STEPS_A_BLOCK)]
-    return tuple(len(block) / sum(step.seconds["total"] for step in block) for block in blocks)
+    return tuple(map(_rate, blocks))
+
+
+def _rate(steps: Sequence[StepRecord]) -> float:
+    """steps/s."""
+    return len(steps) / sum(step.seconds["total"] for step in steps)
 
 
 def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:

@@ -47,7 +47,8 @@ def find_leftovers(*, runs: Path = RUNS, address: str | None = None) -> list[Lef
         MobulaError: the cluster does not answer.
     """
     groups = _placement_groups(address) if address is not None else ()
-    return [*_processes(runs), *_sessions(runs), *groups]
+    records = _dead_records(runs)
+    return [*_processes(records), *_sessions(records), *groups]
 
 
 def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) -> Iterator[tuple[Leftover, str]]:
@@ -71,8 +72,8 @@ def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) ->
             yield by_id[name], ""
 
 
-def _processes(runs: Path) -> Iterator[Leftover]:
-    hidden = ((process, record.mark) for record in _dead_records(runs) for process in _holders(record))
+def _processes(records: Sequence[RunRecord]) -> Iterator[Leftover]:
+    hidden = ((process, record.mark) for record in records for process in _holders(record))
     for marked, mark in (*_orphans(), *hidden):
         process_id = f"process-{marked.process.pid}-{marked.process.start_ticks}"
         yield Leftover(process_id, _run_of(mark), marked.command, partial(_end_process, marked.process))
@@ -113,8 +114,8 @@ def _dead_records(runs: Path) -> list[RunRecord]:
     return sorted((record for record in found if _is_dead(record.mark)), key=lambda record: record.mark.run_id)
 
 
-def _sessions(runs: Path) -> Iterator[Leftover]:
-    for record in _dead_records(runs):
+def _sessions(records: Sequence[RunRecord]) -> Iterator[Leftover]:
+    for record in records:
         folder = record.session_folder
         what = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
         session_id = f"session-{record.mark.run_id.rpartition('/')[2][:SHORT]}"

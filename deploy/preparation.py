@@ -19,7 +19,7 @@ from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError
 from cluster.media import MediaStore
 from cluster.metrics.run_folder import CONFIG_FILE, SKIPPED_FILE
-from cluster.weight_sync.manifest import checkpoint_manifest
+from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.load import dump_config
 from configs.schema import DataKind, RunConfig
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -37,6 +37,7 @@ class Prepared:
 
     config: RunConfig
     model_folder: Path  # the checkpoint's files
+    checkpoint: Manifest  # what they promise
     processor: ChatProcessor
     media: MediaStore
     splits: dict[str, PreflightReport]
@@ -74,14 +75,14 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
-    checkpoint_manifest(model_folder, config.resources.dtype)  # refuses damaged weights before an engine starts
+    checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
     splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
-    return Prepared(config, model_folder, processor, media, splits)
+    return Prepared(config, model_folder, checkpoint, processor, media, splits)
 
 
 def make_run_folder(config: RunConfig) -> None:

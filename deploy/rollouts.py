@@ -17,7 +17,6 @@ from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
 from cluster.roles import EngineLoad
 from cluster.staleness import StalenessGate
-from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.schema import RunConfig
 from deploy.preparation import Prepared
 from deploy.scaling import RoleHosts
@@ -111,7 +110,6 @@ def _rollout_client(config: RunConfig, name: str, handle: Any, leases: LeaseTabl
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
     folder, dtype = prepared.model_folder, config.resources.dtype
-    expected = checkpoint_manifest(folder, dtype)
     return EngineSettings(
         model=config.policy.model,
         dtype=dtype,
@@ -131,6 +129,6 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
-        expected=expected,
-        adapters=AdapterPush.of(folder, expected, config.policy, dtype),
+        expected=prepared.checkpoint,
+        adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
     )

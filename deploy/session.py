@@ -45,7 +45,7 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
         if os.environ.get(ADDRESS_VARIABLE):
             ray.init(namespace=config.name, logging_level="WARNING")
         else:
-            _start_local(config)
+            start_private(config, include_dashboard=config.resources.dashboard)
         try:
             yield Session(cluster_nodes(), _is_loopback(), mark)
         finally:
@@ -74,7 +74,11 @@ def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
     return (as_node(this_machine(), config.resources),)
 
 
-def _start_local(config: RunConfig) -> None:
+def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path | None = None) -> None:
+    """Start a cluster with the resources of `config` on the loopback address and join it; `ray.shutdown()` ends it.
+
+    Its session folder is made in `temp_dir`, by default where Ray makes them.
+    """
     node = as_node(this_machine(), config.resources)
     with _beyond_our_signals():
         ray.init(
@@ -83,11 +87,12 @@ def _start_local(config: RunConfig) -> None:
             num_cpus=int(node.num_cpus),
             num_gpus=int(node.num_gpus),
             object_store_memory=config.resources.object_store_bytes,
-            include_dashboard=config.resources.dashboard,
+            include_dashboard=include_dashboard,
             dashboard_host=LOOPBACK,
             log_to_driver=False,
             logging_level="WARNING",
             _node_ip_address=LOOPBACK,
+            _temp_dir=None if temp_dir is None else str(temp_dir),
         )
 
 

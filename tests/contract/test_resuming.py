@@ -76,10 +76,14 @@ async def test_what_is_sampled_after_an_interruption_is_of_the_learners_distribu
             assert after.actions.token_ids[:cut].tolist() == before.actions.token_ids[:cut].tolist()
 
 
-async def test_the_lease_hears_of_all_but_the_last_chunk_with_the_version_of_every_token(
+async def test_the_lease_hears_of_a_response_while_it_grows_with_the_version_of_every_token(
     engine: Engine, learner: Learner
 ) -> None:
-    """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards."""
+    """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards.
+
+    Only what came with the group's last output is not heard of. That is a chunk and, where the actor's process did not
+    get to read for a while, whatever vLLM put together with it (test_no_token_is_lost has the bound of one chunk).
+    """
     prompt, settings = engine.model.probe, SamplingSettings(6, TEMPERATURE, 300, seed=5)
     with engine.leases.held(prompt, settings) as lease:
         running = asyncio.ensure_future(engine.generate(prompt, settings))
@@ -88,9 +92,9 @@ async def test_the_lease_hears_of_all_but_the_last_chunk_with_the_version_of_eve
             await engine.serve(learner, version)
         group = await running
         assert engine.kind != "vllm" or set(group.summary().tokens_by_version) > {0}, "no push came in the middle"
+        assert lease.num_tokens > group.summary().num_tokens / 2
         for known, trajectory in zip(lease.siblings, group.trajectories, strict=True):
             whole = as_sampled(trajectory)
-            assert whole.num_tokens - known.num_tokens <= CHUNK_TOKENS
             expected = whole.until(known.num_tokens)
             assert known.token_ids.tolist() == expected.token_ids.tolist()
             assert known.logprobs.tolist() == expected.logprobs.tolist()

@@ -42,6 +42,8 @@ class SampledSequence:
         """This stretch and the next one as one; spans of one version that meet become one."""
         if self.is_finished:
             raise ValueError(f"a response that ended ({self.finish_reason}) cannot go on: {more.num_tokens} more tokens")
+        if self.num_tokens == 0:
+            return more
         return SampledSequence(
             np.concatenate([self.token_ids, more.token_ids]),
             np.concatenate([self.logprobs, more.logprobs]),

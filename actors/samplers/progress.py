@@ -41,8 +41,8 @@ class GroupProgress:
         """Emit the news if they are due."""
         if not self.unfinished():
             return
-        news = list(self._news())
-        if any(chunk.tokens.num_tokens >= self._chunk_tokens for chunk in news):
+        if any(now.num_tokens - told.num_tokens >= self._chunk_tokens for now, told in self._pairs()):
+            news = list(self._news())
             self._told = list(self.siblings)
             self._emit(news, tuple(self.siblings))
 
@@ -56,8 +56,12 @@ class GroupProgress:
             raise RolloutError(f"the engine ended request {self._request_id} without an end of siblings {unfinished}")
         return self.siblings
 
+    def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
+        """Each sibling as it is, and as it was told last."""
+        return zip(self.siblings, self._told, strict=True)
+
     def _news(self) -> Iterator[TokenChunk]:
-        for index, (sibling, told) in enumerate(zip(self.siblings, self._told, strict=True)):
+        for index, (sibling, told) in enumerate(self._pairs()):
             if sibling is not told:
                 yield TokenChunk(self._request_id, index, told.num_tokens, sibling.since(told.num_tokens))
 

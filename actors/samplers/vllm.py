@@ -30,6 +30,7 @@ from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.vllm_inproc import in_process_engine
 from actors.samplers.vllm_load import LoadLogger
+from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm_outputs import OutputReader
 from actors.samplers.vllm_weights import BACKEND
 from cluster.concurrency import run_all
@@ -58,6 +59,7 @@ class VLLMSampler:
         self._num_replaced = 0
 
     async def start(self) -> None:
+        keep_sampled_logprobs_alone()
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         self._engine = start(_engine_args(self._settings), stat_loggers=loggers)
@@ -341,6 +343,7 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         detokenize=False,
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
         stream_interval=engine.chunk_tokens,
+        skip_clone=True,  # made for this request alone
     )
 
 

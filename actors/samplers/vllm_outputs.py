@@ -38,13 +38,15 @@ class OutputReader:
 
     def _piece(self, completion: CompletionOutput) -> SampledSequence:
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
+        logprobs = np.asarray(completion.logprobs, dtype=np.float32)
         if logprobs.shape != token_ids.shape:
             raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
         start = self._num_read[completion.index]
         end = self._num_read[completion.index] = start + int(token_ids.shape[0])
-        spans = shifted(clipped(self._spans(completion, end), start, end), -start)
-        return SampledSequence(token_ids, logprobs, spans, FINISH_REASONS[completion.finish_reason])
+        spans = self._spans(completion, end)
+        if start > 0 or any(span.end > end for span in spans):
+            spans = shifted(clipped(spans, start, end), -start)
+        return SampledSequence(token_ids, logprobs, tuple(spans), FINISH_REASONS[completion.finish_reason])
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.

@@ -137,7 +137,7 @@ def _checked(text: str) -> str:
     if override.package is not None or override.is_delete():
         raise ConfigError(f"{text!r} is not understood: every key keeps its place, so write {name}=VALUE")
     if override.is_sweep_override():
-        raise ConfigError(f"{text!r} holds several values but a run takes one: write {name}=[...] if it is a list")
+        raise ConfigError(f"{text!r} holds several values but a run takes one: {_one_value(name, text)}")
     options = groups()
     if name in options:
         return _chosen(name, override.value(), options[name])
@@ -153,8 +153,25 @@ def _parsed(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
-        hint = "write $HOME for ~" if value.startswith("~") else f"quote the value, e.g. {key}=\"'{value}'\""
+        bare = key.lstrip("~+-")
+        if bare.strip(" .") != bare:
+            hint = f"write {bare.strip(' .') or 'KEY'}={value.strip()}"
+        else:
+            hint = "write $HOME for ~" if value.startswith("~") else _one_value(bare, text)
         raise ConfigError(f"{text!r} is no override that can be read: {hint}") from error
+
+
+def _one_value(name: str, text: str) -> str:
+    """How to write what `text` says as the one value that `name` takes."""
+    value = text.partition("=")[2]
+    if name in groups():
+        return f"{name} is one of {', '.join(groups()[name])}"
+    key = keys.find(name)
+    if key is None or key.expected.startswith(("text", "a path")):
+        return f"quote the value, e.g. {name}=\"'{value}'\""
+    if key.expected.startswith("a list") and not value.startswith("["):
+        return f"write {name}=[{value}]"
+    return f"{name} is {key.expected}"
 
 
 def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
@@ -204,12 +221,17 @@ def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
         return _unknown(name, list(keys.known_keys()))
     if detail["type"] == "missing":
         return f"{name} is missing, expected {key.expected}: give {name}=VALUE"
-    quoting = f"; quote a text that looks like a number: {name}=\"'{detail['input']}'\"" if _is_unquoted(detail) else ""
+    quoting = f"; quote a text that looks like a number: {name}=\"'{_as_typed(detail)}'\"" if _is_unquoted(detail) else ""
     return f"{name} got {_shown(detail['input'])}, expected {key.expected}: set {name}=VALUE{quoting}"
 
 
 def _is_unquoted(detail: ErrorDetails) -> bool:
     return detail["type"] == "string_type" and isinstance(detail["input"], int | float)
+
+
+def _as_typed(detail: ErrorDetails) -> str:
+    """A number as it was typed; of 1e5 nobody knows that any more."""
+    return str(detail["input"]) if isinstance(detail["input"], int) else "TEXT"
 
 
 def _shown(value: Any) -> str:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from cluster.errors import PreflightError
 from cluster.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli_errors import FAILED, explained
 from deploy.cli_lmms_eval import lmms_eval
+from deploy.terminal import terminal
 
 app = typer.Typer(
     help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
@@ -100,7 +100,7 @@ def benchmark_model(
     with explained():
         from deploy.model_benchmark import benchmark
 
-        raise typer.Exit(benchmark(models, override or [], folder, Console()))
+        raise typer.Exit(benchmark(models, override or [], folder, terminal()))
 
 
 @app.command()
@@ -119,9 +119,9 @@ def status(
     from deploy.status_view import as_json, as_table
 
     if json:
-        Console(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
+        terminal(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
     else:
-        Console().print(as_table(found, time.time()), markup=False, highlight=False)
+        terminal().print(as_table(found, time.time()), markup=False, highlight=False)
 
 
 @app.command()
@@ -140,7 +140,7 @@ def scale(
 
         wanted, name = _parse_scale(words)
         outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
-    console = Console(soft_wrap=True)
+    console = terminal(soft_wrap=True)
     for outcome in outcomes:
         console.print(f"{outcome.role}={outcome.num_workers}", style="green" if outcome.is_accepted else "red", end=" ")
         said = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
@@ -206,7 +206,7 @@ def score(
         command = scoring.ScoreCommand(
             source, options, compat is not None, recipe, output, html, results, processes, timeout, strict, quiet
         )
-        raise typer.Exit(scoring.score(command, Console()))
+        raise typer.Exit(scoring.score(command, terminal()))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def corrupt(
     with explained():
         from deploy import score as scoring
 
-        raise typer.Exit(scoring.corrupt(source, target, Console()))
+        raise typer.Exit(scoring.corrupt(source, target, terminal()))
 
 
 @app.command()
@@ -238,7 +238,7 @@ def plan(
         nodes = nodes_at(config, address)
         placement = plan_placement(config.resources, nodes, needed_roles(config))
     place = f"the cluster at {address}" if address else "this machine"
-    console = Console()
+    console = terminal()
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
     console.print(f"{len(placement.workers)} workers fit {place}.")
 
@@ -250,7 +250,7 @@ def show_config(overrides: Overrides = None) -> None:
 
     with explained():
         config = load_config(overrides or [])
-    Console(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
+    terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
 
 
 @app.command()
@@ -271,7 +271,7 @@ def init_model(
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
     message = f"{model.value} written to {written}: use it with policy.model={written}"
-    Console(soft_wrap=True).print(message, markup=False)
+    terminal(soft_wrap=True).print(message, markup=False)
 
 
 @app.command()
@@ -289,7 +289,7 @@ def serve_rewards(
     dtype: Annotated[str, typer.Option(help="What models compute in.")] = "float32",
 ) -> None:
     """Serve reward functions over HTTP until stopped."""
-    console = Console(soft_wrap=True)
+    console = terminal(soft_wrap=True)
     with explained():
         from deploy import serve_rewards as serving
 
@@ -318,7 +318,7 @@ def doctor(
         with explained():
             from deploy.leftovers_view import show_leftovers
 
-            num_left = show_leftovers([*(free or []), *(overrides or [])], address, Console(soft_wrap=True))
+            num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
         if num_left:
             raise typer.Exit(FAILED)
         return
@@ -332,7 +332,7 @@ def doctor(
                 f"`mobula plan --address {address}` whether the configuration fits that cluster"
             )
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
-    console = Console(soft_wrap=True)
+    console = terminal(soft_wrap=True)
     num_missing = 0
     with explained():
         for finding in examine(load_config(overrides or [])):

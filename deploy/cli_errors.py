@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
-from rich.console import Console
 
 from cluster.errors import MobulaError, PreflightError
 from configs.errors import ConfigError
+from deploy.terminal import terminal
 
 FAILED = 1
 USER_ERROR = 2
@@ -38,6 +38,6 @@ def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
 
 
 def _complain(message: object) -> None:
-    console = Console(stderr=True, soft_wrap=True)
+    console = terminal(stderr=True, soft_wrap=True)
     console.print("mobula:", style="bold red", end=" ")
     console.print(str(message), markup=False, highlight=False)

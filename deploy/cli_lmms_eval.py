@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from deploy.cli_errors import explained
+from deploy.terminal import terminal
 
 CACHE = Path("data/lmms-eval")
 OUTPUT = Path("runs/lmms-eval")
@@ -58,7 +58,7 @@ def lmms_eval(
     harness_options: HarnessOptions = None,
 ) -> None:
     """Evaluate a model with the public harness lmms-eval, in its own environment (`make harness`)."""
-    console = Console(soft_wrap=True)
+    console = terminal(soft_wrap=True)
     with explained("what was scored until now is in the run's log alone; run it again"):
         from deploy import lmms_eval as harness
         from deploy.machine import this_machine
@@ -84,7 +84,7 @@ def lmms_eval(
         )
         with _stopped_by_sigterm():
             path, artifact = harness.evaluate(asked, lambda said: console.print(said, markup=False, highlight=False))
-    Console().print(_table(artifact))
+    terminal().print(_table(artifact))
     console.print(_summary(artifact), markup=False, highlight=False)
     console.print(f"written: {path}", markup=False, highlight=False)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def ensure_model(config: RunConfig) -> Path:
     """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
 
     Raises:
-        PreflightError: the folder is there and holds no checkpoint, or the name is none that the hub gives.
+        PreflightError: the folder is there and holds no checkpoint, it cannot be written, or the name is none that the
+            hub gives.
     """
     folder = Path(config.policy.model)
     if (folder / "config.json").is_file():
@@ -116,7 +118,8 @@ def ensure_model(config: RunConfig) -> Path:
         return folder
     if config.policy.tiny != "none":
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
-        return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+        with _writing("policy.model", folder):
+            return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     if folder.exists():
         raise PreflightError(f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is")
     try:
@@ -159,7 +162,18 @@ def require_model(config: RunConfig) -> None:
 def ensure_data(config: RunConfig) -> None:
     """Write the digits of `data.kind` if their folder is not there yet."""
     if config.data.kind is not DataKind.JSONL:
-        write_digits(config.data.path, task=config.data.kind.value)
+        with _writing("data.path", config.data.path):
+            write_digits(config.data.path, task=config.data.kind.value)
+
+
+@contextmanager
+def _writing(key: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PreflightError(
+            f"{key}={folder} is not there and cannot be written ({error}): name a folder that can, or free the disk"
+        ) from error
 
 
 def write_skipped(folder: Path, skipped: list[Skipped]) -> None:

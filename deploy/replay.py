@@ -29,6 +29,7 @@ from deploy.build import POLICY_FOLDER, start_learner
 from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.records import trajectory_log
 from deploy.spawner import Spawner
+from deploy.terminal import terminal
 from learner.learner_group import LearnerGroup
 from rewards.isolated_pool import IsolatedPool
 from rewards.replay_evaluator import Rescoring, rescore
@@ -49,7 +50,7 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     Raises:
         PreflightError: the run has no recorded steps or no version 0, or a step's file is no record.
     """
-    console, output = Console(), run_folder / OUTPUT_FOLDER
+    console, output = terminal(), run_folder / OUTPUT_FOLDER
     log = trajectory_log(run_folder, config)
     log.check(recorded_steps(log))
     if not (run_folder / VERSION_ZERO).is_dir():
@@ -89,7 +90,7 @@ def score(run_folder: Path, config: RunConfig) -> int:
         raise PreflightError(str(error)) from error
     finally:
         isolated.close()
-    _print_rescoring(Console(), result, len(steps))
+    _print_rescoring(terminal(), result, len(steps))
     return 0
 
 

@@ -40,13 +40,14 @@ from deploy.records import reached_version
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
 from deploy.spawner import Spawner
+from deploy.terminal import terminal
 
 T = TypeVar("T")
 
 
 def train(config: RunConfig) -> int:
     """The main job from start to report; returns the exit code."""
-    console = Console()
+    console = terminal()
     summary = run_training(config, console)
     before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
     console.print(
@@ -64,7 +65,7 @@ def evaluate(config: RunConfig) -> int:
         PreflightError: it is not there.
     """
     require_model(config)
-    console = Console()
+    console = terminal()
     result = with_engines(config, _evaluate)
     console.print(
         f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "

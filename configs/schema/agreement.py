@@ -60,6 +60,16 @@ def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
     )
 
 
+def _backoff_grows(config: RunConfig) -> str | None:
+    first, longest = config.supervision.backoff_s, config.supervision.max_backoff_s
+    if first <= longest:
+        return None
+    return (
+        f"supervision.backoff_s={first:g} is the pause before a first restart and supervision.max_backoff_s={longest:g} "
+        "the longest one: lower the one or raise the other"
+    )
+
+
 def _turns_are_synchronous(config: RunConfig) -> str | None:
     if not config.resources.colocated or config.algorithm.max_staleness == 0:
         return None
@@ -314,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
     _limits_of_concurrency_are_in_order,
+    _backoff_grows,
     _turns_are_synchronous,
     _turns_move_the_learner,
     _groups_have_siblings,

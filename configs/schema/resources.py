@@ -59,8 +59,8 @@ class ResourcesConfig(Section):
     """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""
     replay: WorkerResources
     """The replay buffer; exactly one worker."""
-    object_store_bytes: PositiveInt
-    """Size of the object store of a cluster that this run starts itself."""
+    object_store_bytes: Annotated[int, Field(ge=75 * 2**20)]
+    """Size of the object store of a cluster that this run starts itself; Ray starts none below 75 MiB."""
     num_cpus: Annotated[int, Field(ge=0)]
     """CPUs of a cluster that this run starts itself; 0 takes what the machine has."""
     dashboard: bool

@@ -52,6 +52,14 @@ def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
+@pytest.mark.parametrize("key", ["policy.model", "data.path"])
+def test_a_place_where_nothing_can_be_written_is_named_with_its_key(shared: Path, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = config(shared, tmp_path, f"{key}={tmp_path / 'file' / 'below'}")
+    with pytest.raises(PreflightError, match=rf"{key}=.*/file/below is not there and cannot be written .*: name a folder"):
+        prepare(run, lambda media: None)
+
+
 def test_the_tiny_model_may_tie_its_embeddings(tmp_path: Path) -> None:
     folder = ensure_model(config(tmp_path, tmp_path, "policy.tiny_tied_embeddings=true"))
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True

@@ -19,11 +19,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm import AsyncEngineArgs
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.samplers.vllm_inproc_outputs import ThreadedOutputs
 
 JOIN_S = 10.0
 BURST_GAP_S = 0.004  # the next request of a burst comes within this
@@ -32,8 +34,10 @@ BURST_S = 0.1  # longest wait for a burst to end
 
 def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
     """An `AsyncLLM` without a second process; call it in a running event loop."""
-    with _clients_made_by(InProcessClient):
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
+    with _made_by(InProcessClient, ThreadedOutputs):
+        engine = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
+    engine.engine_core.outputs = engine.output_processor
+    return engine
 
 
 class ThreadedCore(EngineCoreProc):
@@ -88,7 +92,11 @@ class ThreadedCore(EngineCoreProc):
 
 
 class InProcessClient(AsyncMPClient):
-    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop."""
+    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop, but for
+    those that `outputs` notes on the core's thread.
+    """
+
+    outputs: ThreadedOutputs
 
     def __init__(
         self, vllm_config: Any, executor_class: Any, log_stats: bool, *, renderer: Any = None, **_: Any
@@ -164,7 +172,12 @@ class InProcessClient(AsyncMPClient):
             self._core.shutdown()
 
     def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
-        self._tell(self._take, output[1])
+        """On the core's thread, after every step and for every answer."""
+        _, outputs = output
+        if outputs.outputs:
+            self.outputs.note(outputs)
+        if outputs.outputs or outputs.scheduler_stats or outputs.utility_output:
+            self._tell(self._take, outputs)
 
     def _tell(self, callback: Callable[..., None], *args: Any) -> None:
         if not self._loop.is_closed():
@@ -185,11 +198,11 @@ class InProcessClient(AsyncMPClient):
 
 
 @contextmanager
-def _clients_made_by(client: type) -> Iterator[None]:
-    """AsyncLLM has no parameter for its client: it calls this function, and nothing else in its constructor does."""
-    original = EngineCoreClient.make_async_mp_client
-    EngineCoreClient.make_async_mp_client = staticmethod(client)
+def _made_by(client: type, outputs: type) -> Iterator[None]:
+    """AsyncLLM has no parameter for its client or its output side: it makes them so, and nothing else by these names."""
+    make_client, make_outputs = EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor
+    EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(client), outputs
     try:
         yield
     finally:
-        EngineCoreClient.make_async_mp_client = staticmethod(original)
+        EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(make_client), make_outputs

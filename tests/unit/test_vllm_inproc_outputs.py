@@ -1,0 +1,134 @@
+"""Outputs that the core's thread notes: whole responses reach the event loop, everything else goes the way it went."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.outputs import LogprobsLists
+
+from actors.samplers.vllm_inproc_outputs import ThreadedOutputs
+from actors.samplers.vllm_logprobs import SampledLogprobs
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _log_probs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.v1.engine.output_processor.LogprobsProcessor", SampledLogprobs)
+
+
+def outputs_of(processor: ThreadedOutputs, name: str, kind: RequestOutputKind, n: int = 1) -> RequestOutputCollector:
+    """Add a request the way AsyncLLM does; where its outputs come to."""
+    params = SamplingParams(n=n, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=kind)
+    request = EngineCoreRequest(name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=name)
+    collector = RequestOutputCollector(kind, name)
+    if n == 1:
+        processor.add_request(request, None, None, 0, collector)
+        return collector
+    parent = ParentRequest(request)
+    for index in range(n):
+        child = copy(request)
+        child.request_id, child.sampling_params = parent.get_child_info(index)
+        processor.add_request(child, None, parent, index, collector)
+    return collector
+
+
+def step(token: int, *names: str, end: bool = False) -> EngineCoreOutputs:
+    """One step of the core, which samples `token` for each of these requests."""
+    row = np.array([[-float(token)]], dtype=np.float32)
+    lists = LogprobsLists(np.array([[token]]), row, np.array([1]))
+    reason = FinishReason.LENGTH if end else None
+    sampled = [EngineCoreOutput(name, [token], new_logprobs=lists, finish_reason=reason) for name in names]
+    return EngineCoreOutputs(outputs=sampled, weight_version=str(token // 2))
+
+
+async def on_the_cores_thread(work: Any, *args: Any) -> None:
+    await asyncio.wait_for(asyncio.to_thread(work, *args), PATIENCE_S)
+
+
+async def test_a_response_that_comes_once_is_put_together_there_and_read_here() -> None:
+    processor = ThreadedOutputs(None, log_stats=False)
+    collector = outputs_of(processor, "r", RequestOutputKind.FINAL_ONLY, n=2)
+    for token in range(4):
+        outputs = step(token, "0_r", "1_r", end=token == 3)
+        await on_the_cores_thread(processor.note, outputs)
+        assert outputs.outputs == []
+    found = await asyncio.wait_for(collector.get(), PATIENCE_S)
+    assert found.finished and [one.index for one in found.outputs] == [0, 1]
+    for one in found.outputs:
+        assert (list(one.token_ids), list(one.logprobs)) == ([0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
+        assert [(span.version, span.start, span.end) for span in one.weight_versions] == [("0", 0, 2), ("1", 2, 4)]
+    assert not processor.has_unfinished_requests() and not processor.external_req_ids
+
+
+async def test_what_is_read_in_pieces_and_what_nobody_waits_for_is_left_to_the_event_loop() -> None:
+    processor = ThreadedOutputs(None, log_stats=False)
+    pieces = outputs_of(processor, "pieces", RequestOutputKind.DELTA)
+    whole = outputs_of(processor, "whole", RequestOutputKind.FINAL_ONLY)
+    outputs = step(7, "pieces", "gone", "whole", end=True)
+    await on_the_cores_thread(processor.note, outputs)
+    assert [output.request_id for output in outputs.outputs] == ["pieces", "gone"]
+    assert (await asyncio.wait_for(whole.get(), PATIENCE_S)).finished
+    assert pieces.get_nowait() is None
+    processor.process_outputs(outputs.outputs, 0.0, None, outputs.weight_version)
+    assert pieces.get_nowait().outputs[0].token_ids == [7]
+
+
+async def test_an_error_reaches_everybody_who_waits() -> None:
+    processor = ThreadedOutputs(None, log_stats=False)
+    collector = outputs_of(processor, "r", RequestOutputKind.FINAL_ONLY)
+    processor.propagate_error(RuntimeError("dead"))
+    with pytest.raises(RuntimeError, match="dead"):
+        await asyncio.wait_for(collector.get(), PATIENCE_S)
+
+
+async def test_requests_come_and_are_broken_off_while_the_core_samples() -> None:
+    """Every request that is not broken off gets each of its tokens once, whatever the two threads do meanwhile."""
+    processor, num_tokens, rng = ThreadedOutputs(None, log_stats=False), 5, random.Random(0)
+    running: dict[str, int] = {}
+    is_over, failures = threading.Event(), []
+
+    def core() -> None:
+        try:
+            while not is_over.is_set() or running:
+                for name, sampled in list(running.items()):
+                    outputs = step(sampled, name, end=sampled == num_tokens - 1)
+                    processor.note(outputs)
+                    if sampled == num_tokens - 1 or outputs.outputs:
+                        running.pop(name, None)
+                    else:
+                        running[name] = sampled + 1
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=core, daemon=True)
+    thread.start()
+    waiting = {}
+    for number in range(600):
+        name = f"r{number}"
+        waiting[name] = outputs_of(processor, name, RequestOutputKind.FINAL_ONLY)
+        running[name] = 0
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+            broken = f"r{rng.randrange(number + 1)}"
+            processor.abort_requests([broken], internal=True)
+    is_over.set()
+    found = [await asyncio.wait_for(collector.get(), PATIENCE_S) for collector in waiting.values()]
+    await asyncio.to_thread(thread.join, PATIENCE_S)
+    assert not failures and not thread.is_alive()
+    reasons = {output.outputs[0].finish_reason for output in found}
+    assert reasons == {"length", "abort"}
+    whole = [output.outputs[0] for output in found if output.outputs[0].finish_reason == "length"]
+    assert all(list(one.token_ids) == list(range(num_tokens)) for one in whole)
+    assert not processor.has_unfinished_requests() and not processor.external_req_ids

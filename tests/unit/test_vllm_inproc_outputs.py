@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
+from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
@@ -93,6 +95,15 @@ async def test_an_error_reaches_everybody_who_waits() -> None:
         await asyncio.wait_for(collector.get(), PATIENCE_S)
 
 
+@pytest.fixture
+def _threads_that_alternate_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_threads_that_alternate_often")
 async def test_requests_come_and_are_broken_off_while_the_core_samples() -> None:
     """Every request that is not broken off gets each of its tokens once, whatever the two threads do meanwhile."""
     processor, num_tokens, rng = ThreadedOutputs(None, log_stats=False), 5, random.Random(0)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import sys
 import threading
-from collections.abc import Iterator
+import time
 from copy import copy
 from typing import Any
 
@@ -95,51 +93,21 @@ async def test_an_error_reaches_everybody_who_waits() -> None:
         await asyncio.wait_for(collector.get(), PATIENCE_S)
 
 
-@pytest.fixture
-def _threads_that_alternate_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+async def test_a_request_that_is_broken_off_during_a_step_is_whole_if_the_step_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processor, is_in_step = ThreadedOutputs(None, log_stats=False), threading.Event()
+    collector, finish = outputs_of(processor, "r", RequestOutputKind.FINAL_ONLY), processor._finish_request
 
+    def finish_slowly(state: Any) -> None:
+        is_in_step.set()
+        time.sleep(0.2)
+        finish(state)
 
-@pytest.mark.usefixtures("_threads_that_alternate_often")
-async def test_requests_come_and_are_broken_off_while_the_core_samples() -> None:
-    """Every request that is not broken off gets each of its tokens once, whatever the two threads do meanwhile."""
-    processor, num_tokens, rng = ThreadedOutputs(None, log_stats=False), 5, random.Random(0)
-    running: dict[str, int] = {}
-    is_over, failures = threading.Event(), []
-
-    def core() -> None:
-        try:
-            while not is_over.is_set() or running:
-                for name, sampled in list(running.items()):
-                    outputs = step(sampled, name, end=sampled == num_tokens - 1)
-                    processor.note(outputs)
-                    if sampled == num_tokens - 1 or outputs.outputs:
-                        running.pop(name, None)
-                    else:
-                        running[name] = sampled + 1
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=core, daemon=True)
-    thread.start()
-    waiting = {}
-    for number in range(600):
-        name = f"r{number}"
-        waiting[name] = outputs_of(processor, name, RequestOutputKind.FINAL_ONLY)
-        running[name] = 0
-        if rng.random() < 0.5:
-            await asyncio.sleep(0)
-            broken = f"r{rng.randrange(number + 1)}"
-            processor.abort_requests([broken], internal=True)
-    is_over.set()
-    found = [await asyncio.wait_for(collector.get(), PATIENCE_S) for collector in waiting.values()]
-    await asyncio.to_thread(thread.join, PATIENCE_S)
-    assert not failures and not thread.is_alive()
-    reasons = {output.outputs[0].finish_reason for output in found}
-    assert reasons == {"length", "abort"}
-    whole = [output.outputs[0] for output in found if output.outputs[0].finish_reason == "length"]
-    assert all(list(one.token_ids) == list(range(num_tokens)) for one in whole)
+    monkeypatch.setattr(processor, "_finish_request", finish_slowly)
+    noting = asyncio.create_task(on_the_cores_thread(processor.note, step(3, "r", end=True)))
+    assert await asyncio.to_thread(is_in_step.wait, PATIENCE_S)
+    assert processor.abort_requests(["r"], internal=True) == [], "there is nothing left to break off"
+    await noting
+    assert (await asyncio.wait_for(collector.get(), PATIENCE_S)).outputs[0].finish_reason == "length"
     assert not processor.has_unfinished_requests() and not processor.external_req_ids

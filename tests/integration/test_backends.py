@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=VARIANTS)
 def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below each variant's name, what two ranks of this backend made of its model."""
+    multiprocessing.set_forkserver_preload(["backend_run", "deepspeed"])  # imported once, not by every rank
     out = tmp_path_factory.mktemp(request.param)
     variants = VARIANTS[request.param]
     for name in variants:
@@ -72,7 +74,7 @@ def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factor
     # DeepSpeed keeps what it is told once a process: a variant there has processes of its own.
     together = [{name: variant} for name, variant in variants.items()] if request.param == "deepspeed" else [variants]
     for some in together:
-        mp.spawn(_rank, args=(some, one_process, out), nprocs=2)
+        mp.start_processes(_rank, args=(some, one_process, out), nprocs=2, start_method="forkserver")
     (out / "backend").write_text(request.param)
     return out
 

@@ -186,7 +186,7 @@ class InProcessClient(AsyncMPClient):
     def _take(self, outputs: EngineCoreOutputs) -> None:
         if outputs.utility_output:
             _process_utility_output(outputs.utility_output, self.utility_results)
-        elif outputs.outputs or outputs.scheduler_stats:
+        else:
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self, cause: Exception) -> None:

@@ -30,14 +30,10 @@ class ThreadedOutputs(OutputProcessor):
     def note(self, outputs: EngineCoreOutputs) -> None:
         """On the core's thread: take those outputs of one step that grow here; the others are left in `outputs`."""
         with self._lock:
-            ours = [output for output in outputs.outputs if self._comes_once(output.request_id)]
-            if not ours:
-                return
-            if len(ours) == len(outputs.outputs):
-                outputs.outputs = []
-            else:
-                taken = {output.request_id for output in ours}
-                outputs.outputs = [output for output in outputs.outputs if output.request_id not in taken]
+            ours, others = [], []
+            for output in outputs.outputs:
+                (ours if self._comes_once(output.request_id) else others).append(output)
+            outputs.outputs = others
             super().process_outputs(ours, outputs.timestamp, None, outputs.weight_version)
 
     def _comes_once(self, request_id: str) -> bool:

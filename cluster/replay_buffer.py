@@ -2,8 +2,7 @@
 
 It holds summaries, and references for its journal; the bytes stay in the object store. Whoever has the groups as well,
 as the driver has in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio class,
-run as an async Ray actor whose `max_concurrency` leaves room for one waiting `take` beside all groups that may wait for
-room.
+run as an async Ray actor whose `max_concurrency` leaves room beside all groups that may wait for room.
 """
 
 from __future__ import annotations
@@ -137,17 +136,17 @@ class ReplayBuffer:
 
         A take that waits for a producer that died is cancelled by whoever runs both; it then holds no lease.
         """
-        return [self._leased[group_id].group for group_id in await self.lease(num_groups)]
-
-    async def lease(self, num_groups: int) -> list[str]:
-        """`take`, by id."""
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= num_groups)
             taken = list(self._ready)[:num_groups]
-            for group_id in taken:
-                self._leased[group_id] = self._ready.pop(group_id)
+        await self.lease(taken)
+        return [self._leased[group_id].group for group_id in taken]
+
+    async def lease(self, group_ids: Sequence[str]) -> None:
+        """Lease these of the groups that are ready; one that is leased already stays so."""
+        async with self._changed:
+            self._leased |= {i: self._ready.pop(i) for i in group_ids if i in self._ready}
             self._changed.notify_all()
-            return taken
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it.

@@ -18,7 +18,6 @@ class ReplayDeadlines:
 
     start_s: float  # until the process answers
     call_s: float
-    take_s: float  # it may wait for rollouts
     reserve_s: float  # it may wait for the learner
     sign_s: float  # a sign of life
     stop_s: float
@@ -64,9 +63,8 @@ class ReplayClient:
     async def reject(self, group_id: str, reason: str) -> None:
         await self._call(self._handle.reject.remote(group_id, reason), f"count rejected group {group_id}")
 
-    async def lease(self, num_groups: int) -> list[str]:
-        what = f"replay/0 to hold {num_groups} finished groups"
-        return await answer(self._handle.lease.remote(num_groups), timeout_s=self._deadlines.take_s, what=what)
+    async def lease(self, group_ids: Sequence[str]) -> None:
+        await self._call(self._handle.lease.remote(list(group_ids)), f"lease {len(group_ids)} groups")
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         bare = [replace(group, group=None) for group in groups]  # the journal has it

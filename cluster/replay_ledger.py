@@ -25,10 +25,7 @@ class Holdings:
 
 
 class ReplayLedger:
-    """Records what the buffer has answered; what it has not is asked for again.
-
-    Answers may come in another order than the buffer gave them: a group can be leased before its `put` is known.
-    """
+    """Which groups are reserved, ready and leased. The buffer is told, and a buffer that is lost is made anew from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,6 +36,10 @@ class ReplayLedger:
         self._seen: set[str] = set()
         self.num_rejected: Counter[str] = Counter()
         self.num_bytes = 0  # of all groups that are held
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
 
     def has_seen(self, group_id: str) -> bool:
         return group_id in self._seen
@@ -64,11 +65,11 @@ class ReplayLedger:
             del self._since[group_id]
         self.num_rejected[reason] += 1
 
-    def take(self, group_ids: Sequence[str]) -> list[ScoredGroup]:
-        for group_id in group_ids:
-            holder = self._ready if group_id in self._ready else self._reserved
-            self._leased[group_id] = holder.pop(group_id)
-        return [self._leased[group_id] for group_id in group_ids]
+    def take(self, num_groups: int) -> list[ScoredGroup]:
+        """Lease the oldest of the ready groups."""
+        taken = list(self._ready)[:num_groups]
+        self._leased |= {group_id: self._ready.pop(group_id) for group_id in taken}
+        return [self._leased[group_id] for group_id in taken]
 
     def release(self, group_ids: Iterable[str]) -> None:
         for group_id in group_ids:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from cluster.errors import DeadlineError
 from cluster.replay_buffer import DUPLICATE
 from cluster.replay_ledger import Holdings, ReplayLedger
 from cluster.restarts import RestartBudget
@@ -35,7 +36,7 @@ class Buffer(Protocol):
 
     async def reject(self, group_id: str, reason: str) -> None: ...
 
-    async def lease(self, num_groups: int) -> list[str]: ...
+    async def lease(self, group_ids: Sequence[str]) -> None: ...
 
     async def end_leases(self, group_ids: Sequence[str]) -> None: ...
 
@@ -72,12 +73,12 @@ class RestoringReplay:
     """Implements `cluster.roles.Replay`, `cluster.recovery.JournalledReplay` and `cluster.mending.Keeper`.
 
     The ledger knows of everything that the buffer holds, so where it sees room for a finished group there is room: the
-    buffer then hears of the group a moment later, together with others, or by the `put` of its step. Nobody waits for
-    the buffer's answer to `put`, for a `take` waits until it is carried out, nor to `release`; steps are put one after
-    the other, so that the order is known. What fails there is raised by the next call.
+    buffer then hears of the group a moment later, together with others, or by the `put` of its step. Nor does anybody
+    wait for the buffer's answer to `put`, `take` and `release`: it hears of them in their order, and of `commit` and
+    `abort` behind them. What fails there is raised by the next call.
 
-    `take` and `reserve` may wait for others, so a deadline of theirs travels; any other call that is not answered in
-    time means that the buffer hangs.
+    `reserve` may wait for the learner, so a deadline of its own travels; any other call that is not answered in time
+    means that the buffer hangs.
     """
 
     def __init__(
@@ -86,23 +87,26 @@ class RestoringReplay:
         spawn: Callable[[], Awaitable[Buffer]],
         *,
         max_bytes: float,
+        take_s: float,
         budget: RestartBudget,
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`spawn()` starts the process of another buffer; `on_lost` is told `replay_died` or `replay_hung`.
 
-        `max_bytes` is the buffer's own budget.
+        `max_bytes` is the buffer's own budget; `take` waits for rollouts for `take_s`.
         """
         self._buffer = buffer
         self._spawn = spawn
         self._max_bytes = max_bytes
+        self._take_s = take_s
         self._ledger = ReplayLedger(clock)
         self._num_waiting = 0  # groups for which there is no room yet
         self._num_oversized = 0
         self._untold: dict[str, ScoredGroup] = {}  # reserved in the ledger; the buffer may not have heard of them
         self._telling: asyncio.Task[None] | None = None
-        self._putting: asyncio.Task[None] | None = None
+        self._last: asyncio.Task[None] | None = None  # of what the buffer hears in order
+        self._is_ready = asyncio.Event()  # set whenever a waiting `take` has to look again
         self._background: set[asyncio.Task[None]] = set()  # what the buffer has not answered and nobody waits for
         self._failure: BaseException | None = None  # of something in the background
         self._restoration = Restoration("replay", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
@@ -124,10 +128,10 @@ class RestoringReplay:
         for group in groups:
             if not self._ledger.is_reserved(group.summary.group_id):
                 await self.reserve(group)
-        if self._putting is not None:
-            await asyncio.wait([self._putting])
         self._raise_failure()
-        self._putting = self._go_on(self._make_ready(_ids(groups)), "put groups into the buffer")
+        self._ledger.put(_ids(groups))
+        self._is_ready.set()
+        self._in_turn(lambda: self._make_ready(_ids(groups)), "put groups into the buffer")
 
     async def reject(self, group_id: str, reason: str) -> None:
         self._untold.pop(group_id, None)
@@ -135,20 +139,31 @@ class RestoringReplay:
         self._ledger.reject(group_id, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        self._raise_failure()
-        group_ids = await self._restoration.outliving(lambda: self._buffer.lease(num_groups), is_patient=True)
-        return self._ledger.take(group_ids)
+        try:
+            async with asyncio.timeout(self._take_s):
+                await self._wait_for_ready(num_groups)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"waited {self._take_s:g} s for replay/0 to hold {num_groups} finished groups, it has "
+                f"{self._ledger.num_ready}"
+            ) from error
+        groups = self._ledger.take(num_groups)
+        self._in_turn(lambda: self._lease(_ids(groups)), "lease groups of the buffer")
+        return groups
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        await self._turn()
         await self._restoration.outliving(lambda: self._buffer.commit(version, groups))
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         self._raise_failure()
-        self._go_on(self._end_leases(_ids(groups)), "release groups of the buffer")
+        self._in_turn(lambda: self._end_leases(_ids(groups)), "release groups of the buffer")
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
+        await self._turn()
         await self._restoration.outliving(lambda: self._buffer.abort(groups))
         self._ledger.abort(_ids(groups))
+        self._is_ready.set()
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
         await self._restoration.outliving(lambda: self._buffer.resume(version, group_ids))
@@ -196,14 +211,40 @@ class RestoringReplay:
         finally:
             self._num_waiting -= 1
 
+    async def _wait_for_ready(self, num_groups: int) -> None:
+        self._raise_failure()
+        while self._ledger.num_ready < num_groups:
+            self._is_ready.clear()
+            await self._is_ready.wait()
+            self._raise_failure()
+
     async def _make_ready(self, group_ids: Sequence[str]) -> None:
         new = [self._untold.pop(group_id) for group_id in group_ids if group_id in self._untold]
         await self._restoration.outliving(lambda: self._buffer.make_ready(new, group_ids))
-        self._ledger.put(group_ids)
+
+    async def _lease(self, group_ids: Sequence[str]) -> None:
+        await self._restoration.outliving(lambda: self._buffer.lease(group_ids))
 
     async def _end_leases(self, group_ids: Sequence[str]) -> None:
         await self._restoration.outliving(lambda: self._buffer.end_leases(group_ids))
         self._ledger.release(group_ids)
+
+    def _in_turn(self, tell: Callable[[], Awaitable[None]], name: str) -> None:
+        """Tell the buffer something, behind everything else that was to be told in turn."""
+        before = self._last
+
+        async def told() -> None:
+            if before is not None:
+                await asyncio.wait([before])
+            await tell()
+
+        self._last = self._go_on(told(), name)
+
+    async def _turn(self) -> None:
+        """Wait until the buffer has heard everything that was to be told in turn."""
+        if self._last is not None:
+            await asyncio.wait([self._last])
+        self._raise_failure()
 
     def _go_on(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -215,6 +256,7 @@ class RestoringReplay:
         self._background.discard(task)
         if not task.cancelled():
             self._failure = self._failure or task.exception()
+            self._is_ready.set()
 
     def _raise_failure(self) -> None:
         """Raises: WorkerDiedError: the buffer was beyond restoring in something that nobody waited for."""

@@ -17,7 +17,7 @@ from deploy.scaling import RoleHosts
 from deploy.scorers import restart_policy
 from deploy.spawner import Spawner
 
-REPLAY_CALLS = 64  # beside the groups that wait for room; one of them may be a take() that waits
+REPLAY_CALLS = 64  # beside the groups that wait for room
 
 
 def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None]) -> RestoringReplay:
@@ -26,7 +26,6 @@ def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], 
     deadlines = ReplayDeadlines(
         start_s=timeouts.start_s,
         call_s=timeouts.object_s,
-        take_s=_take_deadline(config),
         reserve_s=timeouts.backpressure_s,
         sign_s=config.supervision.sign_timeout_s,
         stop_s=timeouts.stop_s,
@@ -43,6 +42,7 @@ def replay_buffer(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], 
         client(start(place)),
         spawn,
         max_bytes=config.replay.max_bytes,
+        take_s=_take_deadline(config),
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )

@@ -158,13 +158,14 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
     """What vLLM reads from the environment of one rollout actor.
 
     On CPU the engine binds its own threads, and shares one process with its worker: on few cores every process that
-    passes messages costs throughput.
+    passes messages costs throughput. vLLM's eager mode still compiles a helper of its sampler, seconds of every start.
     """
     if config.resources.device == "cuda":
         return {}
     cores = ",".join(str(core) for core in worker.cores)
     binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}
-    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **binding}
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.enforce_eager else {}
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
 
 
 def _environment(config: RunConfig, session: Session) -> dict[str, str]:

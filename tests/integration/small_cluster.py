@@ -181,6 +181,7 @@ class SmallRun:
             self._new_buffer(),
             self._spawn_buffer,
             max_bytes=math.inf,
+            take_s=120,
             budget=RestartBudget(POLICY),
             on_lost=self._lost,
         )
@@ -338,7 +339,7 @@ class SmallRun:
     def _new_buffer(self) -> ReplayClient:
         journal = JournalWriter(self._journal(), timeout_s=OBJECT_S)
         handle = self._spawn(SmallReplay, "replay/0", max_concurrency=32, journal=journal, min_ready=PROMPTS_PER_STEP)
-        deadlines = ReplayDeadlines(START_S, 10, 120, 30, sign_s=SIGN_S, stop_s=2)
+        deadlines = ReplayDeadlines(START_S, 10, 30, sign_s=SIGN_S, stop_s=2)
         return ReplayClient(handle, deadlines, is_journalled=True)
 
     def _journal(self) -> Journal:

@@ -59,7 +59,7 @@ class Process:
 
 class Client(ReplayClient):
     def __init__(self, process: Process) -> None:
-        super().__init__(LocalHandle(process), ReplayDeadlines(5, 0.2, 5, 0.2, 0.2, 0.2), is_journalled=True)
+        super().__init__(LocalHandle(process), ReplayDeadlines(5, 0.2, 0.2, 0.2, 0.2), is_journalled=True)
         self._process = process
 
     def kill(self) -> None:
@@ -71,7 +71,11 @@ class Client(ReplayClient):
 
 class Bench:
     def __init__(
-        self, folder: Path | None = None, policy: RestartPolicy = POLICY, max_bytes: float = float("inf")
+        self,
+        folder: Path | None = None,
+        policy: RestartPolicy = POLICY,
+        max_bytes: float = float("inf"),
+        take_s: float = 5,
     ) -> None:
         self.processes: list[Process] = []
         self.losses: list[str] = []
@@ -79,7 +83,12 @@ class Bench:
         self._max_bytes = max_bytes
         first = self._start()
         self.replay = RestoringReplay(
-            first, self._spawn, max_bytes=max_bytes, budget=RestartBudget(policy), on_lost=self.losses.append
+            first,
+            self._spawn,
+            max_bytes=max_bytes,
+            take_s=take_s,
+            budget=RestartBudget(policy),
+            on_lost=self.losses.append,
         )
 
     @property
@@ -110,8 +119,8 @@ async def called(bench: Bench, name: str) -> None:
 
 
 async def answered(bench: Bench) -> None:
-    """A call that needs the buffer and changes nothing."""
-    await bench.replay.forget(0)
+    """A call that needs the buffer, behind all that it was to be told in turn, and changes nothing."""
+    await bench.replay.abort([])
 
 
 async def test_a_buffer_that_died_comes_back_with_what_was_reserved_ready_and_leased_in_order() -> None:
@@ -177,6 +186,7 @@ async def test_how_much_it_holds_is_known_without_asking_the_buffer() -> None:
     bench = Bench(max_bytes=sum(group.summary.num_bytes for group in scored(0, 1)))
     await bench.replay.put(scored(0, 1))
     [taken] = await bench.replay.take(1)
+    await answered(bench)
     bench.process.is_hung = True
     bench.process.calls.clear()
     waiting = asyncio.create_task(bench.replay.reserve(*scored(2)))
@@ -196,12 +206,29 @@ async def test_a_step_that_is_put_brings_those_of_its_groups_that_the_buffer_has
     await bench.replay.reserve(*scored(1))
     await bench.replay.put(scored(1, 0))
     taken = await bench.replay.take(2)
-    assert bench.process.calls == ["reserve_all", "lease", "make_ready"]
+    await called(bench, "lease")
+    assert bench.process.calls == ["reserve_all", "make_ready", "lease"]
     assert ids(taken) == ["0/1/s1", "0/0/s0"]
     assert all(group.group is not None for group in taken)
 
 
-async def test_a_take_that_waits_is_asked_for_again_and_gets_what_comes_later() -> None:
+async def test_a_take_waits_for_no_answer_of_the_buffer() -> None:
+    bench = Bench()
+    bench.process.is_hung = True
+    await bench.replay.put(scored(0, 1))
+    assert ids(await bench.replay.take(2)) == ["0/0/s0", "0/1/s1"]
+
+
+async def test_a_take_waits_for_rollouts_but_not_for_ever() -> None:
+    bench = Bench(take_s=0.1)
+    await bench.replay.put(scored(0))
+    with pytest.raises(DeadlineError, match=r"waited 0\.1 s for replay/0 to hold 2 finished groups, it has 1"):
+        await bench.replay.take(2)
+    assert ids(await bench.replay.take(1)) == ["0/0/s0"]
+    assert bench.losses == []
+
+
+async def test_a_take_that_waits_gets_what_comes_after_a_loss() -> None:
     bench = Bench()
     taking = asyncio.create_task(bench.replay.take(2))
     await bench.replay.put(scored(0))
@@ -209,6 +236,7 @@ async def test_a_take_that_waits_is_asked_for_again_and_gets_what_comes_later() 
     bench.replay.lose(WorkerDiedError("replay/0 died"))
     await bench.replay.put(scored(1))
     assert ids(await taking) == ["0/0/s0", "0/1/s1"]
+    await answered(bench)
     assert len(bench.processes) == 2
 
 
@@ -226,6 +254,7 @@ async def test_a_buffer_that_hangs_is_replaced_at_its_deadline_or_when_somebody_
     bench.replay.lose(DeadlineError("replay/0 did not answer a ping"))
     await bench.replay.put(scored(2))
     assert ids(await taking) == ["0/0/s0", "0/1/s1", "0/2/s2"]
+    await answered(bench)
     assert bench.losses == ["replay_hung"] * 2
     assert all(process.is_dead for process in bench.processes[:-1])
 
@@ -267,6 +296,8 @@ async def test_what_fails_behind_a_put_is_raised_by_the_next_call() -> None:
     bench = Bench(policy=RestartPolicy(max_restarts=0, window_s=1000, backoff_s=0, max_backoff_s=0))
     bench.process.is_dead = True
     await bench.replay.put(scored(0))
+    with pytest.raises(WorkerDiedError, match="resume=auto"):
+        await answered(bench)
     with pytest.raises(WorkerDiedError, match="resume=auto"):
         await bench.replay.take(1)
     with pytest.raises(WorkerDiedError, match="resume=auto"):

@@ -88,8 +88,7 @@ class RolloutActor:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         """Returns the version that the engine then names."""
-        await self._sampler.receive_weights(manifest, bucket_bytes, version)
-        return await self._sampler.weight_version()
+        return await self._sampler.receive_weights(manifest, bucket_bytes, version)
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int

@@ -43,6 +43,8 @@ class RolloutClient:
         self._handle = handle
         self._leases = leases
         self._chunks = ChunkListener(handle, name)
+        self._version = -1  # the newest that it is known to serve
+        self._held: list[Patience] = []  # of prompts that wait in the actor for the end of a push
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
@@ -56,9 +58,10 @@ class RolloutClient:
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
         """A reference to the group, which the caller owns and which outlives the actor, and its summary.
 
-        The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come.
+        The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come. A prompt that
+        needs the weights of a push has its time from the end of that push.
         """
-        lease, patience = self._leases.of(prompt, settings), Patience(self._rollout_s)
+        lease, patience = self._leases.of(prompt, settings), self._patience(settings.min_version)
         attempt = lease.next_attempt()
 
         def take(chunk: TokenChunk) -> None:
@@ -86,11 +89,16 @@ class RolloutClient:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
-        return await self._sync(call, f"receive version {version}")
+        try:
+            self._version = await self._sync(call, f"receive version {version}")
+        finally:
+            self._end_holds()
+        return self._version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None:
         call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
         await self._sync(call, f"load version {version}")
+        self._version = version
 
     async def is_alive(self) -> None:
         """Return while the process lives, however busy it is."""
@@ -119,7 +127,20 @@ class RolloutClient:
         await stop(self._handle, timeout_s=self._stop_s, what=self.name)
 
     async def weight_version(self) -> int:
-        return await self._sync(self._handle.ping.remote(), "name its weight version")
+        self._version = await self._sync(self._handle.ping.remote(), "name its weight version")
+        return self._version
+
+    def _patience(self, min_version: int) -> Patience:
+        patience = Patience(self._rollout_s, is_held=min_version > self._version)
+        if min_version > self._version:
+            self._held.append(patience)
+        return patience
+
+    def _end_holds(self) -> None:
+        """A push has ended, however it did: what waited for it is as far as it will get."""
+        for patience in self._held:
+            patience.renew()
+        self._held.clear()
 
     async def _sync(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")

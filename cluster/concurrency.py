@@ -18,21 +18,26 @@ async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 class Patience:
-    """How long one wait may last: `timeout_s` from its begin, and from every sign of progress."""
+    """How long one wait may last: `timeout_s` from its begin, and from every sign of progress.
 
-    def __init__(self, timeout_s: float) -> None:
+    One that is held begins with the first sign: until then something else is under way, with a deadline of its own.
+    """
+
+    def __init__(self, timeout_s: float, *, is_held: bool = False) -> None:
         self.timeout_s = timeout_s
+        self._is_held = is_held
         self._deadline: asyncio.Timeout | None = None
 
     def renew(self) -> None:
         """There was a sign of progress."""
+        self._is_held = False
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
     async def wait_for(self, awaitable: Awaitable[Any]) -> Any:
         """Raises: TimeoutError."""
         try:
-            async with asyncio.timeout(self.timeout_s) as self._deadline:
+            async with asyncio.timeout(None if self._is_held else self.timeout_s) as self._deadline:
                 return await awaitable
         finally:
             self._deadline = None

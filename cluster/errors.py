@@ -121,3 +121,20 @@ class RunOverError(MobulaError):
 
 class JournalError(MobulaError):
     """The journal cannot be written, or a step that it holds cannot be trained again."""
+
+
+def loss_kind(error: Exception) -> str:
+    """How an engine was lost, as a word to count by."""
+    match error:
+        case DeadlineError():
+            return "hung"
+        case WorkerDiedError():
+            return "died"
+        case CanaryError():
+            return "wrong"
+        case WeightSyncError():
+            return "sync"
+        case RolloutError():
+            return "failing"
+        case _:
+            return "error"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.concurrency import run_all
-from cluster.errors import CanaryError, DeadlineError, MobulaError, RolloutError, WeightSyncError, WorkerDiedError
+from cluster.errors import DeadlineError, MobulaError, RolloutError, WorkerDiedError, loss_kind
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
 from cluster.status import WorkerState, WorkerStatus, in_one_line
@@ -125,6 +125,7 @@ class RolloutFleet:
         self._tasks: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
         self._version = -1
+        self._announced = -1
 
     def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
         """How a late joiner gets weights: `WeightSync.admit`."""
@@ -195,6 +196,9 @@ class RolloutFleet:
             seat.version = version
             seat.last_sign_s = self._clock()
             self._notify()
+
+    def announced(self, version: int) -> None:
+        self._announced = version
 
     def published(self, version: int) -> None:
         self._version = version
@@ -325,8 +329,8 @@ class RolloutFleet:
             await seat.engine.start()
             self._set(seat, WorkerState.JOINING)
             assert self._admit is not None, "admit_with() tells how a joiner gets weights"
-            while (version := await self._admit(seat.engine)) < self._version:
-                pass  # another version was published meanwhile
+            while (version := await self._admit(seat.engine)) < max(self._version, self._announced):
+                pass  # a push began meanwhile, without it
         except Exception as error:  # whatever it was: counted, named, and tried again within the budget
             if seat in self._seats:
                 self._note_loss(seat, error)
@@ -381,20 +385,3 @@ class RolloutFleet:
                 seat.last_sign_s = self._clock()
         except Exception as error:  # whatever an engine answers to this, it is not well
             self._lose(seat, engine, error)
-
-
-def loss_kind(error: Exception) -> str:
-    """How an engine was lost, as a word to count by."""
-    match error:
-        case DeadlineError():
-            return "hung"
-        case WorkerDiedError():
-            return "died"
-        case CanaryError():
-            return "wrong"
-        case WeightSyncError():
-            return "sync"
-        case RolloutError():
-            return "failing"
-        case _:
-            return "error"

@@ -23,6 +23,7 @@ class SamplingSettings:
     max_tokens: int
     seed: int
     priority: int = 0  # where an engine has to choose, a smaller number goes first
+    min_version: int = -1  # an engine that serves older weights waits for the push that brings these
 
     def for_prompt(self, prompt_id: str) -> SamplingSettings:
         """The same with the prompt's own seed, where `seed` is the run's."""

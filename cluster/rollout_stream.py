@@ -112,7 +112,7 @@ class RolloutStream:
     """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
 
     `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. Whoever publishes
-    weights calls `advance` after each push.
+    weights calls `advance` after each push; where engines heed `min_version`, `expect` before it.
     """
 
     def __init__(
@@ -166,6 +166,10 @@ class RolloutStream:
             tasks.create_task(ahead.prepare(), name="prepare prompts")
             tasks.create_task(self._produce(ahead, tasks), name="hand out prompts")
             yield
+
+    def expect(self, version: int) -> None:
+        """A push of `version` begins. Prompts go out meanwhile, and are ready at the engines when it ends."""
+        self._gate.advance(version)
 
     def advance(self, version: int) -> None:
         """Every rollout actor now serves `version`: all steps that led to it are trained, and slots are free."""
@@ -237,10 +241,11 @@ class RolloutStream:
 
     async def sample_again(self, prompt_id: str) -> ScoredGroup:
         """Another group of a prompt whose accepted group was lost; it is trained in that one's place, as it comes."""
-        return await self._scored(await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id)))
+        prompt = await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id))
+        return await self._scored(prompt, self._settings.min_version)
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
-        group = await self._scored(prompt)
+        group = await self._scored(prompt, admission.version)
         reason = self._reason_to_reject(group)
         if reason is None:
             await self._accept(group, admission)
@@ -248,8 +253,8 @@ class RolloutStream:
             await self._reject(group, admission, reason)
         await self._put_complete_steps()
 
-    async def _scored(self, prompt: Prompt) -> ScoredGroup:
-        settings = self._settings.for_prompt(prompt.prompt_id)
+    async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
+        settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
         reference, summary, rewards = await sample_and_score(
             self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )

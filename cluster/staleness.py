@@ -26,14 +26,15 @@ class Admission:
     number, which is the order in which prompts were handed out.
     """
 
-    version: int  # newest published version when it started
+    version: int  # the gate's when it started
     number: int
 
 
 class StalenessGate:
     """Decides how many groups may start now.
 
-    With B groups a step and `version` the newest published weights (after AReaL, Fu et al. 2025):
+    With B groups a step and `version` the newest weights that are published, or announced where groups can wait for
+    their push (after AReaL, Fu et al. 2025):
 
         capacity = min(max_concurrent - running, (max_staleness + version + 1) * B - (accepted + running))
 
@@ -109,7 +110,7 @@ class StalenessGate:
         self._changed.set()
 
     def advance(self, version: int) -> None:
-        """Every rollout actor now serves `version`."""
+        """What starts from now on is sampled with `version`."""
         assert version >= self.version, f"published version {version} after {self.version}"
         self.version = version
         self._changed.set()

@@ -144,6 +144,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
+    weights.on_announced(stream.expect)
     weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
     mender = _mender(config, source, stream, training, metrics)
     reference = MendingReference(training.reference, mender)

@@ -125,6 +125,8 @@ class FakeRollouts:
         self.attempts[prompt.prompt_id] += 1
         self.settings[prompt.prompt_id] = settings
         versions = []
+        while self.version < settings.min_version:
+            await turns(1)
         for _ in range(NUM_TOKENS):
             await turns(1 + self._pauses(prompt.prompt_id))
             versions.append(self.version)
@@ -194,17 +196,23 @@ class FakeLearner:
 
 
 class FakeWeights:
-    """Moves every engine to the new version and tells the listeners."""
+    """Announces a version, moves every engine to it and tells the listeners."""
 
     def __init__(self, rollouts: FakeRollouts) -> None:
         self.published: list[int] = []
         self._rollouts = rollouts
         self._listeners: list[Callable[[int], None]] = []
+        self._heralds: list[Callable[[int], None]] = []
+
+    def on_announced(self, listener: Callable[[int], None]) -> None:
+        self._heralds.append(listener)
 
     def on_published(self, listener: Callable[[int], None]) -> None:
         self._listeners.append(listener)
 
     async def publish(self, version: int) -> int:
+        for announce in self._heralds:
+            announce(version)
         await turns(2)
         self._rollouts.version = version
         await turns(1)

@@ -49,9 +49,11 @@ class FaultyEngine:
         self._faults = faults
         self._timing = timing
 
-    async def sample(self, prompt: Prompt, fleet: FaultyFleet) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def sample(self, prompt: Prompt, min_version: int, fleet: FaultyFleet) -> tuple[TrajectoryGroup, GroupSummary]:
         await asyncio.sleep(CONNECT_S)
         self._check_alive(since_s=_now())
+        while fleet.version < min_version:
+            await asyncio.sleep(CONNECT_S)
         versions = []
         for _ in range(NUM_TOKENS):
             await self._sample_token(random.Random(f"{self._timing}/{prompt.prompt_id}").choice([0.1, 1, 2, 3, 15]))
@@ -91,7 +93,7 @@ class FaultyFleet:
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         engine.num_in_flight += 1
-        call = asyncio.create_task(engine.sample(prompt, self))
+        call = asyncio.create_task(engine.sample(prompt, settings.min_version, self))
         try:
             return await asyncio.wait_for(asyncio.shield(call), DEADLINE_S)
         except TimeoutError:

@@ -11,6 +11,7 @@ class FixedMembers:
     def __init__(self, *receivers: Any) -> None:
         self.lost: dict[str, Exception] = {}
         self.versions: dict[str, int] = {}
+        self.versions_announced: list[int] = []
         self.version = -1
         self._receivers = list(receivers)
 
@@ -19,6 +20,9 @@ class FixedMembers:
 
     def add(self, receiver: Any) -> None:
         self._receivers.append(receiver)
+
+    def announced(self, version: int) -> None:
+        self.versions_announced.append(version)
 
     def synced(self, receiver: Any, version: int) -> None:
         self.versions[receiver.name] = version

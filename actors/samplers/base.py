@@ -69,7 +69,8 @@ class Sampler(Protocol):
         """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
 
         `emit` is given the news of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that were
-        kept stay as they are, with their log-probs and versions. A sampler that takes prompts one after the other takes
+        kept stay as they are, with their log-probs and versions. Where the engine serves weights that are older than
+        `settings.min_version`, its prompt waits for the push that brings those. A sampler that takes prompts one after the other takes
         them in order of arrival, whatever their priority.
         """
         ...
@@ -102,8 +103,9 @@ class Sampler(Protocol):
         """Become receiver `rank` of a transfer group, leaving the one before."""
         ...
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
-        """Freeze running requests, take a push from the transfer group, stamp `version`, and go on.
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        """Freeze running requests, take a push from the transfer group, stamp `version`, and go on; returns the version
+        that the engine then names.
 
         No later request sees a cache of the old weights (KV, prefix, encoder). A running one keeps its KV only with
         `EngineSettings.keeps_kv_cache`.

@@ -14,6 +14,7 @@ from transformers.generation import LogitsProcessorList
 
 from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
+from actors.samplers.served import ServedVersion
 from cluster.errors import WeightSyncError
 from cluster.media import ProcessedMedia
 from cluster.roles import EngineLoad, SamplingSettings
@@ -36,7 +37,7 @@ class HuggingFaceSampler:
         self._turn = asyncio.Lock()
         self._num_asked = 0  # groups
         self._is_asleep = False
-        self._version = -1
+        self._served = ServedVersion()
         self._group: TransferGroup | None = None
 
     async def start(self) -> None:
@@ -57,6 +58,7 @@ class HuggingFaceSampler:
         progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit_here)
         self._num_asked += 1
         try:
+            await self._served.reach(settings.min_version)
             async with self._turn:
                 await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
         finally:
@@ -95,11 +97,12 @@ class HuggingFaceSampler:
             self._group.close()
         self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, self._device)
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         async with self._turn:
             tensors = self._received(manifest, bucket_bytes)
             await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
-            self._version = version
+            self._served.set(version)
+        return self._served.number
 
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
@@ -108,10 +111,10 @@ class HuggingFaceSampler:
         tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
         async with self._turn:
             await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
-            self._version = version
+            self._served.set(version)
 
     async def weight_version(self) -> int:
-        return self._version
+        return self._served.number
 
     async def close(self) -> None:
         if self._group is not None:
@@ -162,7 +165,7 @@ class HuggingFaceSampler:
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
-        reader = _Reader(self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._version, progress)
+        reader = _Reader(self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._served.number, progress)
         output = self._model.generate(
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,

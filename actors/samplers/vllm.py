@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
+from actors.samplers.served import ServedVersion
 from actors.samplers.vllm_inproc import in_process_engine
 from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
@@ -55,6 +56,7 @@ class VLLMSampler:
         self._settings = settings
         self._load = LoadLogger()
         self._is_asleep = False
+        self._served = ServedVersion()
         self._is_replacing = False
         self._num_replaced = 0
 
@@ -134,9 +136,9 @@ class VLLMSampler:
         with _named(f"join transfer epoch {rendezvous.epoch}"):
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info))
 
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         with _named(f"receive version {version}"):
-            await self._replace_weights(self._update(manifest, bucket_bytes), version)
+            return await self._replace_weights(self._update(manifest, bucket_bytes), version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
         packed = [bucket.tobytes() for bucket in buckets]
@@ -165,25 +167,29 @@ class VLLMSampler:
         told = {} if adapters is None else {"adapters": asdict(adapters.base)}
         return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | told
 
-    async def _replace_weights(self, update: dict[str, Any], version: int) -> None:
-        """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on.
+    async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
+        """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
 
         `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
-        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. An engine whose
-        reload fails stays frozen: its weights are neither old nor new.
+        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. What comes to a frozen
+        engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its weights
+        are neither old nor new.
         """
         self._is_replacing = True
         self._load.expect_push()
         await self._pause()
+        self._num_replaced += 1
+        self._is_replacing = False
+        self._served.set(version)
         await self._engine.start_weight_update()
         await self._engine.update_weights(WeightTransferUpdateRequest(update))
         await self._engine.finish_weight_update(weight_version=str(version))
         await self._engine.reset_mm_cache()
         await self._engine.reset_encoder_cache()
         await self._engine.reset_prefix_cache()
-        self._num_replaced += 1
-        self._is_replacing = False
+        named = await self.weight_version()  # while the engine stands still: it would answer between two steps
         await self._engine.resume_generation()
+        return named
 
     async def _pause(self) -> None:
         """`AsyncLLM.pause_generation` without the 20 ms that it sleeps afterwards for the order of events in a log."""
@@ -226,6 +232,7 @@ class VLLMSampler:
         params = sampling_params(self._settings, settings)
         reader = OutputReader(self._engine, request_id)
         with _failing(f"prompt {prompt.prompt_id}"):
+            await self._served.reach(settings.min_version)
             inputs = self._engine_input(prompt, media)
             async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
                 for index, piece in reader.read(output):

@@ -77,6 +77,10 @@ class Members(Protocol):
 
     def receivers(self) -> Sequence[Receiver]: ...
 
+    def announced(self, version: int) -> None:
+        """The receivers of now are brought to `version`; who joins from now on must have it."""
+        ...
+
     def synced(self, receiver: Receiver, version: int) -> None:
         """`receiver` serves `version` from now on."""
         ...
@@ -143,12 +147,17 @@ class WeightSync:
         self._canary_tolerance = canary_tolerance
         self._probe = probe
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
+        self._heralds: list[Callable[[int], None]] = []
         self._manifest: Manifest | None = None
         self._agreed: set[int] = set()  # receivers, by identity, that have agreed to the manifest
         self._waves: list[_Wave] = []
         self._epoch = 0
         self._one_push = asyncio.Lock()
         self.num_pushes = 0
+
+    def on_announced(self, listener: Callable[[int], None]) -> None:
+        """Call `listener` with the version whenever a push of it begins; every receiver will have it or be lost."""
+        self._heralds.append(listener)
 
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
         """Call `listener` after every push that succeeded."""
@@ -166,13 +175,16 @@ class WeightSync:
         async with self._one_push:
             started = time.monotonic()
             manifest = await self._agreed_manifest()
-            before = len(self._members.receivers())
-            for receivers in self._cut(self._members.receivers()):
-                await self._update(manifest, receivers, version)
+            receivers = self._members.receivers()
+            self._members.announced(version)
+            for announce in self._heralds:
+                announce(version)
+            for wave in self._cut(receivers):
+                await self._update(manifest, wave, version)
             self.num_pushes += 1
             gap = await self._canary()
             self._members.published(version)
-            num_lost = before - len(self._members.receivers())
+            num_lost = len(receivers) - len(self._members.receivers())
             push = Push(version, manifest.num_bytes, time.monotonic() - started, gap, max(0, num_lost))
         for listener in self._listeners:
             await listener(push)

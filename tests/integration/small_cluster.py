@@ -300,6 +300,8 @@ class SmallRun:
         )
         self.fleet.admit_with(weights.admit)
 
+        weights.on_announced(stream.expect)
+
         async def published(push: Any) -> None:
             stream.advance(push.version)
 

@@ -59,6 +59,8 @@ class SmallRollout:
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupSummary]:
         versions = []
+        while self._version < settings.min_version:
+            await asyncio.sleep(0.002)
         for _ in range(3):
             await asyncio.sleep(self._token_s)
             versions.append(self._version)

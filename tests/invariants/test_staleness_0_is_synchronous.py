@@ -101,6 +101,8 @@ class OneParameterRollouts:
         self._timing = timing
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        while self.version < settings.min_version:
+            await asyncio.sleep(0)
         tokens = sample(prompt.prompt_id, settings, self._learner.parameters[self.version])
         versions = [self.version] * NUM_TOKENS
         await asyncio.sleep(random.Random(f"{self._timing}/{prompt.prompt_id}").lognormvariate(0, 1.5))

@@ -286,6 +286,22 @@ async def test_scaling_up_starts_engines_that_join_while_the_others_serve() -> N
         assert len(fleet.receivers()) == 3
 
 
+async def test_who_joins_while_a_push_is_under_way_has_its_version() -> None:
+    """The push goes to the receivers of its begin: an older joiner would keep prompts waiting that need its version."""
+    yard, versions = Yard(), [3, 3, 4]
+    async with fleet_of(1, yard) as (fleet, _):
+
+        async def admit(engine: FakeEngine) -> int:
+            fleet.announced(4)
+            return versions.pop(0)
+
+        fleet.admit_with(admit)
+        await fleet.scale(2)
+        await until(lambda: states(fleet) == [WorkerState.SERVING] * 2)
+        assert [worker.version for worker in fleet.status()] == [3, 4]
+        assert versions == []
+
+
 async def test_scaling_down_drains_and_loses_nothing() -> None:
     yard = Yard()
     async with fleet_of(3, yard) as (fleet, losses):

@@ -123,6 +123,17 @@ async def test_a_push_brings_every_receiver_to_the_version_and_says_what_it_took
     assert push.seconds >= 0
 
 
+async def test_a_push_is_announced_before_anybody_receives_it() -> None:
+    sender = FakeSender()
+    receiver = FakeReceiver("rollout/0", sender)
+    members = FixedMembers(receiver)
+    sync, announced = weight_sync(sender, members=members), []
+    sync.on_announced(lambda version: announced.append((version, receiver.version, list(members.versions_announced))))
+    for version in range(2):
+        await sync.publish(version)
+    assert announced == [(0, -1, [0]), (1, 0, [0, 1])]
+
+
 async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender() -> None:
     sender = FakeSender()
     receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -98,3 +99,30 @@ async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(cal
     silent = SimpleNamespace(**dict.fromkeys(methods.split(), never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, **dict.fromkeys(DEADLINES_S, 0.05)))
+
+
+async def test_a_prompt_that_waits_for_a_push_has_its_time_from_the_end_of_the_push() -> None:
+    actor = FakeActor()
+    actor.gate.clear()
+    asked = client(actor, rollout_s=0.1)
+    settings = replace(SETTINGS, min_version=7)
+    call = asyncio.create_task(asked.generate(PROMPT, settings))
+    await asyncio.sleep(0.3)
+    assert not call.done(), "the push has a deadline of its own"
+    await asked.receive_weights(Manifest(()), 64, 7)
+    with pytest.raises(DeadlineError, match="to generate prompt 0/0/s0"):
+        await call
+    with pytest.raises(DeadlineError, match="to generate prompt 0/0/s0"):
+        await asked.generate(PROMPT, settings)
+
+
+async def test_a_push_that_fails_ends_the_wait_for_it_as_well() -> None:
+    actor = FakeActor()
+    actor.gate.clear()
+    actor.receive_weights = never
+    asked = client(actor, rollout_s=0.1, sync_s=0.1)
+    call = asyncio.create_task(asked.generate(PROMPT, replace(SETTINGS, min_version=7)))
+    with pytest.raises(DeadlineError, match="receive version 7"):
+        await asked.receive_weights(Manifest(()), 64, 7)
+    with pytest.raises(DeadlineError, match="to generate prompt 0/0/s0"):
+        await call

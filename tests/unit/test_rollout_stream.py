@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
@@ -165,11 +166,35 @@ async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None
 
 
 async def test_a_run_whose_engines_stay_behind_ends_and_says_so() -> None:
-    rollouts = FakeRollouts()  # its engines stay at version 0
+    class Heedless(FakeRollouts):
+        """Its engines stay at version 0, whatever is asked."""
+
+        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+            return await super().generate(prompt, replace(settings, min_version=-1))
+
+    rollouts = Heedless()
     bench = Bench(rollouts, FakeRewards(), admission_filter=AdmissionFilter(2, False, 3))
     bench.stream.restore(1, {"cursor": 0, "pending": []})
     with pytest.raises(RolloutError, match="'over_age'"):
         await bench.step()
+
+
+async def test_prompts_of_an_announced_push_go_out_while_it_is_under_way_and_wait_for_it() -> None:
+    rollouts = FakeRollouts()
+    bench = Bench(rollouts, FakeRewards())
+    async with bench.stream.streaming():
+        await bench.replay.release(await asyncio.wait_for(bench.replay.take(2), 2))
+        await asyncio.sleep(0.01)
+        assert rollouts.num_in_flight == 0, "staleness 0: nothing starts beside the step"
+        bench.stream.expect(1)
+        await asyncio.sleep(0.01)
+        assert rollouts.num_in_flight == 2
+        assert bench.stream.pending() == ("0/0/s0", "0/1/s1", "0/2/s2", "0/3/s3")
+        rollouts.version = 1
+        bench.stream.advance(1)
+        assert bench.stream.pending() == ("0/2/s2", "0/3/s3")
+        groups = await asyncio.wait_for(bench.replay.take(2), 2)
+    assert [set(group.summary.tokens_by_version) for group in groups] == [{1}, {1}]
 
 
 async def test_a_pool_that_loses_a_reward_is_named() -> None:

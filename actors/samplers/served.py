@@ -1,0 +1,23 @@
+"""The weights that an engine serves, as those see it who need newer ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class ServedVersion:
+    """The version that samples what reaches the engine now; -1 before the first push."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self._changed = asyncio.Event()
+
+    def set(self, number: int) -> None:
+        self.number = number
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def reach(self, number: int) -> None:
+        """Wait for a version that is not older; whoever asked has a deadline."""
+        while self.number < number:
+            await self._changed.wait()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engines import (
+    TEMPERATURE,
     AlteredManifest,
     Engine,
     LocalSender,
@@ -29,6 +30,7 @@ from engines import (
 from members import FixedMembers
 
 from cluster.errors import CanaryError, ManifestError, WeightSyncError
+from cluster.roles import SamplingSettings
 from cluster.trajectory import TrajectoryGroup
 from cluster.weight_sync.manifest import TensorSpec
 from cluster.weight_sync.publish import Push, WeightSync
@@ -89,6 +91,28 @@ async def test_tokens_carry_the_version_of_the_push(engine: Engine, learner: Lea
         await sync.publish(version)
         group = await engine.sample(engine.model.probe)
         assert group.summary().tokens_by_version == {version: sum(t.num_steps for t in group.trajectories)}
+
+
+async def test_prompts_that_need_the_weights_of_a_push_come_before_it_and_are_sampled_with_them_alone(
+    engine: Engine, learner: Learner
+) -> None:
+    sync = weight_sync(engine, LocalSender(learner))
+    await sync.publish(1)
+    perturb(learner, seed=7)
+    settings = SamplingSettings(4, TEMPERATURE, 8, seed=3, min_version=2)
+    early = asyncio.ensure_future(engine.generate(engine.model.probe, settings))
+    running = [early]
+
+    def send(version: int) -> None:
+        running.extend(asyncio.ensure_future(engine.generate(p, settings)) for p in engine.model.prompts)
+
+    sync.on_announced(send)
+    await engine.sample(engine.model.probe)  # the engine is busy with the old weights, and asked for
+    assert not early.done()
+    await sync.publish(2)
+    groups = await asyncio.gather(*running)
+    assert [set(group.summary().tokens_by_version) for group in groups] == [{2}] * 4
+    assert gaps(learner, engine.model, groups).max() <= EXACT
 
 
 async def pushed_within(

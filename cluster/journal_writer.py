@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster import journal as records
 from cluster.journal import Journal
 from cluster.journal_segments import Record
-from cluster.objects import fetch_or_miss
-from cluster.trajectory import ScoredGroup, TrajectoryGroup
+from cluster.objects import fetch_at_hand, fetch_or_miss
+from cluster.trajectory import ScoredGroup
 from cluster.trajectory_records import RecordedGroup
+
+PATIENCE_S = 0.05  # with what is not there yet: all that is written together waits for it
+MAX_TOGETHER = 32  # records, whose groups are in memory at one time
 
 
 class GroupJournal(Protocol):
@@ -57,11 +60,21 @@ class NoJournal:
     async def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class _Draft:
+    """A record that `make` makes of the values of `references`."""
+
+    make: Callable[..., Record]
+    references: Sequence[Any] = ()
+    what: str = ""  # they are
+
+
 class JournalWriter:
     """Writes a `Journal` on a thread of its own, so that the event loop never waits for a disk.
 
-    Records that come in while the disk is busy are written together afterwards and share one sync (group commit). It
-    may be sent to another process before it is used.
+    Records that come in while that thread is busy share one fetch and one sync afterwards (group commit). What is not
+    there when they are fetched, as a group that went with its node, is waited for in a thread of its own: it holds up
+    nothing else. A writer may be sent to another process before it is used.
     """
 
     def __init__(
@@ -72,19 +85,24 @@ class JournalWriter:
         self._timeout_s = timeout_s
         self._start_thread = start_thread or _one_thread
         self._executor: Executor | None = None
-        self._waiting: deque[tuple[Record, Future[None]]] = deque()
+        self._waiting: list[tuple[_Draft, asyncio.Future[bool]]] = []
+        self._writing: asyncio.Task[None] | None = None
 
     async def finished(self, group: ScoredGroup) -> None:
-        await self._append(lambda: records.finished(self._group(group), group.rewards))
+        what = f"group {group.summary.group_id} for the journal"
+        await self._append(_Draft(lambda found: records.finished(found, group.rewards), [group.group], what))
 
     async def rejected(self, group_id: str, reason: str) -> None:
-        await self._append(lambda: records.rejected(group_id, reason))
+        await self._append(_Draft(lambda: records.rejected(group_id, reason)))
 
     async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        await self._append(lambda: self._trained(version, groups))
+        group_ids = [group.summary.group_id for group in groups]
+        references = [group.reference_logprobs for group in groups]
+        what = "reference log-probs for the journal"
+        await self._append(_Draft(lambda *logprobs: records.trained(version, group_ids, logprobs), references, what))
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None:
-        await self._append(lambda: records.resumed(version, group_ids))
+        await self._append(_Draft(lambda: records.resumed(version, group_ids)))
 
     async def forget(self, version: int) -> None:
         await asyncio.wrap_future(self._thread().submit(self._journal.forget, version))
@@ -95,45 +113,60 @@ class JournalWriter:
     async def close(self) -> None:
         await asyncio.wrap_future(self._thread().submit(self._journal.close))
 
-    async def _append(self, make: Callable[[], Record]) -> None:
-        record = await asyncio.to_thread(make)
-        written: Future[None] = Future()
-        self._waiting.append((record, written))
-        self._thread().submit(self._write_waiting)
-        await asyncio.wrap_future(written)
+    async def _append(self, draft: _Draft) -> None:
+        if not await self._is_written(draft):
+            record = await asyncio.to_thread(self._made_alone, draft)
+            is_written = await self._is_written(_Draft(lambda: record))
+            assert is_written, "a record that is made is written"
 
-    def _write_waiting(self) -> None:
-        """On the writer's thread: write what has come in by now."""
-        batch: list[tuple[Record, Future[None]]] = []
+    async def _is_written(self, draft: _Draft) -> bool:
+        """Have it written with all that wait; False once it turns out that it cannot be made at once."""
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((draft, told))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write_waiting())
+        return await told
+
+    async def _write_waiting(self) -> None:
+        """Until nobody waits: write what has come in by now, and tell those who have not given up."""
         while self._waiting:
-            batch.append(self._waiting.popleft())
-        if not batch:
-            return  # a job before this one wrote it
-        wanted = [written for _, written in batch if written.set_running_or_notify_cancel()]
-        try:
-            self._journal.append([record for record, _ in batch])
-        except Exception as error:
-            for written in wanted:
-                written.set_exception(error)
-        else:
-            for written in wanted:
-                written.set_result(None)
+            batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
+            job = self._thread().submit(self._write, [draft for draft, _ in batch])
+            try:
+                are_written = await asyncio.wrap_future(job)
+            except Exception as error:
+                for _, told in batch:
+                    if not told.done():
+                        told.set_exception(error)
+            else:
+                for (_, told), is_written in zip(batch, are_written, strict=True):
+                    if not told.done():
+                        told.set_result(is_written)
 
-    def _group(self, group: ScoredGroup) -> TrajectoryGroup:
-        [value] = self._fetch([group.group], f"group {group.summary.group_id} for the journal")
-        return value
+    def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
+        """On the writer's thread: write those that can be made at once, and say which."""
+        found = fetch_at_hand([draft.references for draft in drafts], patience_s=PATIENCE_S)
+        made = [_made(draft, values) for draft, values in zip(drafts, found, strict=True)]
+        self._journal.append([record for record in made if record is not None])
+        return [record is not None for record in made]
 
-    def _trained(self, version: int, groups: Sequence[ScoredGroup]) -> Record:
-        logprobs = self._fetch([group.reference_logprobs for group in groups], "reference log-probs for the journal")
-        return records.trained(version, [group.summary.group_id for group in groups], logprobs)
-
-    def _fetch(self, references: Sequence[Any], what: str) -> list[Any]:
-        return fetch_or_miss(references, timeout_s=self._timeout_s, what=what)
+    def _made_alone(self, draft: _Draft) -> Record:
+        return draft.make(*fetch_or_miss(draft.references, timeout_s=self._timeout_s, what=draft.what))
 
     def _thread(self) -> Executor:
         if self._executor is None:
             self._executor = self._start_thread()
         return self._executor
+
+
+def _made(draft: _Draft, values: Sequence[Any] | None) -> Record | None:
+    """None if it cannot be made: alone it is tried again, and why it fails is told to nobody else."""
+    if values is None:
+        return None
+    try:
+        return draft.make(*values)
+    except Exception:
+        return None
 
 
 def _one_thread() -> Executor:

@@ -6,11 +6,12 @@ and outside a cluster. Every fetch has a deadline and names what it waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from cluster.errors import DeadlineError, LostObjectError
 
@@ -48,3 +49,23 @@ def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> 
         raise LostObjectError(
             f"{error}: see whether the node is alive that holds them, or raise timeouts.object_s"
         ) from error
+
+
+def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[list[Any] | None]:
+    """`fetch` several lists of references in one go; None for each of which a value is not there within `patience_s`.
+
+    If a value turns out to be lost, whatever needed a fetch is None: fetched by itself it tells why.
+    """
+    pending = list({r for references in wanted for r in references if isinstance(r, ray.ObjectRef)})
+    values: dict[ray.ObjectRef, Any] = {}
+    if pending:
+        there, _ = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
+        with suppress(RayError):
+            values = dict(zip(there, ray.get(there, timeout=patience_s), strict=True))
+    return [_resolved(references, values) for references in wanted]
+
+
+def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef, Any]) -> list[Any] | None:
+    if any(isinstance(r, ray.ObjectRef) and r not in values for r in references):
+        return None
+    return [values[r] if isinstance(r, ray.ObjectRef) else r for r in references]

@@ -32,6 +32,10 @@ def fetch_or_lose(references: Sequence[Any], *, timeout_s: float, what: str) -> 
     return fetch(references, timeout_s=timeout_s, what=what)
 
 
+def fetch_what_is_there(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[Sequence[Any] | None]:
+    return [None if any(isinstance(r, str) for r in references) else references for references in wanted]
+
+
 def lost(group: ScoredGroup) -> ScoredGroup:
     return replace(group, group=LOST)
 
@@ -42,6 +46,7 @@ class Bench:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("cluster.mending.fetch_or_miss", fetch_or_lose)
         monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("cluster.journal_writer.fetch_at_hand", fetch_what_is_there)
         self.journal = Journal(folder, {})
         self.replay = ReplayBuffer(journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce))
         self.sampled_again: list[str] = []

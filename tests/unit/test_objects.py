@@ -9,9 +9,9 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError
 
 from cluster.errors import DeadlineError, LostObjectError
-from cluster.objects import fetch, fetch_or_miss
+from cluster.objects import fetch, fetch_at_hand, fetch_or_miss
 
-REFERENCE = ray.ObjectRef(b"\x01" * 28)
+REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,34 @@ def test_what_cannot_be_had_is_named_by_its_cause(
 
 def test_plain_values_are_returned_as_they_are() -> None:
     assert fetch([1, "two"], timeout_s=1, what="values") == [1, "two"]
+
+
+def test_what_is_late_is_none_and_one_call_fetches_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[ray.ObjectRef]] = []
+
+    def wait(references: list[ray.ObjectRef], *, num_returns: int, timeout: float) -> tuple[list, list]:
+        assert (len(references), len(set(references))) == (num_returns, num_returns), "each is asked for once"
+        return [r for r in references if r != LATE], [r for r in references if r == LATE]
+
+    def get(references: list[ray.ObjectRef], timeout: float) -> list[str]:
+        asked.append(set(references))
+        return [f"value of {r.hex()[:2]}" for r in references]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", get)
+    wanted = [[REFERENCE, "plain"], [], [REFERENCE, LATE], [None], [REFERENCE]]
+    found = fetch_at_hand(wanted, patience_s=0)
+    assert found == [["value of 01", "plain"], [], None, [None], ["value of 01"]]
+    assert asked == [{REFERENCE}]
+
+
+@pytest.mark.parametrize("failure", [GetTimeoutError("gone again"), ObjectLostError("01", None, "")])
+def test_what_turns_out_to_be_lost_is_left_to_a_fetch_of_its_own(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get(references: Any, timeout: float) -> Any:
+        raise failure
+
+    monkeypatch.setattr(ray, "wait", lambda references, **rest: (references, []))
+    monkeypatch.setattr(ray, "get", get)
+    assert fetch_at_hand([[REFERENCE], ["plain"], []], patience_s=0) == [None, ["plain"], []]

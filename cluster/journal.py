@@ -33,13 +33,13 @@ from cluster.journal_segments import (
     segment_path,
 )
 from cluster.trajectory import Reward, TrajectoryGroup
-from cluster.trajectory_records import SCHEMA, RecordedGroup, arrays, from_batch, to_batch
+from cluster.trajectory_records import RecordedGroup, arrays, from_batch, record_batch, to_batch
 from configs.schema import RunConfig
 
 _logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**20
-_NO_ROWS = pa.RecordBatch.from_pylist([], SCHEMA)
+_NO_ROWS = record_batch([])
 _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change speed and rounding alone
 
 
@@ -74,7 +74,7 @@ def trained(version: int, group_ids: Sequence[str], logprobs: Sequence[Sequence[
         for of_trajectory in of_group or ()
     ]
     body = {"version": version, "group_ids": list(group_ids)}
-    return Record(RecordKind.TRAINED, body, pa.RecordBatch.from_pylist(rows, SCHEMA))
+    return Record(RecordKind.TRAINED, body, record_batch(rows))
 
 
 def resumed(version: int, group_ids: Sequence[str]) -> Record:

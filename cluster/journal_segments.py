@@ -23,6 +23,7 @@ from cluster.trajectory_records import SCHEMA
 
 _IDENTITY = b"identity"  # in the schema's metadata: what the run was, as JSON
 _SUFFIX = ".arrows"
+_BUFFER_BYTES = 2**18  # of what is not synced yet: Arrow writes a record in a hundred pieces
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a segment that was closed ends in it
 
 
@@ -61,12 +62,13 @@ class SegmentWriter:
         self.number = number
         self._file = segment_path(folder, number).open("xb")
         schema = SCHEMA.with_metadata({_IDENTITY: json.dumps(identity, sort_keys=True)})
-        self._writer = pa.ipc.new_stream(self._file, schema)
+        self._stream = pa.output_stream(self._file, buffer_size=_BUFFER_BYTES)
+        self._writer = pa.ipc.new_stream(self._stream, schema)
         _sync_folder(folder)
 
     @property
     def num_bytes(self) -> int:
-        return self._file.tell()
+        return self._stream.tell()
 
     def write(self, record: Record) -> None:
         body = json.dumps(record.body)
@@ -75,18 +77,19 @@ class SegmentWriter:
         self._writer.write_batch(record.rows, custom_metadata=metadata)
 
     def sync(self) -> None:
+        self._stream.flush()  # to the file, which has a buffer too
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._writer.close()
         self.sync()
-        self._file.close()
+        self._stream.close()
 
     def abandon(self) -> None:
         """Leave the file as it is, after a write that failed: nothing more may follow what is half there."""
         with suppress(OSError):  # the disk that refused the write may refuse the rest of it too
-            self._file.close()
+            self._stream.close()
 
 
 def segment_path(folder: Path, number: int) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,7 @@ SCHEMA = pa.schema(
         ("reference_logprobs", pa.list_(pa.float32())),  # null where nothing reads them
     ]
 )
+_ROW = pa.struct(SCHEMA)
 _OF_PROMPT = ("prompt_text", "compact_ids", "expanded_ids", "media", "references", "metadata")
 _ARRAYS = {
     "compact_ids": np.int32,
@@ -103,11 +104,16 @@ def to_rows(
     ]
 
 
+def record_batch(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Rows of `SCHEMA`; what one lacks is null. Made as structs, they take half of what they take column by column."""
+    return pa.RecordBatch.from_struct_array(pa.array(rows, _ROW))
+
+
 def to_batch(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> pa.RecordBatch:
     """A group as a record of its own: the prompt stands in its first row alone."""
     first, *others = to_rows(group, rewards)
     without_prompt = dict.fromkeys(_OF_PROMPT)
-    return pa.RecordBatch.from_pylist([first, *({**row, **without_prompt} for row in others)], SCHEMA)
+    return record_batch([first, *({**row, **without_prompt} for row in others)])
 
 
 def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
@@ -133,7 +139,7 @@ def arrays(batch: pa.RecordBatch, name: str) -> Iterable[np.ndarray | None]:
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
     media = [
-        {"key": m.key, "modality": m.modality, "num_bytes": m.num_bytes, "source": m.source, **asdict(span)}
+        {"key": m.key, "modality": m.modality, "num_bytes": m.num_bytes, "source": m.source, **vars(span)}
         for m, span in zip(prompt.media, prompt.media_spans, strict=True)
     ]
     return {
@@ -153,7 +159,7 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
         "token_ids": trajectory.actions.token_ids,
         "behavior_logprobs": trajectory.behavior_logprobs,
         "action_mask": trajectory.action_mask,
-        "weight_spans": [asdict(span) for span in trajectory.weight_spans],
+        "weight_spans": [vars(span) for span in trajectory.weight_spans],
         "finish_reason": trajectory.finish_reason.value,
         "response_text": trajectory.response.text,
         "response_num_tokens": trajectory.response.num_tokens,

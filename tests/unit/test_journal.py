@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,22 @@ def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path: Path,
     assert waiting(recover(tmp_path))[0] == "a/0/s"
     written.append([done("c/0/s")])
     assert waiting(recover(tmp_path))[-1] == "c/0/s", "nothing follows what may be half there"
+
+
+def test_a_disk_that_takes_half_of_it_is_named_and_costs_nothing_that_was_written(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    written.append([done("a/0/s")])
+    size = segment_path(tmp_path, 0).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, hard))  # no file may be longer
+    try:
+        with pytest.raises(JournalError, match=r"File too large.*resume=auto"):
+            written.append([done(f"b/{n}/s") for n in range(200)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert waiting(recover(tmp_path)) == ["a/0/s"]
+    written.append([done("c/0/s")])
+    assert waiting(recover(tmp_path)) == ["a/0/s", "c/0/s"], "nothing follows what is half there"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

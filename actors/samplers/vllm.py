@@ -177,25 +177,25 @@ class VLLMSampler:
         """
         self._is_replacing = True
         self._load.expect_push()
-        await self._pause()
+        await self._engine.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=not self._settings.keeps_kv_cache
+        )  # `pause_generation` sleeps 20 ms besides, for the order of events in a log
         self._num_replaced += 1
         self._is_replacing = False
         self._served.set(version)
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update))
-        await self._engine.finish_weight_update(weight_version=str(version))
-        await self._engine.reset_mm_cache()
-        await self._engine.reset_encoder_cache()
-        await self._engine.reset_prefix_cache()
+        await asyncio.gather(  # the core takes calls in order; each that is waited for by itself is a way there and back
+            self._engine.start_weight_update(),
+            self._engine.update_weights(WeightTransferUpdateRequest(update)),
+        )
+        await asyncio.gather(
+            self._engine.finish_weight_update(weight_version=str(version)),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+            self._engine.reset_prefix_cache(),
+        )
         named = await self.weight_version()  # while the engine stands still: it would answer between two steps
         await self._engine.resume_generation()
         return named
-
-    async def _pause(self) -> None:
-        """`AsyncLLM.pause_generation` without the 20 ms that it sleeps afterwards for the order of events in a log."""
-        await self._engine.renderer.clear_mm_cache_async()
-        clear_cache = not self._settings.keeps_kv_cache
-        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
     def _cache_salt(self) -> str | None:
         """Requests with equal salts share the KV of equal prefixes. Where the KV of old weights outlives a push, only

@@ -7,7 +7,7 @@ compares the sender's manifest with what its own checkpoint promises; a differen
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -101,7 +101,7 @@ class Manifest:
 
     def to_wire(self) -> list[dict[str, object]]:
         """Plain lists and strings, for serializers that know nothing else."""
-        return [asdict(spec) for spec in self.tensors]
+        return [dict(vars(spec)) for spec in self.tensors]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Mapping[str, object]]) -> Manifest:

@@ -148,6 +148,7 @@ class WeightSync:
         self._probe = probe
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
         self._heralds: list[Callable[[int], None]] = []
+        self._announced = -1
         self._manifest: Manifest | None = None
         self._agreed: set[int] = set()  # receivers, by identity, that have agreed to the manifest
         self._waves: list[_Wave] = []
@@ -156,7 +157,7 @@ class WeightSync:
         self.num_pushes = 0
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` with the version whenever a push of it begins; every receiver will have it or be lost."""
+        """Call `listener` with the version once its push is under way; every receiver will have it or be lost."""
         self._heralds.append(listener)
 
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
@@ -177,8 +178,6 @@ class WeightSync:
             manifest = await self._agreed_manifest()
             receivers = self._members.receivers()
             self._members.announced(version)
-            for announce in self._heralds:
-                announce(version)
             for wave in self._cut(receivers):
                 await self._update(manifest, wave, version)
             self.num_pushes += 1
@@ -251,15 +250,24 @@ class WeightSync:
             wave = await self._meet(receivers)
         except _NotMet as failure:
             return failure.found
-        sent, *received = await outcomes(
+        sent, *received, told = await outcomes(
             self._sender.send_weights(self._bucket_bytes, wave.epoch),
             *(self._receive(manifest, r, version) for r in receivers),
+            self._announce(version),  # behind the calls: what it sets off comes after them
         )
+        if told is not None:
+            raise told
         if isinstance(sent, LOST):
             raise sent
         if sent is not None or any(outcome is not None for outcome in received):
             await self._disband(wave)
         return {r: self._blame(sent, outcome) for r, outcome in zip(receivers, received, strict=True)}
+
+    async def _announce(self, version: int) -> None:
+        if version > self._announced:
+            self._announced = version
+            for listener in self._heralds:
+                listener(version)
 
     def _blame(self, sent: Exception | None, received: Exception | None) -> Exception | None:
         """Who says that it received everything did, even if the sender saw a peer fail."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 
@@ -123,15 +124,23 @@ async def test_a_push_brings_every_receiver_to_the_version_and_says_what_it_took
     assert push.seconds >= 0
 
 
-async def test_a_push_is_announced_before_anybody_receives_it() -> None:
-    sender = FakeSender()
-    receiver = FakeReceiver("rollout/0", sender)
-    members = FixedMembers(receiver)
-    sync, announced = weight_sync(sender, members=members), []
-    sync.on_announced(lambda version: announced.append((version, receiver.version, list(members.versions_announced))))
-    for version in range(2):
-        await sync.publish(version)
-    assert announced == [(0, -1, [0]), (1, 0, [0, 1])]
+async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
+    class Patient(FakeReceiver):
+        """Receives once the push is announced."""
+
+        async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+            while not announced or announced[-1] < version:
+                await asyncio.sleep(0)
+            return await super().receive_weights(manifest, bucket_bytes, version)
+
+    sender, announced = FakeSender(), []
+    members = FixedMembers(Patient("rollout/0", sender), Patient("rollout/1", sender))
+    sync = weight_sync(sender, members=members, wave_size=1)
+    sync.on_announced(announced.append)
+    async with asyncio.timeout(5):
+        for version in range(2):
+            await sync.publish(version)
+    assert announced == members.versions_announced == [0, 1]
 
 
 async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender() -> None:

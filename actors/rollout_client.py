@@ -131,8 +131,9 @@ class RolloutClient:
         return self._version
 
     def _patience(self, min_version: int) -> Patience:
-        patience = Patience(self._rollout_s, is_held=min_version > self._version)
-        if min_version > self._version:
+        is_held = min_version > self._version
+        patience = Patience(self._rollout_s, is_held=is_held)
+        if is_held:
             self._held.append(patience)
         return patience
 

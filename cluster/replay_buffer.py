@@ -139,14 +139,13 @@ class ReplayBuffer:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= num_groups)
             taken = list(self._ready)[:num_groups]
-        await self.lease(taken)
-        return [self._leased[group_id].group for group_id in taken]
+            self._lease(taken)
+            return [self._leased[group_id].group for group_id in taken]
 
     async def lease(self, group_ids: Sequence[str]) -> None:
         """Lease these of the groups that are ready; one that is leased already stays so."""
         async with self._changed:
-            self._leased |= {i: self._ready.pop(i) for i in group_ids if i in self._ready}
-            self._changed.notify_all()
+            self._lease(group_ids)
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it.
@@ -255,6 +254,10 @@ class ReplayBuffer:
                 self._max_bytes,
             )
         self._num_oversized += 1
+
+    def _lease(self, group_ids: Sequence[str]) -> None:
+        self._leased |= {i: self._ready.pop(i) for i in group_ids if i in self._ready}
+        self._changed.notify_all()
 
     def _end_lease(self, group_id: str) -> _Entry:
         self._refuse_without_lease(group_id)

@@ -69,9 +69,9 @@ class Sampler(Protocol):
         """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
 
         `emit` is given the news of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that were
-        kept stay as they are, with their log-probs and versions. Where the engine serves weights that are older than
-        `settings.min_version`, its prompt waits for the push that brings those. A sampler that takes prompts one after the other takes
-        them in order of arrival, whatever their priority.
+        kept stay as they are, with their log-probs and versions. Where the engine serves older weights than
+        `settings.min_version`, the prompt waits for the push that brings those. A sampler that takes prompts one after
+        the other takes them in order of arrival, whatever their priority.
         """
         ...
 

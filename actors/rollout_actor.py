@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from transformers import AutoTokenizer
 
+from actors.gathered_reads import GatheredReads
 from actors.outbox import Outbox
 from actors.samplers import build_sampler
 from actors.samplers.base import EngineSettings
 from cluster.actions import TokenActions
-from cluster.media import MediaReader, ProcessedMedia
+from cluster.media import MediaReader
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import FinishReason, GroupSummary, Prompt, Response, Trajectory, TrajectoryGroup
@@ -33,7 +33,7 @@ class RolloutActor:
         self._sampler = build_sampler(sampler, settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
         self._outbox = Outbox()
-        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY)
+        self._media = GatheredReads(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
         """Load the engine."""
@@ -66,7 +66,7 @@ class RolloutActor:
 
         Two results, so that the bytes can stay where they were made.
         """
-        media = await self._read(prompt)
+        media = await self._media.read(prompt.media)
         sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, group.summary()
@@ -78,7 +78,7 @@ class RolloutActor:
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
-        return await self._sampler.prompt_logprobs(prompt, await self._read(prompt))
+        return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
 
     async def check_manifest(self, manifest: Manifest) -> None:
         await self._sampler.check_manifest(manifest)
@@ -97,9 +97,6 @@ class RolloutActor:
 
     async def close(self) -> None:
         await self._sampler.close()
-
-    async def _read(self, prompt: Prompt) -> list[ProcessedMedia]:
-        return await asyncio.to_thread(self._media.read, prompt.media) if prompt.media else []
 
     def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         """Responses that have ended travel as text as well: they can be scored before their group is there."""

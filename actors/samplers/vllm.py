@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -259,9 +260,7 @@ class VLLMSampler:
         salt = self._cache_salt()
         if not media:
             return tokens_input(ids, cache_salt=salt)
-        features = BatchFeature(
-            {key: torch.from_numpy(np.concatenate([m.inputs[key] for m in media])) for key in media[0].inputs}
-        )
+        features = BatchFeature({key: _tensor([m.inputs[key] for m in media]) for key in media[0].inputs})
         return mm_input(
             ids,
             MultiModalKwargsItems.from_hf_inputs(features, self._fields(features)),
@@ -283,6 +282,15 @@ class VLLMSampler:
                 self._fields_by_layout.clear()
             self._fields_by_layout[layout] = self._fields_of(features, {})
         return self._fields_by_layout[layout]
+
+
+def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+    """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write, which torch
+    warns of; vLLM shares processed pictures among requests, so it only reads them.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 @contextmanager

@@ -109,6 +109,21 @@ def test_reader_fetches_each_medium_once_while_it_is_kept(monkeypatch: pytest.Mo
     assert len(fetched) == 4
 
 
+def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
+    asked: list[Any] = []
+
+    def all_but_b(wanted: list[list[Any]], *, patience_s: float) -> list[list[Any] | None]:
+        asked.append([reference for [reference] in wanted])
+        return [None if reference is b.reference else [reference] for [reference] in wanted]
+
+    monkeypatch.setattr(media_module, "fetch_at_hand", all_but_b)
+    reader = MediaReader(timeout_s=1, max_items=8)
+    assert reader.read_at_hand([[a], [b, a], [], [c, a]]) == [[a.reference], None, [], [c.reference, a.reference]]
+    assert reader.read_at_hand([[c], [a]]) == [[c.reference], [a.reference]]
+    assert asked == [[a.reference, b.reference, c.reference], []]
+
+
 def test_reader_returns_more_media_than_it_keeps() -> None:
     reader = MediaReader(timeout_s=1, max_items=1)
     read = reader.read([handle_of(picture(value=i), str(i)) for i in range(4)])

@@ -47,6 +47,32 @@ class Prompt:
     def num_tokens(self) -> int:
         return int(self.expanded_ids.shape[0])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels, which it does more often than anything else: as plain values, which pickle is quick with."""
+        ids = (self.compact_ids.tobytes(), self.expanded_ids.tobytes())
+        media = [(h.key, h.modality, h.num_bytes, h.reference, h.source) for h in self.media]
+        spans = [(span.start, span.end) for span in self.media_spans]
+        rest = (media, spans, self.references, self.metadata)
+        return _prompt, (self.prompt_id, self.sample_id, self.text, *ids, *rest)
+
+
+def _prompt(
+    prompt_id: str,
+    sample_id: str,
+    text: str,
+    compact_ids: bytes,
+    expanded_ids: bytes,
+    media: Sequence[tuple[str, str, int, Any, str]],
+    spans: Sequence[tuple[int, int]],
+    references: tuple[str, ...],
+    metadata: Mapping[str, Any],
+) -> Prompt:
+    """What `Prompt.__reduce__` took apart."""
+    handles = tuple(MediaHandle(*handle) for handle in media)
+    placed = tuple(MediaSpan(*span) for span in spans)
+    ids = (np.frombuffer(compact_ids, dtype=np.int32), np.frombuffer(expanded_ids, dtype=np.int32))
+    return Prompt(prompt_id, sample_id, text, *ids, handles, placed, references, metadata)
+
 
 class FinishReason(StrEnum):
     """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled."""
@@ -152,7 +178,15 @@ class TrajectoryGroup:
         siblings = self.trajectories
         if not siblings:
             return TrajectoryGroup, (self.prompt, ())
-        rest = [(t.trajectory_id, t.weight_spans, t.finish_reason, t.response) for t in siblings]
+        rest = [
+            (
+                t.trajectory_id,
+                [(span.version, span.start, span.end) for span in t.weight_spans],
+                t.finish_reason.value,
+                (t.response.text, t.response.num_tokens, t.response.is_truncated, t.response.pictures),
+            )
+            for t in siblings
+        ]
         actions = TokenActions.packed([t.actions for t in siblings])
         logprobs = np.concatenate([t.behavior_logprobs for t in siblings])
         masks = np.concatenate([t.action_mask for t in siblings])
@@ -184,12 +218,12 @@ def _put_together(
     actions: np.ndarray,
     logprobs: np.ndarray,
     masks: np.ndarray,
-    rest: Sequence[tuple[str, tuple[WeightSpan, ...], FinishReason, Response]],
+    rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, tuple[str, int, bool, tuple[bytes, ...]]]],
 ) -> TrajectoryGroup:
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
     columns = (TokenActions.unpacked(actions, num_steps), stretches(logprobs, num_steps), stretches(masks, num_steps))
     trajectories = []
-    for own, own_logprobs, mask, (trajectory_id, weight_spans, finish_reason, response) in zip(
+    for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(
         *columns, rest, strict=True
     ):
         trajectory = object.__new__(Trajectory)
@@ -198,9 +232,9 @@ def _put_together(
             actions=own,
             behavior_logprobs=own_logprobs,
             action_mask=mask,
-            weight_spans=weight_spans,
-            finish_reason=finish_reason,
-            response=response,
+            weight_spans=tuple([WeightSpan(*span) for span in spans]),
+            finish_reason=FinishReason(finish_reason),
+            response=Response(*response),
         )
         trajectories.append(trajectory)
     return TrajectoryGroup(prompt, tuple(trajectories))

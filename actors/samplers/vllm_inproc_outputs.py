@@ -1,9 +1,8 @@
-"""vLLM's output side for an engine core on a thread of this process: responses that come once grow on that thread.
+"""vLLM's output side for an engine core on a thread of this process: responses grow on that thread.
 
 `AsyncLLM` processes the outputs of every step in its event loop. Where the core is a thread, the two then take the
 interpreter from each other step after step, only to note one more token of each response. So the core's own thread notes
-them, and the event loop hears of a response when it is whole. Responses that are reported while they grow stay with the
-event loop, which reads vLLM's records of them.
+them, and the event loop hears of a response when there is something to report: its end, or so many more tokens of it.
 """
 
 from __future__ import annotations
@@ -13,10 +12,15 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind
+from vllm.outputs import RequestOutput
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
 
 
 class ThreadedOutputs(OutputProcessor):
@@ -32,24 +36,22 @@ class ThreadedOutputs(OutputProcessor):
         with self._lock:
             ours, others = [], []
             for output in outputs.outputs:
-                (ours if self._comes_once(output.request_id) else others).append(output)
+                (ours if self._grows_here(output.request_id) else others).append(output)
             outputs.outputs = others
             super().process_outputs(ours, outputs.timestamp, None, outputs.weight_version)
 
-    def _comes_once(self, request_id: str) -> bool:
-        """Whether nothing of the request is wanted before its end; texts, which may end it, are the event loop's."""
+    def _grows_here(self, request_id: str) -> bool:
+        """Whether nothing is wanted of the request but tokens; texts, which may end it, are the event loop's."""
         state = self.request_states.get(request_id)
-        return (
-            state is not None
-            and state.output_kind is RequestOutputKind.FINAL_ONLY
-            and type(state.detokenizer) is IncrementalDetokenizer
-        )
+        return state is not None and type(state.detokenizer) is IncrementalDetokenizer
 
     def add_request(
         self, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
     ) -> None:
+        handover = _Handover(queue, self._loop)
         with self._lock:
-            super().add_request(request, prompt, parent_req, request_index, _Handover(queue, self._loop))
+            super().add_request(request, prompt, parent_req, request_index, handover)
+            handover.state = self.request_states[request.request_id]
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         with self._lock:
@@ -69,14 +71,23 @@ class ThreadedOutputs(OutputProcessor):
 
 
 class _Handover:
-    """What a request's outputs are put into, from either thread; its reader is in the event loop."""
+    """What a request's outputs are put into, from either thread; its reader is in the event loop.
+
+    vLLM tells with the end of a response which weights sampled it, and has it in the request's `state` until then. The
+    reader of a piece cannot look there, for the state grows on: each piece says it of all tokens so far.
+    """
 
     def __init__(self, queue: RequestOutputCollector, loop: asyncio.AbstractEventLoop) -> None:
+        self.state: RequestState
         self._queue = queue
         self._loop = loop
         self._home = threading.get_ident()
 
     def put(self, output: Any) -> None:
+        if isinstance(output, RequestOutput):
+            for completion in output.outputs:
+                if completion.weight_versions is None:
+                    completion.weight_versions = self.state._weight_version_spans()
         if threading.get_ident() == self._home:
             self._queue.put(output)
         elif not self._loop.is_closed():

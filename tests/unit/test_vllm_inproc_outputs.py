@@ -1,4 +1,4 @@
-"""Outputs that the core's thread notes: whole responses reach the event loop, everything else goes the way it went."""
+"""Outputs that the core's thread notes: responses and pieces of them reach the event loop, texts go the way they went."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.outputs import LogprobsLists
@@ -28,9 +29,22 @@ def _log_probs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.v1.engine.output_processor.LogprobsProcessor", SampledLogprobs)
 
 
-def outputs_of(processor: ThreadedOutputs, name: str, kind: RequestOutputKind, n: int = 1) -> RequestOutputCollector:
+class _Detokenizer(IncrementalDetokenizer):
+    """One that would turn tokens into text."""
+
+
+def outputs_of(
+    processor: ThreadedOutputs, name: str, kind: RequestOutputKind, n: int = 1, stream_interval: int = 1
+) -> RequestOutputCollector:
     """Add a request the way AsyncLLM does; where its outputs come to."""
-    params = SamplingParams(n=n, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=kind)
+    params = SamplingParams(
+        n=n,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=kind,
+        stream_interval=stream_interval,
+    )
     request = EngineCoreRequest(name, [1, 2], None, params, None, 0.0, None, None, None, external_req_id=name)
     collector = RequestOutputCollector(kind, name)
     if n == 1:
@@ -72,17 +86,49 @@ async def test_a_response_that_comes_once_is_put_together_there_and_read_here() 
     assert not processor.has_unfinished_requests() and not processor.external_req_ids
 
 
-async def test_what_is_read_in_pieces_and_what_nobody_waits_for_is_left_to_the_event_loop() -> None:
+async def test_pieces_come_when_they_are_due_each_with_the_weights_of_all_tokens_so_far() -> None:
     processor = ThreadedOutputs(None, log_stats=False)
-    pieces = outputs_of(processor, "pieces", RequestOutputKind.DELTA)
+    collector = outputs_of(processor, "r", RequestOutputKind.DELTA, stream_interval=3)
+    found = []
+    for token in range(8):
+        outputs = step(token, "r", end=token == 7)
+        await on_the_cores_thread(processor.note, outputs)
+        assert outputs.outputs == []
+        if (piece := collector.get_nowait()) is not None:
+            [one] = piece.outputs
+            spans = [(span.version, span.start, span.end) for span in one.weight_versions]
+            found.append((list(one.token_ids), list(one.logprobs), spans))
+    assert found == [
+        ([0], [0.0], [("0", 0, 1)]),
+        ([1, 2, 3], [-1.0, -2.0, -3.0], [("0", 0, 2), ("1", 2, 4)]),
+        ([4, 5, 6], [-4.0, -5.0, -6.0], [("0", 0, 2), ("1", 2, 4), ("2", 4, 6), ("3", 6, 7)]),
+        ([7], [-7.0], [("0", 0, 2), ("1", 2, 4), ("2", 4, 6), ("3", 6, 8)]),
+    ]
+
+
+async def test_pieces_that_nobody_has_read_yet_are_one_with_the_weights_of_the_last() -> None:
+    processor = ThreadedOutputs(None, log_stats=False)
+    collector = outputs_of(processor, "r", RequestOutputKind.DELTA, n=2)
+    for token in range(4):
+        await on_the_cores_thread(processor.note, step(token, "0_r", "1_r", end=token == 3))
+    await asyncio.sleep(0)
+    for one in (await asyncio.wait_for(collector.get(), PATIENCE_S)).outputs:
+        assert (list(one.token_ids), list(one.logprobs)) == ([0, 1, 2, 3], [0.0, -1.0, -2.0, -3.0])
+        assert [(span.version, span.start, span.end) for span in one.weight_versions] == [("0", 0, 2), ("1", 2, 4)]
+
+
+async def test_what_is_read_as_text_and_what_nobody_waits_for_is_left_to_the_event_loop() -> None:
+    processor = ThreadedOutputs(None, log_stats=False)
+    text = outputs_of(processor, "text", RequestOutputKind.DELTA)
+    processor.request_states["text"].detokenizer = _Detokenizer()
     whole = outputs_of(processor, "whole", RequestOutputKind.FINAL_ONLY)
-    outputs = step(7, "pieces", "gone", "whole", end=True)
+    outputs = step(7, "text", "gone", "whole", end=True)
     await on_the_cores_thread(processor.note, outputs)
-    assert [output.request_id for output in outputs.outputs] == ["pieces", "gone"]
+    assert [output.request_id for output in outputs.outputs] == ["text", "gone"]
     assert (await asyncio.wait_for(whole.get(), PATIENCE_S)).finished
-    assert pieces.get_nowait() is None
+    assert text.get_nowait() is None
     processor.process_outputs(outputs.outputs, 0.0, None, outputs.weight_version)
-    assert pieces.get_nowait().outputs[0].token_ids == [7]
+    assert text.get_nowait().outputs[0].token_ids == [7]
 
 
 async def test_an_error_reaches_everybody_who_waits() -> None:

@@ -25,6 +25,7 @@ from deploy.session import Session
 
 _logger = logging.getLogger(__name__)
 
+MIB = 1 << 20
 BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
 
 
@@ -168,10 +169,24 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
 
 
+def _allocator_environment(config: RunConfig) -> dict[str, str]:
+    """How glibc's malloc is to behave in a worker that computes on CPU: it keeps the memory that a step frees for the
+    next one. By default the heap of any thread but the first is given back as soon as it is free at its end, so that
+    every step of an engine or learner had its buffers cleared and mapped anew by the kernel: thousands of page faults.
+    """
+    if config.resources.device == "cuda":
+        return {}
+    return {
+        "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
+        "MALLOC_TOP_PAD_": str(64 * MIB),
+        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),  # the most that glibc takes
+    }
+
+
 def _environment(config: RunConfig, session: Session) -> dict[str, str]:
     """For every worker: nothing is reported to anybody, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env |= session.mark.environment
+    env |= _allocator_environment(config) | session.mark.environment
     if Path(config.policy.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if session.is_local:

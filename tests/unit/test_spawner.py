@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +212,43 @@ def test_an_engine_without_cores_of_its_own_is_not_bound() -> None:
 
 def test_a_gpu_engine_needs_none_of_it() -> None:
     assert engine_environment(load_config(["resources=gpu_2"]), worker(0)) == {}
+
+
+STEPS = """
+import resource, threading
+import numpy as np
+
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+def steps():
+    for step in range(8):
+        if step == 4:
+            before = num_faults()
+        buffers = [np.ones(1 << 20) for _ in range(5)]
+        del buffers
+    print(num_faults() - before)
+
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+"""
+
+
+def num_page_faults(env: dict[str, str]) -> int:
+    """Of four steps that each take and free 40 MiB, on a thread that has done four of them before."""
+    ran = subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True, text=True, timeout=60, check=True)
+    return int(ran.stdout)
+
+
+def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    own = started(monkeypatch, load_config([]))["env"]
+    of_malloc = {name: value for name, value in own.items() if name.startswith("MALLOC_")}
+    assert num_page_faults(plain) > 4000
+    assert num_page_faults(plain | of_malloc) < 100
+
+
+def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
+    env = spawner._environment(load_config(["resources=gpu_2"]), Session(NODES, True, MARK))
+    assert not [name for name in env if name.startswith("MALLOC_")]

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
 from cluster.actions import TokenActions
-from cluster.trajectory import FinishReason, Response, Trajectory, TrajectoryGroup, WeightSpan
+from cluster.media import MediaHandle
+from cluster.trajectory import (
+    FinishReason,
+    MediaSpan,
+    Prompt,
+    Response,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
 from tests.group_data import assert_equal, picture_prompt
 
 
@@ -46,3 +56,17 @@ def test_siblings_share_their_arrays_on_the_way() -> None:
         return len(buffers)
 
     assert num_buffers(16) == num_buffers(1)
+
+
+def test_no_field_stays_behind() -> None:
+    """Who adds a field to one of these records adds it to how they travel."""
+    left = group(4)
+    prompt = left.prompt.__reduce__()[1]
+    _, _, actions, logprobs, masks, [sibling] = left.__reduce__()[1]
+    trajectory_id, [first, _], finish_reason, response = sibling
+    trajectory = (trajectory_id, actions, logprobs, masks, first, finish_reason, response)
+    [handle], [placed] = prompt[5], prompt[6]
+    travelling = {Prompt: prompt, MediaHandle: handle, MediaSpan: placed, Trajectory: trajectory}
+    travelling |= {WeightSpan: first, Response: response}
+    for record, values in travelling.items():
+        assert len(values) == len(fields(record)), record

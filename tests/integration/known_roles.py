@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from interrupted import KnownSampler
 
+from actors.gathered_reads import GatheredReads
 from actors.outbox import Outbox
 from actors.rollout_actor import RolloutActor
+from cluster.media import MediaReader
 
 
 class Digits:
@@ -31,6 +33,7 @@ class KnownRollout(RolloutActor):
         self._sampler = KnownSampler(lengths, chunk_tokens, self._before_step)
         self._tokenizer = Digits()
         self._outbox = Outbox()
+        self._media = GatheredReads(MediaReader(timeout_s=10, max_items=1))
 
     async def ping(self) -> int:
         return 0

@@ -13,11 +13,13 @@ from handles import LocalHandle
 from interrupted import KnownSampler, token_at
 from reward_data import answers, component, component_of, pool_over, rewards_of
 
+from actors.gathered_reads import GatheredReads
 from actors.outbox import Outbox
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from cluster.errors import LostObjectError, RewardError, WorkerDiedError
 from cluster.leases import LeaseTable
+from cluster.media import MediaReader
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import RetryingRollouts
 from cluster.trajectory import EndedResponse, Response, TrajectoryGroup
@@ -155,6 +157,7 @@ class Rollout(RolloutActor):
         self._sampler = sampler
         self._tokenizer = Words()
         self._outbox = Outbox()
+        self._media = GatheredReads(MediaReader(timeout_s=1, max_items=1))
 
 
 def rollouts(bench: Bench, *samplers: KnownSampler) -> RetryingRollouts:

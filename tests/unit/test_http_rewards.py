@@ -342,7 +342,8 @@ def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:
 
 def test_a_process_that_asked_ends_without_a_word(honest: str) -> None:
     code = (
-        "import json, sys; import test_http_rewards as t;"
+        "import logging, sys; import test_http_rewards as t;"
+        "logging.getLogger('asyncio').setLevel('ERROR');"  # in dev mode it warns of what a busy machine took its time for
         "print(t.values(t.ask([sys.argv[1]], t.requests('abc', 'd')))); ends = t.build_function("
         "'http', {**t.OPTIONS, 'urls': sys.argv[1]}, t.TOOLS); ends.score_batch(t.requests('x'))"
     )

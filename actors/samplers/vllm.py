@@ -63,6 +63,7 @@ class VLLMSampler:
 
     async def start(self) -> None:
         keep_sampled_logprobs_alone()
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_tensor`
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         self._engine = start(_engine_args(self._settings), stat_loggers=loggers)
@@ -285,12 +286,10 @@ class VLLMSampler:
 
 
 def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
-    """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write, which torch
-    warns of; vLLM shares processed pictures among requests, so it only reads them.
+    """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write; vLLM shares
+    processed pictures among requests, so it only reads them.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Prompt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How it travels, which it does more often than anything else: as plain values, which pickle is quick with."""
-        ids = (self.compact_ids.tobytes(), self.expanded_ids.tobytes())
+        ids = [np.asarray(ids, dtype=np.int32).tobytes() for ids in (self.compact_ids, self.expanded_ids)]
         media = [(h.key, h.modality, h.num_bytes, h.reference, h.source) for h in self.media]
         spans = [(span.start, span.end) for span in self.media_spans]
         rest = (media, spans, self.references, self.metadata)
@@ -232,7 +232,7 @@ def _put_together(
             actions=own,
             behavior_logprobs=own_logprobs,
             action_mask=mask,
-            weight_spans=tuple([WeightSpan(*span) for span in spans]),
+            weight_spans=tuple(WeightSpan(*span) for span in spans),
             finish_reason=FinishReason(finish_reason),
             response=Response(*response),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -56,6 +56,12 @@ def test_siblings_share_their_arrays_on_the_way() -> None:
         return len(buffers)
 
     assert num_buffers(16) == num_buffers(1)
+
+
+def test_ids_of_another_width_arrive_as_the_same_ids() -> None:
+    left = replace(picture_prompt(), compact_ids=np.array([5, 99, 6]), expanded_ids=np.array([5, 99, 99, 6]))
+    arrived = pickle.loads(pickle.dumps(left, protocol=5))
+    assert (arrived.compact_ids.tolist(), arrived.expanded_ids.tolist()) == ([5, 99, 6], [5, 99, 99, 6])
 
 
 def test_no_field_stays_behind() -> None:

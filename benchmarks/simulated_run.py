@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -259,6 +259,12 @@ class _Push:
         self._seconds = seconds
         self._engines = engines
         self._advance = advance
+
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def settled(self) -> None:
+        """Whoever publishes waits for every engine."""
 
     async def publish(self, version: int) -> int:
         for engine in self._engines:

@@ -93,6 +93,7 @@ class Controller:
         await self.weights.publish(version)
         async with (
             self.supervisor.watching(),
+            self.weights.settling(),
             self.rollouts.streaming(),
             self.evaluator.evaluating(),
             self.checkpoints.writing(),

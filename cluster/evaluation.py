@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.errors import RewardError
@@ -90,7 +90,7 @@ class Evaluator:
             await self.finish()
 
     async def maybe_run(self, version: int) -> None:
-        """Begin to evaluate `version`, which every rollout actor serves now, if it is due and was not evaluated yet. The
+        """Begin to evaluate `version`, whose push was sent and nothing after it, if it is due and was not evaluated yet. The
         last version is waited for: there is nothing to run beside.
         """
         if not self._schedule.is_due(version) or version in self.results:
@@ -108,17 +108,18 @@ class Evaluator:
             self._running = None
 
     async def _run_and_tell(self, version: int) -> None:
-        self._on_result(await self.run(version))
+        self._on_result(await self.run(version, min_version=version))
 
-    async def run(self, version: int) -> EvaluationResult:
-        """Evaluate `version`, which every rollout actor serves now.
+    async def run(self, version: int, *, min_version: int = -1) -> EvaluationResult:
+        """Evaluate `version`, which every rollout actor serves now, or once it serves `min_version`.
 
         Raises:
             RewardError: no response could be scored, or none has the accuracy component.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
+        settings = replace(self._settings, min_version=min_version)
         async with background_tasks() as tasks:
-            running = [tasks.create_task(self._score(prompt, version, slots)) for prompt in self._prompts]
+            running = [tasks.create_task(self._score(prompt, settings, version, slots)) for prompt in self._prompts]
             answers = [reward for task in running for reward in await task]
         self.results[version] = self._summarise(version, answers)
         return self.results[version]
@@ -131,10 +132,12 @@ class Evaluator:
         """Know the results of an earlier part of this run."""
         self.results = {row["version"]: EvaluationResult(**row) for row in state["results"]}
 
-    async def _score(self, prompt: Prompt, version: int, slots: asyncio.Semaphore) -> Sequence[Reward | None]:
+    async def _score(
+        self, prompt: Prompt, settings: SamplingSettings, version: int, slots: asyncio.Semaphore
+    ) -> Sequence[Reward | None]:
         async with slots:
             _, summary, rewards = await sample_and_score(
-                self._rollouts, self._rewards, prompt, self._settings, on_lost=lambda kind: None
+                self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
             )
         return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
 

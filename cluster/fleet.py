@@ -24,7 +24,7 @@ from cluster.roles import SamplingSettings
 from cluster.status import WorkerState, WorkerStatus, in_one_line
 from cluster.supervision import background_tasks
 from cluster.trajectory import GroupSummary, Prompt
-from cluster.weight_sync.publish import Receiver
+from cluster.weight_sync.members import Receiver
 
 _logger = logging.getLogger(__name__)
 

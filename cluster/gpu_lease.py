@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -200,8 +200,15 @@ class LeasedWeights:
         self._weights = weights
         self._lease = lease
 
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return self._weights.settling()
+
+    async def settled(self) -> None:
+        await self._weights.settled()
+
     async def publish(self, version: int) -> int:
         await self._lease.hand_over()
         published = await self._weights.publish(version)
+        await self._weights.settled()
         await self._lease.generate()
         return published

@@ -7,6 +7,7 @@ the loop cannot tell. Each call has a deadline of its own, set from `timeouts` w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -128,6 +129,14 @@ class Learner(Protocol):
 
 class Weights(Protocol):
     """The way of weights from the learner to the rollout actors."""
+
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        """Within the body the learner is free again once `publish` returns, though actors may still load."""
+        ...
+
+    async def settled(self) -> None:
+        """Wait until every rollout actor serves what was published last, or is lost."""
+        ...
 
     async def publish(self, version: int) -> int:
         """Bring every rollout actor to `version`, prove it, and return it."""

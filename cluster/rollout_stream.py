@@ -112,7 +112,7 @@ class RolloutStream:
     """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
 
     `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. Whoever publishes
-    weights calls `advance` after each push; where engines heed `min_version`, `expect` before it.
+    weights calls `advance` with each push: as it begins where engines heed `min_version`, else after it.
     """
 
     def __init__(
@@ -167,12 +167,10 @@ class RolloutStream:
             tasks.create_task(self._produce(ahead, tasks), name="hand out prompts")
             yield
 
-    def expect(self, version: int) -> None:
-        """A push of `version` begins. Prompts go out meanwhile, and are ready at the engines when it ends."""
-        self._gate.advance(version)
-
     def advance(self, version: int) -> None:
-        """Every rollout actor now serves `version`: all steps that led to it are trained, and slots are free."""
+        """A push of `version` is under way: all steps that led to it are trained, and slots are free. Prompts that go
+        out before it has ended are ready at the engines when it ends.
+        """
         for step in [s for s in self._steps if s < version]:
             for prompt_id in self._steps.pop(step):
                 del self._pending[prompt_id]

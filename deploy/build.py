@@ -144,8 +144,8 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
-    weights.on_announced(stream.expect)
-    weights.on_published(partial(_after_push, stream=stream, metrics=metrics, observe=observe))
+    weights.on_announced(stream.advance)
+    weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
     mender = _mender(config, source, stream, training, metrics)
     reference = MendingReference(training.reference, mender)
     records = build_records(config, training.learner, source, stream, training.replay, metrics)
@@ -349,8 +349,7 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
         metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
 
 
-async def _after_push(push: Push, *, stream: RolloutStream, metrics: Metrics, observe: Callable[[], None]) -> None:
-    stream.advance(push.version)
+async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
     if push.canary_gap is not None:
         metrics.observe(MetricName.CANARY, push.canary_gap)

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -196,19 +196,21 @@ class FakeLearner:
 
 
 class FakeWeights:
-    """Announces a version, moves every engine to it and tells the listeners."""
+    """Announces a version and moves every engine to it."""
 
     def __init__(self, rollouts: FakeRollouts) -> None:
         self.published: list[int] = []
         self._rollouts = rollouts
-        self._listeners: list[Callable[[int], None]] = []
         self._heralds: list[Callable[[int], None]] = []
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
         self._heralds.append(listener)
 
-    def on_published(self, listener: Callable[[int], None]) -> None:
-        self._listeners.append(listener)
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def settled(self) -> None:
+        """Whoever publishes waits for every engine."""
 
     async def publish(self, version: int) -> int:
         for announce in self._heralds:
@@ -217,8 +219,6 @@ class FakeWeights:
         self._rollouts.version = version
         await turns(1)
         self.published.append(version)
-        for listener in self._listeners:
-            listener(version)
         return version
 
 

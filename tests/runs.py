@@ -117,8 +117,7 @@ class Run:
             age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
             on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
         )
-        self.weights.on_announced(self.stream.expect)
-        self.weights.on_published(self.stream.advance)
+        self.weights.on_announced(self.stream.advance)
         journalled = JournalledLearner(self.learner, self.replay)
         recovery = JournalRecovery(
             self.journal,

@@ -5,93 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from cluster.concurrency import outcomes, run_all
 from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
+from cluster.supervision import background_tasks
 from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
+from cluster.weight_sync.members import Members, Receiver, Sender
 
 _logger = logging.getLogger(__name__)
 
+_Found = Mapping[Receiver, Exception | None]  # what became of receivers
+
 LOST = (WorkerDiedError, DeadlineError, RolloutError)  # who fails a push like this is gone; else it may be a peer's fault
-
-
-class Sender(Protocol):
-    """The learner group as weight sync sees it. Every call addresses all ranks; rank 0 sends."""
-
-    async def manifest(self) -> Manifest: ...
-
-    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        """Start a rendezvous for one transfer group; members may join from then on."""
-        ...
-
-    async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
-
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        """Broadcast to the members of one transfer group.
-
-        Raises:
-            WeightSyncError: the group of that epoch is unusable, or gone with a learner that was restored.
-        """
-        ...
-
-    async def leave_transfer(self, epoch: int) -> None:
-        """Forget one transfer group; who still waits in it fails at once."""
-        ...
-
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
-        """The learner's version, and a reference to its packed buckets that the caller owns."""
-        ...
-
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
-
-
-class Receiver(Protocol):
-    """One rollout actor as weight sync sees it."""
-
-    name: str
-
-    async def check_manifest(self, manifest: Manifest) -> None: ...
-
-    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None: ...
-
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        """Returns the version that it then serves."""
-        ...
-
-    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None: ...
-
-    async def weight_version(self) -> int: ...
-
-    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray: ...
-
-
-class Members(Protocol):
-    """Who receives weights now. Membership changes while the run goes on."""
-
-    def receivers(self) -> Sequence[Receiver]: ...
-
-    def announced(self, version: int) -> None:
-        """The receivers of now are brought to `version`; who joins from now on must have it."""
-        ...
-
-    def synced(self, receiver: Receiver, version: int) -> None:
-        """`receiver` serves `version` from now on."""
-        ...
-
-    def published(self, version: int) -> None:
-        """Every receiver serves `version` or is lost; what serves less may not be sampled from."""
-        ...
-
-    def lose(self, receiver: Receiver, error: Exception) -> None:
-        """`receiver` failed a push: its weights are neither old nor new."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -113,16 +45,37 @@ class _Wave:
     receivers: tuple[Receiver, ...]
 
 
+@dataclass(frozen=True)
+class _Underway:
+    """A push that is not over."""
+
+    version: int
+    manifest: Manifest
+    num_receivers: int
+    started: float  # time.monotonic()
+    has_canary: bool
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A wave that the sender has sent everything to; `arrivals` says what became of each of its receivers."""
+
+    wave: _Wave
+    arrivals: asyncio.Future[list[Any]]
+
+
 class WeightSync:
     """Pushes the learner's weights to all receivers over transfer groups, `wave_size` of them at a time.
 
     While one wave receives, the engines of the others go on generating. The order within a wave: every receiver agrees
     to the manifest; sender and receivers broadcast; every receiver names its version; the canary compares log-probs of
-    a probe prompt (with a picture) with the learner's.
+    a probe prompt (with a picture) with the learner's. The learner is needed until it has sent the last wave: within
+    `settling()` it may go on then, while the receivers of that wave load what they have.
 
-    A transfer group is numbered by its epoch and never repaired. When a push fails, the receivers that died or did not
-    answer are lost, and those that failed with them push again in a group of a new epoch. Nobody is left on weights of
-    unknown origin: a receiver has the new version, or it is lost.
+    A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did
+    not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that lives and
+    has not got what the sender has sent is given what the learner then has, as a late joiner is. Nobody is left on
+    weights of unknown origin: a receiver has the new version, or a newer one, or it is lost.
     """
 
     def __init__(
@@ -137,7 +90,9 @@ class WeightSync:
         canary_tolerance: float,
         probe: Prompt,
     ) -> None:
-        """`wave_size` 0 is all at once; `max_attempts` bounds the epochs that one wave may use up in one push."""
+        """`wave_size` 0 is all at once; `max_attempts` bounds how often a wave is sent to, and a receiver given weights,
+        in one push.
+        """
         self._sender = sender
         self._members = members
         self._bucket_bytes = bucket_bytes
@@ -154,6 +109,8 @@ class WeightSync:
         self._waves: list[_Wave] = []
         self._epoch = 0
         self._one_push = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._settling: asyncio.Task[None] | None = None
         self.num_pushes = 0
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
@@ -164,30 +121,64 @@ class WeightSync:
         """Call `listener` after every push that succeeded."""
         self._listeners.append(listener)
 
+    @asynccontextmanager
+    async def settling(self) -> AsyncIterator[None]:
+        """While the body runs, `publish` returns once all is sent, and receivers settle beside it.
+
+        Raises:
+            WeightSyncError, ManifestError: what `publish` raises of receivers; the body was cancelled.
+        """
+        async with background_tasks() as self._tasks:
+            try:
+                yield
+                await self.settled()
+            finally:
+                self._tasks = None
+
+    async def settled(self) -> None:
+        """Wait until every receiver serves what was published last, or is lost."""
+        if self._settling is not None:
+            await self._settling
+            self._settling = None
+
     async def publish(self, version: int) -> int:
-        """Bring all receivers to `version`; returns it.
+        """Bring all receivers to `version`; returns it. A push with a canary is waited for, like one that finds the
+        receivers of the push before still at it.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors; nothing was sent to it.
-            WeightSyncError: the receivers of a wave live, and yet no epoch got the weights through.
+            WeightSyncError: the receivers of a wave live, and yet no attempt got the weights through.
             CanaryError: the weights arrived but no engine computes what the learner computes.
             WorkerDiedError, DeadlineError: the sender is gone.
         """
         async with self._one_push:
+            await self.settled()
             started = time.monotonic()
             manifest = await self._agreed_manifest()
             receivers = self._members.receivers()
+            push = _Underway(version, manifest, len(receivers), started, has_canary=self._is_canary_due())
             self._members.announced(version)
+            sent: _Sent | None = None
             for wave in self._cut(receivers):
-                await self._update(manifest, wave, version)
+                await self._arrive(push, sent)
+                sent = await self._send(push, wave)
+            await self._announce(version)  # where there was nobody to send to
             self.num_pushes += 1
-            gap = await self._canary()
-            self._members.published(version)
-            num_lost = len(receivers) - len(self._members.receivers())
-            push = Push(version, manifest.num_bytes, time.monotonic() - started, gap, max(0, num_lost))
-        for listener in self._listeners:
-            await listener(push)
+            if push.has_canary or self._tasks is None:
+                await self._settle(push, sent)
+            else:
+                self._settling = self._tasks.create_task(self._settle(push, sent), name=f"settle version {version}")
         return version
+
+    async def _settle(self, push: _Underway, sent: _Sent | None) -> None:
+        """See the last wave of a push to its end, and tell of the push."""
+        await self._arrive(push, sent)
+        gap = await self._canary() if push.has_canary else None
+        self._members.published(push.version)
+        num_lost = max(0, push.num_receivers - len(self._members.receivers()))
+        done = Push(push.version, push.manifest.num_bytes, time.monotonic() - push.started, gap, num_lost)
+        for listener in self._listeners:
+            await listener(done)
 
     async def admit(self, receiver: Receiver) -> int:
         """Bring a late joiner to the learner's version through the object store; returns that version.
@@ -198,11 +189,14 @@ class WeightSync:
         manifest = await self._sender.manifest()
         await receiver.check_manifest(manifest)
         version, packed = await self._sender.export_weights(self._bucket_bytes)
+        await self._load(receiver, manifest, packed, version)
+        return version
+
+    async def _load(self, receiver: Receiver, manifest: Manifest, packed: Any, version: int) -> None:
         await receiver.load_weights(manifest, self._bucket_bytes, packed, version)
         found = await receiver.weight_version()
         if found != version:
             raise WeightSyncError(f"{receiver.name} was given version {version} and is at {found}")
-        return version
 
     async def _agreed_manifest(self) -> Manifest:
         """The manifest, to which every receiver has agreed once in its life."""
@@ -223,45 +217,44 @@ class WeightSync:
         size = self._wave_size or max(1, len(receivers))
         return [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
 
-    async def _update(self, manifest: Manifest, receivers: tuple[Receiver, ...], version: int) -> None:
-        """Bring one wave to `version`, in as many epochs as its losses take."""
+    async def _send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | None:
+        """Send to one wave, in as many epochs as it takes; None if none of its receivers lived to see it."""
         waiting, last = receivers, Exception()
         for _ in range(self._max_attempts):
-            found = await self._push(manifest, waiting, version)
-            failed = {r: error for r, error in found.items() if error is not None}
-            for receiver, error in failed.items():
-                if isinstance(error, LOST):
-                    self._members.lose(receiver, error)
-            waiting = tuple(r for r, error in failed.items() if not isinstance(error, LOST))
-            if not waiting:
-                return
-            last = failed[waiting[0]]
-            _logger.warning("version %d goes out again to %s: %s", version, _names(waiting), last)
-        raise WeightSyncError(
-            f"version {version} did not reach {_names(waiting)} in {self._max_attempts} attempts "
-            f"(weight_sync.max_attempts): {last}"
-        ) from last
+            found = await self._try_to_send(push, waiting)
+            if isinstance(found, _Sent):
+                return found
+            failed = self._living(found)
+            if not failed:
+                return None
+            waiting, last = tuple(failed), next(iter(failed.values()))
+            _logger.warning("version %d goes out again to %s: %s", push.version, _names(waiting), last)
+        raise self._not_reached(push, waiting, last)
 
-    async def _push(
-        self, manifest: Manifest, receivers: tuple[Receiver, ...], version: int
-    ) -> dict[Receiver, Exception | None]:
-        """One broadcast to `receivers`: what became of each."""
+    async def _try_to_send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | _Found:
+        """One broadcast to `receivers`; what became of each if the sender could not send everything."""
         try:
             wave = await self._meet(receivers)
         except _NotMet as failure:
             return failure.found
-        sent, *received, told = await outcomes(
-            self._sender.send_weights(self._bucket_bytes, wave.epoch),
-            *(self._receive(manifest, r, version) for r in receivers),
-            self._announce(version),  # behind the calls: what it sets off comes after them
-        )
-        if told is not None:
-            raise told
-        if isinstance(sent, LOST):
-            raise sent
-        if sent is not None or any(outcome is not None for outcome in received):
-            await self._disband(wave)
-        return {r: self._blame(sent, outcome) for r, outcome in zip(receivers, received, strict=True)}
+        arrivals = asyncio.gather(*(self._receive(push, r) for r in receivers), return_exceptions=True)
+        try:
+            sent, told = await outcomes(
+                self._sender.send_weights(self._bucket_bytes, wave.epoch),
+                self._announce(push.version),  # behind the calls: what it sets off comes after them
+            )
+            if told is not None:
+                raise told
+            if isinstance(sent, LOST):
+                raise sent
+        except BaseException:
+            arrivals.cancel()
+            raise
+        if sent is None:
+            return _Sent(wave, arrivals)
+        found = dict(zip(receivers, await arrivals, strict=True))  # who says that it received everything did
+        await self._disband(wave)
+        return found
 
     async def _announce(self, version: int) -> None:
         if version > self._announced:
@@ -269,17 +262,57 @@ class WeightSync:
             for listener in self._heralds:
                 listener(version)
 
-    def _blame(self, sent: Exception | None, received: Exception | None) -> Exception | None:
-        """Who says that it received everything did, even if the sender saw a peer fail."""
-        if isinstance(received, ManifestError):
-            raise received
-        return received
+    async def _arrive(self, push: _Underway, sent: _Sent | None) -> None:
+        """Wait for the receivers of a wave that was sent to."""
+        if sent is None:
+            return
+        found: _Found = dict(zip(sent.wave.receivers, await sent.arrivals, strict=True))
+        if any(error is not None for error in found.values()):
+            await self._disband(sent.wave)
+        await self._bring_along(push, self._living(found))
 
-    async def _receive(self, manifest: Manifest, receiver: Receiver, version: int) -> None:
-        found = await receiver.receive_weights(manifest, self._bucket_bytes, version)
-        if found != version:
-            raise WeightSyncError(f"after the push of version {version}: {receiver.name} is at {found}")
-        self._members.synced(receiver, version)
+    async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, Exception]) -> None:
+        """Who lives and has not got what was sent gets what the learner has by now, as late joiners do."""
+        for _ in range(self._max_attempts):
+            if not failed:
+                return
+            _logger.warning("version %d did not arrive: %s", push.version, "; ".join(map(str, failed.values())))
+            version, packed = await self._sender.export_weights(self._bucket_bytes)
+            found = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
+            for receiver, error in zip(failed, found, strict=True):
+                if error is None:
+                    self._members.synced(receiver, version)
+            failed = self._living(dict(zip(failed, found, strict=True)))
+        if failed:
+            raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
+
+    def _living(self, found: _Found) -> dict[Receiver, Exception]:
+        """Who failed and lives, and how; the others that failed are lost.
+
+        Raises:
+            ManifestError: a receiver's checkpoint has other tensors.
+        """
+        failed = {receiver: error for receiver, error in found.items() if error is not None}
+        for receiver, error in failed.items():
+            if isinstance(error, ManifestError):
+                raise error
+            if isinstance(error, LOST):
+                self._members.lose(receiver, error)
+        return {receiver: error for receiver, error in failed.items() if not isinstance(error, LOST)}
+
+    def _not_reached(self, push: _Underway, receivers: tuple[Receiver, ...], last: Exception) -> WeightSyncError:
+        error = WeightSyncError(
+            f"version {push.version} did not reach {_names(receivers)} in {self._max_attempts} attempts "
+            f"(weight_sync.max_attempts): {last}"
+        )
+        error.__cause__ = last
+        return error
+
+    async def _receive(self, push: _Underway, receiver: Receiver) -> None:
+        found = await receiver.receive_weights(push.manifest, self._bucket_bytes, push.version)
+        if found != push.version:
+            raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {found}")
+        self._members.synced(receiver, push.version)
 
     async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave:
         """The transfer group of exactly these receivers: the one there is, or one of a new epoch."""
@@ -304,6 +337,9 @@ class WeightSync:
             raise _NotMet({r: outcome or joined or broken for r, outcome in zip(receivers, met, strict=True)})
         return wave
 
+    def _is_canary_due(self) -> bool:
+        return self._canary_interval > 0 and self.num_pushes % self._canary_interval == 0
+
     def _is_empty(self, wave: _Wave) -> bool:
         """Whether nobody of the wave receives any more."""
         return not set(wave.receivers) & set(self._members.receivers())
@@ -315,7 +351,7 @@ class WeightSync:
     async def _canary(self) -> float | None:
         """Engines that compute something else are lost; if all of them do, the push itself is at fault."""
         receivers = self._members.receivers()
-        if self._canary_interval == 0 or (self.num_pushes - 1) % self._canary_interval != 0 or not receivers:
+        if not receivers:
             return None
         [expected] = await run_all(self._sender.sequence_logprobs(self._probe))
         found = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))

@@ -92,7 +92,7 @@ class WeightSyncConfig(Section):
     """What running requests go on with after a push: KV of the new weights, or what they have, which is faster and
     leaves later tokens to see earlier ones through old weights. Later requests never see it."""
     max_attempts: PositiveInt
-    """Transfer groups that one push may use up on one wave when members of it are lost."""
+    """How often one push is sent to a wave of which members are lost, or given to an engine that it did not reach."""
     canary_interval: NonNegativeInt
     """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
     canary_tolerance: PositiveFloat

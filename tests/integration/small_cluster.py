@@ -300,12 +300,7 @@ class SmallRun:
         )
         self.fleet.admit_with(weights.admit)
 
-        weights.on_announced(stream.expect)
-
-        async def published(push: Any) -> None:
-            stream.advance(push.version)
-
-        weights.on_published(published)
+        weights.on_announced(stream.advance)
         return weights
 
     def _watched_rank(self, index: int) -> Watched:

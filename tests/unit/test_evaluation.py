@@ -64,9 +64,12 @@ async def test_no_more_prompts_are_in_flight_than_allowed() -> None:
 @pytest.mark.parametrize(("interval_steps", "due"), [(0, [0, 7]), (2, [0, 2, 4, 6, 7]), (7, [0, 7])])
 async def test_it_runs_before_after_and_at_the_interval(interval_steps: int, due: list[int]) -> None:
     results: list[EvaluationResult] = []
-    evaluator = make_evaluator(FakeRollouts(), results, interval_steps=interval_steps)
+    rollouts = FakeRollouts()
+    evaluator = make_evaluator(rollouts, results, interval_steps=interval_steps)
     async with evaluator.evaluating():
         for version in range(8):
+            await evaluator.finish()
+            rollouts.version = version
             await evaluator.maybe_run(version)
     assert [result.version for result in results] == due
 
@@ -94,8 +97,23 @@ async def test_it_runs_beside_the_body_until_it_is_waited_for_and_the_last_one_i
             await asyncio.sleep(0)
         await evaluator.finish()
         assert [result.version for result in results] == [0]
+        rollouts.version = 7
         await evaluator.maybe_run(7)
         assert [result.version for result in results] == [0, 7], "a checkpoint of the last version holds its result"
+
+
+async def test_it_takes_nothing_older_than_the_push_that_is_still_under_way() -> None:
+    results: list[EvaluationResult] = []
+    rollouts = FakeRollouts()
+    rollouts.version = 1
+    evaluator = make_evaluator(rollouts, results, interval_steps=2)
+    async with asyncio.timeout(5), evaluator.evaluating():
+        await evaluator.maybe_run(2)
+        await asyncio.sleep(0.01)
+        assert rollouts.num_in_flight == 3 and results == []
+        rollouts.version = 2
+        await evaluator.finish()
+    assert [(result.version, result.num_unscored) for result in results] == [(2, 0)]
 
 
 async def test_one_that_fails_cancels_the_body_and_one_that_runs_is_cancelled_with_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ class Device:
         self.lost: list[Any] = []
         self.name = "rollout/0"
         self.dies = False
+        self.arriving = 0
 
     def receivers(self) -> list[Any]:
         return [] if self.lost else [self]
@@ -81,13 +83,22 @@ class Device:
 
     async def generate(self, prompt: Any, settings: Any) -> tuple[str, str]:
         for _ in range(5):
-            assert self.here == {"weights", "kv_cache"}
+            assert self.here == {"weights", "kv_cache"} and not self.arriving
             await asyncio.sleep(0)
         return "group", "summary"
 
     async def publish(self, version: int) -> int:
         assert self.here == {"weights", "kv_cache", "policy"} or version == 0
+        self.arriving = 3
         return version
+
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def settled(self) -> None:
+        while self.arriving:
+            await asyncio.sleep(0)
+            self.arriving -= 1
 
 
 async def nothing() -> None: ...

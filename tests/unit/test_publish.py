@@ -28,6 +28,7 @@ class FakeSender:
         self.weight = weight
         self.version = 1
         self.events: list[str] = []
+        self.exports: list[int] = []
         self._manifest = manifest
 
     async def manifest(self) -> Manifest:
@@ -47,6 +48,7 @@ class FakeSender:
         self.events.append(f"send {epoch}")
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        self.exports.append(self.version)
         return self.version, [np.array([self.weight])]
 
     async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
@@ -181,8 +183,11 @@ async def test_a_manifest_that_does_not_fit_ends_the_push_before_anybody_meets()
 async def test_a_receiver_that_stays_at_another_version_is_named() -> None:
     sender = FakeSender()
     good, wrong = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, version_error=-1)
-    with pytest.raises(WeightSyncError, match=r"did not reach rollout/1 in 3 attempts .*: rollout/1 is at 2$"):
+    sender.version = 3
+    refusal = r"version 3 did not reach rollout/1 in 3 attempts .*: rollout/1 was given version 3 and is at 2$"
+    with pytest.raises(WeightSyncError, match=refusal):
         await weight_sync(sender, good, wrong).publish(3)
+    assert (good.version, len(sender.exports)) == (3, 3)
 
 
 @pytest.mark.parametrize("error", [0.5, -0.5, math.nan, math.inf])
@@ -222,6 +227,15 @@ async def test_interval_0_switches_the_canary_off() -> None:
     assert await sync.publish(1) == 1
 
 
+class BreakingSender(FakeSender):
+    """Sees its first broadcast break."""
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        await super().send_weights(bucket_bytes, epoch)
+        if epoch == 1:
+            raise WeightSyncError("connection closed by peer")
+
+
 class Mortal(FakeReceiver):
     """Fails its first `num_failures` receptions with `error`."""
 
@@ -246,8 +260,8 @@ class Mortal(FakeReceiver):
     ],
 )
 async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_living(error: Exception) -> None:
-    """The others' broadcast breaks with it; they get the version in epoch 2."""
-    sender = FakeSender()
+    """The broadcast breaks with it; the others get the version in epoch 2."""
+    sender = BreakingSender()
     living = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
     members = FixedMembers(living, Mortal("rollout/1", sender, error), FakeReceiver("rollout/2", sender))
     sync, pushes = weight_sync(sender, members=members), []
@@ -262,9 +276,126 @@ async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_liv
     assert sender.events == [
         "open epoch 1 for 3", "sender joins", "send 1", "leave 1", "open epoch 2 for 1", "sender joins", "send 2",
     ]  # fmt: skip
-    assert pushes[0].num_lost == 1
+    assert pushes[0].num_lost == 1 and not sender.exports
     await sync.publish(2)
     assert members.versions == {"rollout/0": 2, "rollout/2": 2}
+
+
+async def test_a_receiver_cut_off_from_a_sender_that_has_sent_all_is_given_what_the_learner_has_now() -> None:
+    """Its peer died as the last bytes were on their way through it; the learner has made another version since."""
+    sender = FakeSender()
+    cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(
+        cut_off, Mortal("rollout/1", sender, WorkerDiedError("gone")), FakeReceiver("rollout/2", sender)
+    )
+    sync = weight_sync(sender, members=members)
+    sender.version, sender.weight = 2, 7.0
+    await sync.publish(1)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 1}
+    assert (cut_off.version, cut_off.weight, sender.exports) == (2, 7.0, [2])
+    await sync.publish(2)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 2}
+    assert sender.events == [
+        "open epoch 1 for 3", "sender joins", "send 1", "leave 1", "open epoch 2 for 2", "sender joins", "send 2",
+    ]  # fmt: skip
+
+
+class Slow(FakeReceiver):
+    """Loads what it has received once `may_load` is set."""
+
+    def __init__(self, name: str, sender: FakeSender, error: Exception | None = None) -> None:
+        super().__init__(name, sender)
+        self.may_load = asyncio.Event()
+        self._failure = error
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        weight = self._sender.weight
+        await self.may_load.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._take(weight, version)
+        return version
+
+
+async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_who_still_loads() -> None:
+    sender, pushes = FakeSender(), []
+    slow = Slow("rollout/0", sender)
+    members = FixedMembers(slow, FakeReceiver("rollout/1", sender))
+    sync = weight_sync(sender, members=members, canary_interval=0)
+
+    async def listen(push: Push) -> None:
+        pushes.append(push.version)
+
+    sync.on_published(listen)
+    async with asyncio.timeout(5), sync.settling():
+        assert await sync.publish(1) == 1
+        assert (members.versions, members.version, pushes) == ({"rollout/1": 1}, -1, [])
+        sender.weight = 2.0  # the next update
+        following = asyncio.create_task(sync.publish(2))
+        await asyncio.sleep(0.01)
+        assert sender.events.count("send 1") == 1, "it waits"
+        slow.may_load.set()
+        await following
+        assert pushes[0] == 1
+        await sync.settled()
+        assert (members.versions, members.version, pushes) == ({"rollout/0": 2, "rollout/1": 2}, 2, [1, 2])
+    assert (slow.weight, sender.events.count("send 1")) == (2.0, 2)
+
+
+async def test_the_run_does_not_end_before_its_last_push() -> None:
+    sender = FakeSender()
+    slow = Slow("rollout/0", sender)
+    sync = weight_sync(sender, slow, canary_interval=0)
+    asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
+    async with asyncio.timeout(5), sync.settling():
+        await sync.publish(1)
+        assert slow.version == -1
+    assert slow.version == 1
+
+
+async def test_outside_settling_and_with_a_canary_a_push_is_waited_for() -> None:
+    sender = FakeSender()
+    slow = Slow("rollout/0", sender)
+    sync = weight_sync(sender, slow, canary_interval=2)
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(5):
+        loop.call_later(0.02, slow.may_load.set)
+        await sync.publish(0)  # its canary compares with what the learner has now
+        slow.may_load.clear()
+        loop.call_later(0.02, slow.may_load.set)
+        await sync.publish(1)
+        assert slow.version == 1
+        slow.may_load.clear()
+        async with sync.settling():
+            loop.call_later(0.02, slow.may_load.set)
+            await sync.publish(2)
+            assert slow.version == 2
+
+
+async def test_a_receiver_that_never_gets_there_ends_the_body_that_went_on_without_it() -> None:
+    sender = FakeSender()
+    stubborn = Slow("rollout/0", sender, WeightSyncError("the engine refuses"))
+    stubborn._version_error = -1
+    sync = weight_sync(sender, stubborn, canary_interval=0)
+    with pytest.raises(WeightSyncError, match="did not reach rollout/0 in 3 attempts"):
+        async with asyncio.timeout(5), sync.settling():
+            await sync.publish(1)
+            stubborn.may_load.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_wave_is_sent_to_once_the_one_before_it_has_loaded() -> None:
+    sender = FakeSender()
+    slow, last = Slow("rollout/0", sender), Slow("rollout/1", sender)
+    sync = weight_sync(sender, slow, last, wave_size=1, canary_interval=0)
+    async with asyncio.timeout(5), sync.settling():
+        push = asyncio.create_task(sync.publish(1))
+        await asyncio.sleep(0.01)
+        assert "send 2" not in sender.events
+        slow.may_load.set()
+        await push
+        assert "send 2" in sender.events and last.version == -1
+        last.may_load.set()
 
 
 async def test_the_last_receiver_may_die_too() -> None:
@@ -326,13 +457,7 @@ async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
 
 
 async def test_a_sender_that_was_restored_sends_again() -> None:
-    class Restored(FakeSender):
-        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-            await super().send_weights(bucket_bytes, epoch)
-            if epoch == 1:
-                raise WeightSyncError("the learner is not in transfer group 1")
-
-    sender = Restored()
+    sender = BreakingSender()
     cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
     assert await weight_sync(sender, cut_off).publish(1) == 1
     assert cut_off.version == 1

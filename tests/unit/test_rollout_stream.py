@@ -186,12 +186,10 @@ async def test_prompts_of_an_announced_push_go_out_while_it_is_under_way_and_wai
         await bench.replay.release(await asyncio.wait_for(bench.replay.take(2), 2))
         await asyncio.sleep(0.01)
         assert rollouts.num_in_flight == 0, "staleness 0: nothing starts beside the step"
-        bench.stream.expect(1)
+        bench.stream.advance(1)
         await asyncio.sleep(0.01)
         assert rollouts.num_in_flight == 2
-        assert bench.stream.pending() == ("0/0/s0", "0/1/s1", "0/2/s2", "0/3/s3")
         rollouts.version = 1
-        bench.stream.advance(1)
         assert bench.stream.pending() == ("0/2/s2", "0/3/s3")
         groups = await asyncio.wait_for(bench.replay.take(2), 2)
     assert [set(group.summary.tokens_by_version) for group in groups] == [{1}, {1}]

@@ -243,16 +243,16 @@ class WeightSync:
                 self._sender.send_weights(self._bucket_bytes, wave.epoch),
                 self._announce(push.version),  # behind the calls: what it sets off comes after them
             )
-            if told is not None:
-                raise told
-            if isinstance(sent, LOST):
-                raise sent
         except BaseException:
             arrivals.cancel()
             raise
-        if sent is None:
+        if sent is None and told is None:
             return _Sent(wave, arrivals)
         found = dict(zip(receivers, await arrivals, strict=True))  # who says that it received everything did
+        if told is not None:
+            raise told
+        if isinstance(sent, LOST):
+            raise sent
         await self._disband(wave)
         return found
 

@@ -29,7 +29,7 @@ from engines import (
 )
 from members import FixedMembers
 
-from cluster.errors import CanaryError, ManifestError, WeightSyncError
+from cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
 from cluster.roles import SamplingSettings
 from cluster.trajectory import TrajectoryGroup
 from cluster.weight_sync.manifest import TensorSpec
@@ -325,18 +325,36 @@ async def test_a_receiver_that_never_comes_ends_the_push_in_time(engine: Engine,
     assert await probe_gap(engine, learner) <= EXACT, "the next push meets in a group of its own"
 
 
+class Silent(LocalSender):
+    """Says that it has sent what never arrives."""
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        return replace(await super().open_transfer(epoch, num_receivers), timeout_s=3.0)
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self.num_sent += 1
+
+
+async def test_an_engine_that_did_not_get_what_was_sent_is_given_what_the_learner_has(
+    engine: Engine, learner: Learner
+) -> None:
+    perturb(learner, seed=43)
+    members = FixedMembers(engine.client)
+    assert await weight_sync(engine, Silent(learner), members=members).publish(1) == 1
+    assert members.versions == {engine.client.name: learner.version} and not members.lost
+    assert await probe_gap(engine, learner) <= EXACT
+    assert await sampled_gap(engine, learner) <= EXACT
+
+
 async def test_a_sender_that_dies_ends_the_push_in_time_and_a_reload_brings_the_engine_back(
     engine: Engine, learner: Learner
 ) -> None:
-    class Dead(LocalSender):
-        async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-            return replace(await super().open_transfer(epoch, num_receivers), timeout_s=3.0)
-
+    class Dead(Silent):
         async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-            self.num_sent += 1
+            raise WorkerDiedError("learner/0 died")
 
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match="weight bucket 0"):
+    with pytest.raises(WorkerDiedError, match="learner/0 died"):
         await weight_sync(engine, Dead(learner)).publish(1)
     assert time.monotonic() - started < 20
     perturb(learner, seed=41)

@@ -13,7 +13,7 @@ from cluster.objects import fetch_or_miss
 from cluster.trajectory import EndedResponse, Prompt, Response, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import response_digest
-from rewards.contract import Outcome, RewardRequest
+from rewards.contract import Outcome, RewardRequest, Score
 from rewards.in_time import InTime
 from rewards.isolated_pool import IsolatedPool
 from rewards.scoring import Scoring
@@ -43,6 +43,26 @@ class GroupOutcomes:
     trajectory_ids: tuple[str, ...]
     outcomes: tuple[Mapping[str, Outcome] | None, ...]
     num_retried: int = 0  # responses that a component was given again; all of a call are told with its first group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: scores as plain values, for each object among them takes longer than its few bytes."""
+        plain = [said if said is None else {name: _plain(o) for name, o in said.items()} for said in self.outcomes]
+        return _group_outcomes, (self.label, self.trajectory_ids, plain, self.num_retried)
+
+
+def _plain(outcome: Outcome) -> Any:
+    if isinstance(outcome, Score):
+        return outcome.value, outcome.reason, dict(outcome.breakdown)
+    return outcome
+
+
+def _group_outcomes(label: str, trajectory_ids: tuple[str, ...], plain: Sequence[Any], num_retried: int) -> GroupOutcomes:
+    outcomes = tuple(said if said is None else {name: _outcome(o) for name, o in said.items()} for said in plain)
+    return GroupOutcomes(label, trajectory_ids, outcomes, num_retried)
+
+
+def _outcome(plain: Any) -> Outcome:
+    return Score(*plain) if isinstance(plain, tuple) else plain
 
 
 class RewardWorker:

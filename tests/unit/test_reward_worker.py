@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
+from ray import cloudpickle
 from reward_data import answers, component, component_of, rewards_of
 
 from cluster.errors import RewardError
 from cluster.media import MediaHandle, ProcessedMedia
 from cluster.trajectory import Reward, TrajectoryGroup
 from configs.schema import RewardComponent
-from rewards.contract import FailureKind, TimedOutError
+from rewards.contract import Failure, FailureKind, Score, TimedOutError
 from rewards.isolated import IsolatedProcess
 from rewards.recipes import ComponentError, RecipeBook
 from rewards.scoring import Scoring
@@ -282,3 +285,19 @@ def test_ten_megabytes_travel_to_the_isolated_process() -> None:
     isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
     assert isolated.call("rewards.functions.format:full_match", "a*", "a" * 10_000_000) is True
     isolated.close()
+
+
+def test_what_a_worker_says_arrives_as_it_was_said() -> None:
+    said = GroupOutcomes(
+        label="digits",
+        trajectory_ids=("0/0/s#0", "0/0/s#1", "0/0/s#2"),
+        outcomes=(
+            {"accuracy": Score(1.0, "right", {"digits": 1.0}), "format": Score(0.5)},
+            None,
+            {"accuracy": Failure(FailureKind.TIMED_OUT, "2 s"), "format": Score(0.0, breakdown=MappingProxyType({"a": 2.0}))},
+        ),
+        num_retried=3,
+    )
+    assert {field.name for field in fields(said)} == {"label", "trajectory_ids", "outcomes", "num_retried"}
+    for travels in (pickle, cloudpickle):
+        assert travels.loads(travels.dumps(said)) == said

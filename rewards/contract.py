@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -110,8 +109,8 @@ def evaluate_batch(
     function: RewardFunction | BatchRewardFunction, requests: Sequence[RewardRequest]
 ) -> tuple[Outcome, ...]:
     """One outcome a request, in order, whatever the function does: nothing raised by it leaves here."""
-    if not isinstance(function, BatchRewardFunction):
-        return tuple(_outcome(partial(evaluate, function, request)) for request in requests)
+    if not hasattr(function, "score_batch"):  # what the protocol's own check asks, at a twentieth of its price
+        return tuple(_outcome(evaluate, function, request) for request in requests)
     try:
         results = function.score_batch(requests)
         if len(results) != len(requests):
@@ -121,7 +120,7 @@ def evaluate_batch(
     except Exception as error:  # as in `evaluate`
         return (Failure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
     return tuple(
-        result if isinstance(result, Failure) else _outcome(partial(checked, result)) for result in results
+        result if isinstance(result, Failure) else _outcome(checked, result) for result in results
     )
 
 
@@ -145,8 +144,8 @@ def checked(result: float | Score) -> Score:
     return Score(float(score.value), score.reason, {name: float(part) for name, part in score.breakdown.items()})
 
 
-def _outcome(score: Callable[[], Score]) -> Outcome:
+def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
     try:
-        return score()
+        return score(*given)
     except RewardError as error:
         return Failure(failure_kind(error), str(error))

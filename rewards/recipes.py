@@ -52,17 +52,20 @@ class Recipe:
         Raises:
             ComponentError: a component could not score the response.
         """
-        failed = next(((name, o) for name, o in outcomes.items() if isinstance(o, Failure)), None)
-        if failed is not None:
-            raise ComponentError(failed[0], failed[1].kind, failed[1].reason)
-        scores = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Score)}
-        reasons = {name: score.reason for name, score in scores.items() if score.reason}
-        for name in self.weights.keys() - scores.keys():
+        values: dict[str, float] = {}
+        reasons: dict[str, str] = {}
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Failure):
+                raise ComponentError(name, outcome.kind, outcome.reason)
+            values[name] = outcome.value
+            if outcome.reason:
+                reasons[name] = outcome.reason
+        for name in self.weights.keys() - values.keys():
             needs, at_least = self._shut_gate(name, outcomes) or (None, None)
             assert needs is not None, f"component {name!r} neither ran nor was kept from it"
             reasons[name] = f"not run: {needs} is below {at_least:g}"
-        total = math.fsum(self.weights[name] * score.value for name, score in scores.items())
-        return Reward(self.scale * total, {name: score.value for name, score in scores.items()}, reasons)
+        total = math.fsum(self.weights[name] * value for name, value in values.items())
+        return Reward(self.scale * total, values, reasons)
 
     def _shut_gate(self, component: str, outcomes: Mapping[str, Outcome]) -> tuple[str, float] | None:
         """The first condition of a component that does not hold."""

@@ -41,8 +41,9 @@ class Scoring:
         """One mapping a request, component -> outcome, of the components that ran; `earlier` ones are not repeated."""
         recipes = [self.book.find(self.book.label(request.metadata)) for request in requests]
         found: list[dict[str, Outcome]] = [{} for _ in requests]
-        before = earlier or [{}] * len(requests)
-        known = [ChainMap(own, dict(others)) for own, others in zip(found, before, strict=True)]
+        known: Sequence[Mapping[str, Outcome]] = found
+        if earlier is not None:
+            known = [ChainMap(own, dict(others)) for own, others in zip(found, earlier, strict=True)]
         for component in self.components:
             wanted = [
                 i

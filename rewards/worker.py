@@ -132,7 +132,9 @@ class RewardWorker:
         """All responses of all groups together: what a model scores as one batch."""
         wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
         requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
-        before = [group.earlier[i] if group.earlier is not None else {} for group, i, _ in wanted]
+        before = None
+        if any(group.earlier is not None for group in asked):
+            before = [{} if group.earlier is None else group.earlier[i] for group, i, _ in wanted]
         num_retried = self._scoring.num_retried
         outcomes = iter(self._scoring.outcomes(requests, before))
         num_retried = self._scoring.num_retried - num_retried

@@ -24,8 +24,10 @@ class Box:
 def find_boxes(text: str) -> tuple[list[Box], int]:
     r"""All balanced boxes in the order in which they open, and how many `\boxed{` were never closed."""
     boxes: list[Box] = []
+    if (start := text.find("\\boxed")) < 0:
+        return boxes, 0
     open_braces: list[re.Match[str] | None] = []  # a box's opening match, or None for a plain brace
-    for token in _TOKENS.finditer(text, _first_box(text)):
+    for token in _TOKENS.finditer(text, _before_escapes(text, start)):
         if token[0] == "{":
             open_braces.append(None)
         elif token[0].startswith("\\boxed"):
@@ -44,11 +46,8 @@ def last_boxed(text: str) -> str | None:
     return boxes[-1].content(text) if boxes else None
 
 
-def _first_box(text: str) -> int:
+def _before_escapes(text: str, start: int) -> int:
     r"""Where scanning may begin: at the first `\boxed`, but never inside an escape like the `\\` of `\\boxed`."""
-    start = text.find("\\boxed")
-    if start < 0:
-        return len(text)
     while start and text[start - 1] == "\\":
         start -= 1
     return start

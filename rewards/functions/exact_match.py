@@ -12,11 +12,11 @@ from rewards.functions.given import check_true_or_false, given_references
 from rewards.tools import Tools
 
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
-_NUMBER_BEGINS = r"(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])"
-_NUMBER_ENDS = r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)"
+_NUMBER_BEGINS = re.compile(r"(?<!\w)(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])")
+_NUMBER_ENDS = re.compile(r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)(?!\w)")
 # A word at its edge must be a whole one: Germany is not in wrong-Germany, red not in red-haired.
-_WORD_BEGINS = r"(?<!\w-)"
-_WORD_ENDS = r"(?!-\w)"
+_WORD_BEGINS = re.compile(r"(?<!\w)(?<!\w-)")
+_WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
 
 
 class ExactMatch:
@@ -42,7 +42,7 @@ class ExactMatch:
         answer, aliases = fold(answer, self._ignore_case), _aliases(references, self._ignore_case)
         if self._whole_response:
             return Score(float(answer in aliases))
-        return Score(float(any(alias in answer and _bounded(alias).search(answer) for alias in aliases)))
+        return Score(float(any(_stands_in(answer, alias) for alias in aliases)))
 
 
 def fold(text: str, ignore_case: bool) -> str:
@@ -56,8 +56,16 @@ def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
     return tuple(fold(reference, ignore_case) for reference in references)
 
 
-@lru_cache(maxsize=4096)
-def _bounded(alias: str) -> re.Pattern[str]:
-    before = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
-    after = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
-    return re.compile(rf"(?<!\w){before}{re.escape(alias)}{after}(?!\w)")
+def _stands_in(answer: str, alias: str) -> bool:
+    """Whether an alias stands somewhere in an answer with the right edges.
+
+    Only the edges are patterns: one with the alias in it would be compiled for every row of the data.
+    """
+    begins = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
+    ends = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
+    start = answer.find(alias)
+    while start >= 0:
+        if begins.match(answer, start) and ends.match(answer, start + len(alias)):
+            return True
+        start = answer.find(alias, start + 1)
+    return False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import RewardError
@@ -371,6 +372,23 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
     assert score(anywhere, "c++ rocks", "C++") == 1.0
     assert score(whole, " tabby cat ", "cat", "tabby cat") == 1.0
     assert score(whole, "Cat", "cat") == 0.0
+
+
+WORD, MINUS = r"\w", "\N{MINUS SIGN}\N{EN DASH}"
+PIECES = ["7", "12", "cat", "a", "-", "+", ".", ",", "/", "%", ":", " ", "\n", "é", "\N{MINUS SIGN}", "c++", "(", "*", "_"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), min_size=1, max_size=3))
+@settings(max_examples=500)
+def test_exact_match_is_a_search_for_the_alias_between_its_edges(said: list[str], alias: list[str]) -> None:
+    """The definition as one pattern with the alias in it, every occurrence of which is tried by `re`."""
+    answer, wanted = "".join(said).strip(), " ".join("".join(alias).split())
+    assume(wanted and answer)
+    begins = rf"(?<![-+.{MINUS}])(?<![0-9][,:/^*])" if wanted[0].isdigit() else rf"(?<!{WORD}-)"
+    ends = rf"(?![-+.,:/^*{MINUS[1]}][0-9])(?!\s?%)" if wanted[-1].isdigit() else rf"(?!-{WORD})"
+    pattern = rf"(?<!{WORD}){begins}{re.escape(wanted)}{ends}(?!{WORD})"
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=False)
+    assert score(anywhere, answer, wanted) == float(re.search(pattern, " ".join(answer.split())) is not None)
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,14 @@ class Crew:
         alive_s: float,
         greet: Callable[[str, Any], Awaitable[None]],
         on_lost: Callable[[Exception], None],
+        may_pile_up: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`handles` are the first workers, started on `hosts` under the indices 0, 1, ...
 
-        A worker gets `max_load` pieces of work at a time. `greet(name, handle)` returns once a new one may serve, and
-        `on_lost` hears of every loss. `alive_s` bounds the answer to a sign of life.
+        A worker gets `max_load` pieces of work at a time; while `may_pile_up` says no, only one. Whoever makes it say
+        yes calls `dispatch`. `greet(name, handle)` returns once a new one may serve, and `on_lost` hears of every loss.
+        `alive_s` bounds the answer to a sign of life.
         """
         if not handles:
             raise ValueError(f"there is no {role} worker: set resources.{role}.num_workers to 1 or more")
@@ -113,6 +115,7 @@ class Crew:
         self._alive_s = alive_s
         self._greet = greet
         self._on_lost = on_lost
+        self._may_pile_up = may_pile_up
         self._clock = clock
         self._members = [self._seat(index) for index in range(len(handles))]
         for member, handle in zip(self._members, handles, strict=True):
@@ -152,6 +155,25 @@ class Crew:
         if not member.is_leaving:
             self._begin(member, self._refill(member))
 
+    def dispatch(self) -> None:
+        """Give places to those who wait, as far as there are any. Called for whatever happens to a worker."""
+        while self._queue:
+            if self._queue[0].done():  # whoever waited has gone
+                self._queue.popleft()
+                continue
+            room = self._max_load if self._may_pile_up() else 1
+            free = [member for member in self._serving() if member.load < room]
+            if not free:
+                break
+            member = min(free, key=lambda member: member.load)
+            member.load += 1
+            self._queue.popleft().set_result(member)
+        if all(member.state is WorkerState.QUARANTINED for member in self._members):  # also once it is closed
+            while self._queue:
+                waiter = self._queue.popleft()
+                if not waiter.done():
+                    waiter.set_exception(self._nobody_left())
+
     async def check(self) -> None:
         """Ask every serving worker for a sign of life; a busy one gives it too. One that does not is replaced."""
         await asyncio.gather(*(self._check(member) for member in self._serving()))
@@ -164,7 +186,7 @@ class Crew:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._members.clear()
         await asyncio.gather(*(self._end(member) for member in members))
-        self._dispatch()
+        self.dispatch()
 
     def status(self) -> list[WorkerStatus]:
         return [member.status() for member in self._members]
@@ -196,31 +218,13 @@ class Crew:
             self._queue.appendleft(waiter)
         else:
             self._queue.append(waiter)
-        self._dispatch()
+        self.dispatch()
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._leave(waiter.result())
             raise
-
-    def _dispatch(self) -> None:
-        """Give places to those who wait, as far as there are any."""
-        while self._queue:
-            if self._queue[0].done():  # whoever waited has gone
-                self._queue.popleft()
-                continue
-            free = [member for member in self._serving() if member.load < self._max_load]
-            if not free:
-                break
-            member = min(free, key=lambda member: member.load)
-            member.load += 1
-            self._queue.popleft().set_result(member)
-        if all(member.state is WorkerState.QUARANTINED for member in self._members):  # also once it is closed
-            while self._queue:
-                waiter = self._queue.popleft()
-                if not waiter.done():
-                    waiter.set_exception(self._nobody_left())
 
     def _nobody_left(self) -> WorkerDiedError:
         if not self._members:
@@ -234,7 +238,7 @@ class Crew:
     def _leave(self, member: _Member) -> None:
         member.load -= 1
         self._retire_if_idle(member)
-        self._dispatch()
+        self.dispatch()
 
     def _drain(self, member: _Member) -> None:
         member.is_leaving = True
@@ -262,7 +266,7 @@ class Crew:
         finally:
             member.is_tended = False
         self._retire_if_idle(member)
-        self._dispatch()
+        self.dispatch()
 
     async def _fill(self, member: _Member) -> None:
         """Start workers for the seat until one may serve, within the budget."""

@@ -107,7 +107,8 @@ class RewardPool:
         for stage in self._stages:
             earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None
             question = Question(group, earlier, known)
-            found += await asyncio.gather(*(self.services[name].score(question) for name in stage))
+            asked = [self.services[name].score(question) for name in stage]
+            found += [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
         self.failures[RETRIED] += sum(said.num_retried for said in found)
         return _merged(found)
 

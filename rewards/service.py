@@ -41,9 +41,10 @@ class _Waiting:
 class RewardService:
     """Implements `cluster.status.Scalable` over handles of `RewardWorker` actors that run the same components.
 
-    A group goes to the least loaded worker as soon as one has room, together with the groups that wait as well, up to
-    `max_batch`: batches form when workers are busy and cost nobody a wait. A worker that died, or did not answer, is
-    replaced, and its groups go first to another one.
+    A group goes to a worker that has nothing to do, together with the groups that wait as well, up to `max_batch`:
+    batches form when workers are busy and cost nobody a wait. Only a full batch goes to a worker that is busy, to be
+    there when it is done: a smaller one would wait there as well, and grow no more. A worker that died, or did not
+    answer, is replaced, and its groups go first to another one.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RewardService:
             alive_s=settings.alive_s,
             greet=self._greet,
             on_lost=on_lost,
+            may_pile_up=self._has_full_batch,
         )
         self._queue: deque[_Waiting] = deque()
         self._room = asyncio.Semaphore(settings.max_queued)
@@ -90,6 +92,8 @@ class RewardService:
             waiting = _Waiting(question, asyncio.get_running_loop().create_future())
             self._queue.append(waiting)
             self._carry()
+            if self._has_full_batch():
+                self._crew.dispatch()
             try:
                 return await waiting.result
             finally:
@@ -111,6 +115,9 @@ class RewardService:
             carrier.cancel()
         await asyncio.gather(*self._carriers, return_exceptions=True)
         await self._crew.close()
+
+    def _has_full_batch(self) -> bool:
+        return len(self._queue) >= self._settings.max_batch
 
     def _carry(self, *, is_urgent: bool = False) -> None:
         """Have one carrier wait for a worker if anything is to be carried."""

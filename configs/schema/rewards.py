@@ -69,7 +69,7 @@ class RewardPoolConfig(Section):
     max_batch_groups: PositiveInt
     """Groups that travel to a worker in one call, where so many wait: what a model scores as one batch."""
     batches_in_flight: PositiveInt
-    """Calls that one worker has at a time: one that it works on, and what it finds when that is done."""
+    """Calls that one worker has at a time: one that it works on, and full batches that it finds when that is done."""
     max_queued_groups: PositiveInt
     """Groups that wait for a worker of one service; whoever brings more waits with them."""
 

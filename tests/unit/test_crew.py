@@ -38,6 +38,7 @@ class Team:
         greet: Any = welcome,
         restarts: RestartPolicy = AT_ONCE,
         max_load: int = 2,
+        may_pile_up: Callable[[], bool] = lambda: True,
         first: list[Any] | None = None,
     ) -> None:
         self.hosts = FakeHosts(start, booked=num_workers)
@@ -51,6 +52,7 @@ class Team:
             alive_s=0.05,
             greet=greet,
             on_lost=self.lost.append,
+            may_pile_up=may_pile_up,
         )
 
     def states(self) -> dict[str, WorkerState]:
@@ -89,6 +91,18 @@ async def test_work_goes_to_the_least_loaded_worker_and_then_waits_in_line() -> 
     assert [work.handle for work in works] == ["old 0", "old 1", "old 0", "old 1", None, None]
     await works[1].finish()
     assert [work.handle for work in works[4:]] == ["old 1", None]
+
+
+async def test_work_piles_up_at_a_worker_only_where_it_may() -> None:
+    is_much = False
+    team = Team(1, may_pile_up=lambda: is_much)
+    works = [team.work() for _ in range(3)]
+    await settle()
+    assert [work.handle for work in works] == ["old 0", None, None]
+    is_much = True
+    team.crew.dispatch()
+    await settle()
+    assert [work.handle for work in works] == ["old 0", "old 0", None]
 
 
 async def test_urgent_work_goes_before_those_who_wait() -> None:

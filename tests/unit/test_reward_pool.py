@@ -247,6 +247,26 @@ async def test_groups_that_wait_travel_together_up_to_the_batch() -> None:
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == list(range(6))
 
 
+async def test_only_a_full_batch_goes_to_a_worker_that_is_busy() -> None:
+    worker = FakeWorker()
+    pool = make_pool([worker], max_batch=3, max_in_flight=2)
+    tasks = [asyncio.create_task(pool.score(0, "a group"))]
+    await settle()
+    tasks += [asyncio.create_task(pool.score(i, "a group")) for i in (1, 2)]
+    await settle()
+    assert [call[0] for call in worker.calls] == [0], "two are no batch yet"
+    tasks.append(asyncio.create_task(pool.score(3, "a group")))
+    await settle()
+    assert [call[0] for call in worker.calls] == [0, [1, 2, 3]]
+    tasks.append(asyncio.create_task(pool.score(4, "a group")))
+    worker.finish(0)
+    worker.finish(1)
+    await settle()
+    assert worker.calls[-1][0] == 4, "a worker that has nothing to do takes what there is"
+    worker.finish(2)
+    assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == list(range(5))
+
+
 async def test_a_group_that_cannot_be_had_costs_no_other_one_of_its_batch() -> None:
     worker = FakeWorker(lambda group: RewardError("no such object") if group == 1 else scored(group))
     pool = make_pool([worker], max_batch=3)

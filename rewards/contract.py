@@ -132,16 +132,26 @@ def checked(result: float | Score) -> Score:
         RewardError: it is no number.
     """
     score = result if isinstance(result, Score) else Score(result)
-    if type(score.value) is float and math.isfinite(score.value) and not score.breakdown:
+    if type(score.value) is float and math.isfinite(score.value) and type(score.reason) is str and score.breakdown == {}:
         return score  # as nearly all are: what follows takes longer than a cheap rule
-    numbers = {"": score.value, **score.breakdown}
-    for name, number in numbers.items():
-        where = f" as {name!r}" if name else ""
-        if not isinstance(number, Real):
-            raise RewardError(f"returned {type(number).__name__}{where}: return a finite number or a Score")
-        if not math.isfinite(number):
-            raise NotFiniteError(f"returned {float(number)}{where}: return a finite number")
-    return Score(float(score.value), score.reason, {name: float(part) for name, part in score.breakdown.items()})
+    named = isinstance(score.breakdown, Mapping) and all(isinstance(name, str) for name in score.breakdown)
+    if not named or not isinstance(score.reason, str):
+        told = f"reason={score.reason!r} and breakdown={score.breakdown!r}"
+        raise RewardError(f"returned a Score with {told[:200]}: give a text, and numbers by name")
+    value, parts = _finite(score.value, ""), {n: _finite(p, f" as {n!r}") for n, p in score.breakdown.items()}
+    return Score(value, score.reason, parts)
+
+
+def _finite(number: Any, where: str) -> float:
+    if not isinstance(number, Real):
+        raise RewardError(f"returned {type(number).__name__}{where}: return a finite number or a Score")
+    try:
+        value = float(number)
+    except OverflowError as error:
+        raise NotFiniteError(f"returned a number that no float holds{where}: return a finite one") from error
+    if not math.isfinite(value):
+        raise NotFiniteError(f"returned {value}{where}: return a finite number")
+    return value
 
 
 def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
@@ -149,3 +159,5 @@ def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
         return score(*given)
     except RewardError as error:
         return Failure(failure_kind(error), str(error))
+    except Exception as error:  # a result can be of any type, and raise whatever it likes when it is looked at
+        return Failure(FailureKind.FAILED, f"returned what raises {type(error).__name__}: {error}")

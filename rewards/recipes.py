@@ -18,7 +18,7 @@ from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig
 from configs.schema.rewards import Recipe as RecipeConfig
 from rewards.contract import Failure, FailureKind, Outcome, Score
 
-RECIPE = "recipe"  # stands for a component where a response has no recipe
+RECIPE = "recipe"  # stands for a component where a response has no recipe, or its sum is not finite
 
 
 class ComponentError(RewardError):
@@ -50,7 +50,7 @@ class Recipe:
         """What all components said, as one reward; `Reward.components` keeps each unweighted value that there is.
 
         Raises:
-            ComponentError: a component could not score the response.
+            ComponentError: a component could not score the response, or the sum is not finite.
         """
         values: dict[str, float] = {}
         reasons: dict[str, str] = {}
@@ -64,8 +64,16 @@ class Recipe:
             needs, at_least = self._shut_gate(name, outcomes) or (None, None)
             assert needs is not None, f"component {name!r} neither ran nor was kept from it"
             reasons[name] = f"not run: {needs} is below {at_least:g}"
-        total = math.fsum(self.weights[name] * value for name, value in values.items())
-        return Reward(self.scale * total, values, reasons)
+        return Reward(self._total(values), values, reasons)
+
+    def _total(self, values: Mapping[str, float]) -> float:
+        try:
+            total = self.scale * math.fsum(self.weights[name] * value for name, value in values.items())
+        except OverflowError:
+            total = math.inf
+        if not math.isfinite(total):
+            raise ComponentError(RECIPE, FailureKind.NOT_FINITE, f"no float holds the weighted sum of {dict(values)}")
+        return total
 
     def _shut_gate(self, component: str, outcomes: Mapping[str, Outcome]) -> tuple[str, float] | None:
         """The first condition of a component that does not hold."""

@@ -108,7 +108,7 @@ def join_rows(rows: Sequence[Row]) -> bytes:
 def _outcome(reward: Any) -> float | Failure:
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         return Failure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
-    return float(reward)  # the contract refuses what is not finite
+    return reward  # the contract refuses what is not finite
 
 
 def _pictures(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:

@@ -322,11 +322,11 @@ def test_a_broken_picture_costs_only_its_sample() -> None:
 
 
 def test_what_lightrft_says_is_checked_one_by_one() -> None:
-    rewards = b'{"rewards": [1, null, "0.5", NaN, true, 0.5], "metrics": {}}'
+    rewards = b'{"rewards": [1, null, "0.5", NaN, true, 1%b, 0.5], "metrics": {}}' % (b"0" * 400)
     with serving(Scripted(lambda *_: Reply(body=rewards))) as running:
-        outcomes = ask([running.url], requests(*"abcdef"), dialect="lightrft", batch_size=6)
-    assert values([outcomes[0], outcomes[5]]) == [1.0, 0.5]
-    assert kinds(outcomes[1:5]) == ["failed", "failed", "not_finite", "failed"]
+        outcomes = ask([running.url], requests(*"abcdefg"), dialect="lightrft", batch_size=7)
+    assert values([outcomes[0], outcomes[6]]) == [1.0, 0.5]
+    assert kinds(outcomes[1:6]) == ["failed", "failed", "not_finite", "failed", "not_finite"]
 
 
 def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:

@@ -102,6 +102,14 @@ def test_a_normalised_sum_is_divided_by_all_weights_run_or_not() -> None:
     assert values(scored(rewards, request(r"\boxed{7}"), request("7"), request("8"))) == [(1 - 3) / 4, 1 / 4, 0.0]
 
 
+@pytest.mark.parametrize("weights", [{"right": 1e308, "boxed": 1e308}, {"right": 1.7e308, "boxed": 10.0}])
+def test_a_sum_that_is_not_finite_is_no_reward(weights: dict[str, float]) -> None:
+    book = RecipeBook(config(default=recipe("right", "boxed", weights=weights)))
+    with pytest.raises(ComponentError, match="no float holds the weighted sum") as refused:
+        book.reward("default", {"right": Score(10.0), "boxed": Score(1e307)})
+    assert refused.value.kind is FailureKind.NOT_FINITE
+
+
 @pytest.mark.parametrize(
     ("recipes", "message"),
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -374,6 +376,20 @@ def test_exact_match_knows_aliases_and_word_boundaries() -> None:
     assert score(whole, "Cat", "cat") == 0.0
 
 
+def test_exact_match_ends_in_time_however_often_an_alias_or_an_accent_stands_there() -> None:
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=False)
+    assert score(anywhere, "a" * 3_000_000, "a" * 5000) == 0.0
+    assert score(anywhere, "a" * 3_000_000 + " aa.", "aa") == 1.0
+    assert score(anywhere, "a" + "\u0301\u0323" * 500_000, "á") == 0.0
+
+
+def test_accents_are_one_whichever_way_they_are_written() -> None:
+    whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
+    assert score(whole, "cafe\u0301", "café") == score(whole, "s\u0323\u0307", "\u1e69") == 1.0
+    many = "e" + "\u0301" * 100
+    assert score(whole, many, many) == 1.0 and score(whole, many, many + "\u0301") == 0.0
+
+
 WORD, MINUS = r"\w", "\N{MINUS SIGN}\N{EN DASH}"
 PIECES = ["7", "12", "cat", "a", "-", "+", ".", ",", "/", "%", ":", " ", "\n", "é", "\N{MINUS SIGN}", "c++", "(", "*", "_"]
 
@@ -448,6 +464,31 @@ def test_a_result_is_finite_or_refused() -> None:
             evaluate(lambda _, value=nothing: value, request(""))
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         evaluate(lambda _: 1 / 0, request(""))
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "reason"),
+    [
+        (10**400, FailureKind.NOT_FINITE, "no float holds"),
+        (Fraction(10**400), FailureKind.NOT_FINITE, "no float holds"),
+        (Score(1.0, "", {"part": 10**400}), FailureKind.NOT_FINITE, "no float holds as 'part'"),
+        (Score(1.0, "", {"part": float("nan")}), FailureKind.NOT_FINITE, "nan as 'part'"),
+        (Score(1.0, "", [1, 2]), FailureKind.FAILED, "breakdown=\\[1, 2\\]"),
+        (Score(1.0, "", None), FailureKind.FAILED, "breakdown=None"),
+        (Score(1.0, "", {1: 0.5}), FailureKind.FAILED, "breakdown={1: 0.5}"),
+        (Score(1.0, None), FailureKind.FAILED, "reason=None"),
+        ("1", FailureKind.FAILED, "returned str"),
+    ],
+)
+def test_a_result_that_is_none_costs_its_response_alone(result: Any, kind: FailureKind, reason: str) -> None:
+    class Batched:
+        def score_batch(self, requests: Sequence[RewardRequest]) -> list[Any]:
+            return [result, 0.5]
+
+    for function in (Batched(), lambda r: result if r.response.text == "1" else 0.5):
+        failure, right = evaluate_batch(function, [request("1"), request("2")])
+        assert isinstance(failure, Failure) and failure.kind is kind and re.search(reason, failure.reason)
+        assert right == Score(0.5)
 
 
 class Halves:

@@ -27,12 +27,16 @@ def functions() -> Iterator[dict[str, Any]]:
     pool.close()
 
 
+HANGS_S = 10.0  # a batch of a rule that nothing interrupts; a hundredth of it is usual
+
+
 def check(findings: Findings) -> None:
     assert findings.defects == []
     failures = {kind for kinds in findings.outcomes.values() for kind in kinds} - {"value"}
     assert failures <= {f"failure {FailureKind.TIMED_OUT}", f"failure {FailureKind.FAILED}"}
     cheap = [kinds for rule, kinds in findings.outcomes.items() if rule in CHEAP]
     assert all(kinds.keys() == {"value"} for kinds in cheap), "a response is never what a cheap rule fails for"
+    assert {rule: s for rule, s in findings.slowest_s.items() if rule in CHEAP and s > HANGS_S} == {}
 
 
 def test_wrong_answers_and_garbage(functions: dict[str, Any]) -> None:

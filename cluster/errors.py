@@ -13,6 +13,7 @@
     ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt, or its engine is dead
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
+    │   └── UnscoredGroupError  a group cost one reward worker after the other; no response of it has a reward
     ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
     ├── WeightSyncError         weights could not be moved or verified
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
@@ -93,6 +94,10 @@ class RolloutError(MobulaError):
 
 class RewardError(MobulaError):
     """A reward function failed, timed out or returned something that is not a finite number."""
+
+
+class UnscoredGroupError(RewardError):
+    """A group cost one reward worker after the other; no response of it has a reward."""
 
 
 class ScoringError(MobulaError):

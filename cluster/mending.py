@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from cluster.concurrency import run_all
-from cluster.errors import LostObjectError, RolloutError
+from cluster.errors import LostObjectError, RolloutError, UnscoredGroupError
 from cluster.live_groups import LiveGroups
 from cluster.objects import fetch_or_miss
 from cluster.roles import Learner, Reference, Rewards, Rollouts, SamplingSettings, UpdateReport
@@ -42,7 +42,7 @@ async def sample_and_score(
     rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
 ) -> tuple[Any, GroupSummary, Sequence[Reward | None]]:
     """A reference to a group of `prompt`, its summary and its rewards. One that goes with its node before it is scored
-    is sampled again, on whichever nodes are left; `on_lost` is told of each.
+    is sampled again, on whichever nodes are left; `on_lost` is told of each. One that nobody can score has no rewards.
 
     Raises:
         RolloutError: one node after the other went.
@@ -51,6 +51,9 @@ async def sample_and_score(
         reference, summary = await rollouts.generate(prompt, settings)
         try:
             return reference, summary, await rewards.score(reference, prompt.prompt_id)
+        except UnscoredGroupError as error:
+            _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
+            return reference, summary, [None] * summary.num_trajectories
         except LostObjectError as error:
             _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
             on_lost(type(error).__name__)

@@ -80,7 +80,9 @@ class Rewards(Protocol):
 
         Responses of the group that were scored before it was whole are not scored again.
 
-        Raises: LostObjectError: the group went with the node that held it.
+        Raises:
+            LostObjectError: the group went with the node that held it.
+            UnscoredGroupError: whoever tries to score it dies or hangs; it counts as a group without rewards.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import DeadlineError, RewardError, StuckError
+from cluster.errors import DeadlineError, RewardError, StuckError, UnscoredGroupError
 from cluster.trajectory import EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import Ahead, Said, ScoringAhead
@@ -74,14 +74,20 @@ class RewardPool:
         Waits for a free place at a worker of each service.
 
         Raises:
-            RewardError: a response could not be scored and failures stop the run; or too many workers were lost over
-                this group; or a worker could not get at the group.
+            UnscoredGroupError: too many workers were lost over this group, and failures exclude.
+            RewardError: a response, or the group, could not be scored and failures stop the run; or a worker could not
+                get at the group.
             WorkerDiedError: every worker of a service was lost too often.
             LostObjectError: the group went with the node that held it.
         """
-        with self._ahead.taken(group_id) as ahead:
-            said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
-            outcomes = await self._completed(group, said, ahead)
+        try:
+            with self._ahead.taken(group_id) as ahead:
+                said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
+                outcomes = await self._completed(group, said, ahead)
+        except UnscoredGroupError as error:
+            if self._on_failure == "exclude":
+                raise
+            raise RewardError(f"{group_id}: {error}: mend the reward, or set rewards.on_failure=exclude") from error
         return tuple(
             self._reward(said.label, trajectory_id, of_one)
             for trajectory_id, of_one in zip(said.trajectory_ids, outcomes, strict=True)

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.crew import Crew, Hosts, Place
-from cluster.errors import DeadlineError, LostObjectError, RewardError, StuckError, WorkerDiedError
+from cluster.errors import (
+    DeadlineError,
+    LostObjectError,
+    RewardError,
+    StuckError,
+    UnscoredGroupError,
+    WorkerDiedError,
+)
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
@@ -44,7 +51,7 @@ class RewardService:
     A group goes to a worker that has nothing to do, together with the groups that wait as well, up to `max_batch`:
     batches form when workers are busy and cost nobody a wait. Only a full batch goes to a worker that is busy, to be
     there when it is done: a smaller one would wait there as well, and grow no more. A worker that died, or did not
-    answer, is replaced, and its groups go first to another one.
+    answer, is replaced, and its groups go first to others, each by itself: one of them may be what it died of.
     """
 
     def __init__(
@@ -84,7 +91,8 @@ class RewardService:
         """What the service's components say of a group; waits for room in the queue, then for a worker.
 
         Raises:
-            RewardError: `max_attempts` workers were lost over this group, or the worker could not get at it.
+            UnscoredGroupError: `max_attempts` workers were lost over this group.
+            RewardError: the worker could not get at it.
             WorkerDiedError: every worker was lost too often.
             LostObjectError: the group went with the node that held it.
         """
@@ -133,7 +141,7 @@ class RewardService:
         try:
             async with self._crew.place(is_urgent=is_urgent) as place:
                 self._is_waiting = False
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._settings.max_batch))]
+                batch = self._next_batch()
                 self._carry()
                 if batch:
                     await self._deliver(place, batch)
@@ -145,6 +153,12 @@ class RewardService:
                 self._is_waiting = False
                 batch = [self._queue.popleft() for _ in range(len(self._queue))]
             _fail(batch, error)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """What goes to one worker now; a group over which a worker was lost goes alone."""
+        size = min(len(self._queue), self._settings.max_batch)
+        alone = next((i for i in range(size) if self._queue[i].lost), size)
+        return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
 
     async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
         try:
@@ -170,7 +184,7 @@ class RewardService:
                 self._queue.appendleft(waiting)
             else:
                 said = f"{len(waiting.lost)} {self._role} workers were lost over one group, the last one: {error}"
-                _fail([waiting], RewardError(said))
+                _fail([waiting], UnscoredGroupError(said))
         self._carry(is_urgent=True)
 
     async def _ask(self, place: Place, batch: Sequence[_Waiting]) -> list[GroupOutcomes]:

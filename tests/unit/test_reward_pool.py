@@ -12,7 +12,7 @@ from crews import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 
-from cluster.errors import DeadlineError, RewardError, StuckError, WorkerDiedError
+from cluster.errors import DeadlineError, RewardError, StuckError, UnscoredGroupError, WorkerDiedError
 from cluster.trajectory import Reward
 from configs.schema import Gate, Recipe
 from rewards.contract import Failure, FailureKind, Outcome, Score
@@ -156,10 +156,25 @@ def test_a_lost_worker_is_a_failure_of_the_pool_and_a_restart_of_the_run(
 
 
 async def test_a_group_that_kills_every_worker_ends_in_an_error_not_in_a_loop() -> None:
-    pool = make_pool([FakeWorker(dead)], start=lambda index: FakeWorker(dead), max_attempts=3)
-    with pytest.raises(RewardError, match="3 reward workers were lost"):
-        await pool.score(0, "a group")
-    assert pool.failures[FailureKind.WORKER_DIED] == 3
+    for on_failure, error in (("exclude", UnscoredGroupError), ("stop", RewardError)):
+        pool = make_pool(
+            [FakeWorker(dead)], start=lambda index: FakeWorker(dead), max_attempts=3, on_failure=on_failure
+        )
+        with pytest.raises(error, match="3 reward workers were lost") as raised:
+            await pool.score(0, "a group")
+        assert type(raised.value) is error
+        assert pool.failures[FailureKind.WORKER_DIED] == 3
+
+
+async def test_a_group_that_kills_workers_costs_no_other_one_of_its_batch() -> None:
+    def reply(group: Any) -> Any:
+        return ActorDiedError() if group == 1 else scored(group)
+
+    pool = make_pool([FakeWorker(reply)], start=lambda index: FakeWorker(reply), max_batch=3, max_attempts=2)
+    results = await asyncio.gather(*(pool.score(i, "a group") for i in range(5)), return_exceptions=True)
+    assert [r[0].value for r in (*results[:1], *results[2:])] == [0.0, 2.0, 3.0, 4.0]
+    assert isinstance(results[1], UnscoredGroupError)
+    assert pool.failures[FailureKind.WORKER_DIED] == 2
 
 
 async def test_a_worker_that_cannot_start_is_counted_and_tried_again() -> None:

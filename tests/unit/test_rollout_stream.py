@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
 
-from cluster.errors import DatasetError, DeadlineError, LostObjectError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import (
+    DatasetError,
+    DeadlineError,
+    LostObjectError,
+    RewardError,
+    RolloutError,
+    UnscoredGroupError,
+    WorkerDiedError,
+)
 from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
@@ -302,3 +310,15 @@ async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled
     bench = Bench(FakeRollouts(), LosingRewards())
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
     assert bench.rollouts.attempts["0/1/s1"] == 3 and bench.rollouts.attempts["0/0/s0"] == 1
+
+
+async def test_a_group_that_nobody_can_score_is_rejected_and_the_run_goes_on() -> None:
+    class HelplessRewards(FakeRewards):
+        async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
+            if group.group_id == "0/1/s1":
+                raise UnscoredGroupError("3 reward workers were lost over one group")
+            return await super().score(group, group_id)
+
+    bench = Bench(FakeRollouts(), HelplessRewards(), admission_filter=AdmissionFilter(1, False, 9))
+    assert await bench.step() == ["0/0/s0", "0/2/s2"]
+    assert (await bench.replay.stats()).num_rejected == {"too_few_scored": 1}

@@ -15,11 +15,12 @@ from rewards.tools import Tools
 # Words that take an answer back, or talk about an option instead of choosing it.
 _RETRACTION = re.compile(
     r"\b(?:wait|wrong|incorrect|mistaken?|actually|rather|instead|sorry|false|untrue|reject(?:ed)?|eliminated?"
-    r"|excluded?|ruled out|unsure|isn't|can(?:not|'t) be"
+    r"|excluded?|ruled out|refuted?|disproved?|disagrees?|disputed?|unsure|isn't|can(?:not|'t) be"
     r"|not (?:the |an? )?(?:right|correct|answer|option|choice|it|true|sure))\b",
     re.IGNORECASE,
 )
 _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
+_NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")  # "answer: B was ..."
 _MAX_ALONE_CHARS = 60  # of a letter with its wrapping: the pattern's time grows with the square of it
 _MAX_CHARS = 100_000  # of the text around a choice
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
@@ -83,7 +84,8 @@ class _Choices:
             return alone[1].upper(), ""
         if len(text) > _MAX_CHARS:
             return "", f"answer of {len(text)} characters"
-        chosen = {_letter(match) for match in self._cued.finditer(text)}
+        cued = [match for match in self._cued.finditer(text) if not _NOT_A_CHOICE.match(text, match.end())]
+        chosen = set(map(_letter, cued))
         first = self._first.match(text)
         if first and not _ABOUT_AN_OPTION.match(text, first.end()):
             chosen.add(_letter(first))

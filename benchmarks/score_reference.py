@@ -160,6 +160,8 @@ def spellings(text: str) -> set[str]:
     text = re.sub(r"\s+", " ", text.strip().lower()).strip()
     tokens = re.findall(TOKENS, text)
     found = {text.rstrip(".,;:!?")}
+    if text and not tokens:
+        return found
     found.add(" ".join(tokens))
     found.add(" ".join(token for token in tokens if token not in FILLERS))
     for token in tokens:

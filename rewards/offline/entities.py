@@ -49,10 +49,12 @@ def aerorl_aliases(text: str) -> frozenset[Key]:
     """All spellings under which aeroRL's grounding knows an entity; two entities are one if they share any.
 
     The text in lower case without a sentence's end; its tokens; its tokens without filler words; and each number among
-    them by itself, a percentage also as a share. A text that is nothing but punctuation has none.
+    them by itself, a percentage also as a share. A text of a sentence's ends alone is "", and so equal to any other.
     """
     text = " ".join(text.lower().split())
     tokens = _TOKEN.findall(text)
+    if not tokens:
+        return frozenset({text.rstrip(_SENTENCE_ENDS)}) if text else NO_KEYS
     aliases = {text.rstrip(_SENTENCE_ENDS), " ".join(tokens), " ".join(t for t in tokens if t not in _STOP_WORDS)}
     for token in tokens:
         number = token.removesuffix("%")

@@ -89,7 +89,10 @@ def test_without_a_reference_aerorl_gives_0_and_we_no_score(reference: Any) -> N
         (None, ["cat"], 0.0, 0.0),  # says nothing of claims
         (["cat"], [], -1.0, -1.0),
         ([], [], 0.0, 0.0),
-        (["?!"], ["cat"], 0.0, -1.0),
+        (["?!"], ["cat"], -1.0, -1.0),
+        (["?!"], ["..."], 1.0, -1.0),  # what is left of both is nothing
+        (["?"], ["?"], 1.0, 1.0),
+        (["-"], ["="], -1.0, -1.0),
     ],
 )
 def test_grounding(claimed: Any, evidence: Any, published: float, ours: float) -> None:
@@ -148,7 +151,8 @@ def test_cost(num_words: int, metadata: dict[str, Any], published: float, ours: 
         ("12.50%", {"12.50%", "12.5", "12.5%", "0.125"}),
         ("-5", {"-5"}),
         ("mother-in-law's?", {"mother-in-law's"}),
-        ("...", set()),
+        ("...", {""}),
+        ("=", {"="}),
         ("", set()),
     ],
 )

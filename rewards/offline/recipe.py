@@ -14,6 +14,7 @@ from cluster.trajectory import Response, Reward
 from configs.load import load_rewards
 from configs.schema.rewards import RewardsConfig
 from rewards.contract import FailureKind, RewardRequest
+from rewards.in_time import InTime
 from rewards.isolated_pool import IsolatedPool
 from rewards.offline.answers import Answer
 from rewards.offline.options import Options
@@ -69,7 +70,7 @@ class RecipeRules:
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]
     ) -> list[Scores | str]:
         self.scoring()
-        self._isolated.deadline = time.monotonic() + BATCH_SHARE * self._timeout_s
+        self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._timeout_s
         pairs = list(zip(records, references, strict=True))
         self._last = [
             reward
@@ -94,7 +95,8 @@ class RecipeRules:
                 timeout_s=FUNCTION_SHARE * self._timeout_s,
                 start_timeout_s=BATCH_SHARE * self._timeout_s,
             )
-            self._scoring = Scoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE))
+            self._in_time = InTime(timeout_s=FUNCTION_SHARE * self._timeout_s)
+            self._scoring = Scoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
             self._process = os.getpid()
         return self._scoring
 

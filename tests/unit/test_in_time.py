@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from crews import AT_ONCE, FakeHosts
@@ -17,6 +19,9 @@ from rewards.contract import Outcome, RewardRequest, TimedOutError
 from rewards.functions import BUILT_IN
 from rewards.in_time import InTime
 from rewards.models.batching import score_in_batches
+from rewards.offline.answers import read_answer
+from rewards.offline.recipe import RecipeRules
+from rewards.offline.records import from_line
 from rewards.tools import Tools
 from rewards.worker import Question, RewardWorker
 
@@ -127,3 +132,12 @@ def test_what_is_shared_is_made_once() -> None:
     tools, made = Tools(None, "cpu", "float32"), []
     assert tools.shared("a", lambda: made.append(1) or "x") == tools.shared("a", lambda: made.append(2)) == "x"
     assert made == [1]
+
+
+@pytest.mark.usefixtures("releasing")
+def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> None:
+    rules = RecipeRules(CONFIG, tmp_path, timeout_s=4)  # a twentieth of it for each response
+    records = [from_line(json.dumps({"response": text}).encode()) for text in ("1", "2", "3 hang", "4")]
+    scores = rules.score_batch(records, [("x",)] * 4, [read_answer(record.response) for record in records])
+    assert scores == [(1.0, 1.0), (2.0, 2.0), "model: timed_out", "model: timed_out"]
+    assert rules.score_batch(records[:1], [("x",)], [read_answer("1")]) == [(1.0, 1.0)]

@@ -132,7 +132,8 @@ def checked(result: float | Score) -> Score:
         RewardError: it is no number.
     """
     score = result if isinstance(result, Score) else Score(result)
-    if type(score.value) is float and math.isfinite(score.value) and type(score.reason) is str and score.breakdown == {}:
+    is_plain = type(score.value) is float and type(score.reason) is str and score.breakdown == {}
+    if is_plain and math.isfinite(score.value):
         return score  # as nearly all are: what follows takes longer than a cheap rule
     named = isinstance(score.breakdown, Mapping) and all(isinstance(name, str) for name in score.breakdown)
     if not named or not isinstance(score.reason, str):

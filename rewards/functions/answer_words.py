@@ -10,11 +10,13 @@ _TALK = frozenset(
     " over above below before after between about around approximately approx roughly nearly almost circa is isn't was"
     " are aren't wrong false incorrect untrue mistaken right true too few many several hundred hundreds thousand"
     " thousands million millions billion billions trillion dozen dozens half third quarter double twice triple times"
-    " plus minus negative positive squared cubed factorial base mod bmod pmod modulo remainder except if unless but maybe perhaps"
-    " possibly cannot can't undefined unknown infinity infinite impossible wait rather instead question".split()
+    " plus minus negative positive squared cubed factorial base mod bmod pmod modulo remainder except if unless but"
+    " maybe perhaps possibly cannot can't undefined unknown infinity infinite impossible wait rather instead question".split()
 )
 _LISTING = frozenset({"or", "and"})  # between values, where the reference has several as well
-_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm)\b\s*|\\(?![bp]?mod\b)[A-Za-z]+")
+_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname|rm)\b\s*|\\(?![bp]?mod\b)[A-Za-z]+"
+)
 _WORD = re.compile(r"[A-Za-z]+(?:'[A-Za-z]+)?")
 _MULTIPLIER = re.compile(r"\{\s*(?:k|K|M|B|bn|mn)\s*\}")
 _LETTER = re.compile(r"[^\W\d_]")

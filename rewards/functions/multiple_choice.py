@@ -20,7 +20,8 @@ _RETRACTION = re.compile(
     re.IGNORECASE,
 )
 _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
-_NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")  # "answer: B was ..."
+# Behind a cue, as in "answer: B was refuted"; "answer: B is ..." chooses.
+_NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")
 _MAX_ALONE_CHARS = 60  # of a letter with its wrapping: the pattern's time grows with the square of it
 _MAX_CHARS = 100_000  # of the text around a choice
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")

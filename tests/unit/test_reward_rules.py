@@ -132,7 +132,7 @@ def test_exact_match_compares_what_was_extracted() -> None:
         *[(text, "") for text in ("", "cat", "Blue", "B2", "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B")],
         *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "B is right", "Option B is")],
         *[(text, "") for text in ("answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?")],
-        *[(text, "") for text in ("answer: B was refuted", "The answer: B would be foolish", "The answer is B, I disagree")],
+        *[(text, "") for text in ("answer: B was refuted", "The answer: B would do", "The answer is B, I disagree")],
         *[(text, "") for text in ("the answer is not B", "not B", "answer: B is wrong", "B. No wait, not the answer")],
         *[(text, "") for text in ("B. or C. will do", "Wrong: the answer is B", "answer: B?", "\uff22", "\u0412")],
         *[(text, "") for text in (r"\boxed{}", r"\boxed{A, B}", r"\boxed{B} \boxed{}", "answer: BB", "answer: B's")],

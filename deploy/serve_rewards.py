@@ -16,9 +16,10 @@ from cluster.errors import PreflightError
 from cluster.trajectory import Reward
 from configs.load import ConfigError, load_rewards
 from configs.schema.rewards import RewardsConfig
-from rewards.contract import Failure, Outcome, RewardRequest, Score
+from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
 from rewards.http.lanes import Lanes
 from rewards.http.server import RewardService, ServerLimits, make_app
+from rewards.in_time import InTime
 from rewards.isolated_pool import IsolatedPool
 from rewards.recipes import ComponentError
 from rewards.scoring import Scoring
@@ -26,6 +27,7 @@ from rewards.tools import Tools
 
 PENDING_CONNECTIONS = 512
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
+MAX_STUCK = 8  # computations that hang in one lane before it refuses: each keeps a thread, and what it computes on
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
 
 
@@ -45,18 +47,27 @@ class ServeOptions:
 
 
 class RewardScorer:
-    """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values."""
+    """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values.
+
+    A model or an engine that hangs is left behind in its thread and the lane goes on, until too many were.
+    """
 
     def __init__(self, rewards: RewardsConfig, options: ServeOptions) -> None:
+        function_s = options.timeout_s / FUNCTION_SHARE
         self._isolated = IsolatedPool(
-            num_processes=rewards.processes,
-            timeout_s=options.timeout_s / FUNCTION_SHARE,
-            start_timeout_s=START_TIMEOUT_S,
+            num_processes=rewards.processes, timeout_s=function_s, start_timeout_s=START_TIMEOUT_S
         )
-        self._scoring = Scoring(rewards, None, Tools(self._isolated, options.device, options.dtype))
+        self._in_time = InTime(timeout_s=function_s)
+        tools = Tools(self._isolated, options.device, options.dtype, self._in_time)
+        self._scoring = Scoring(rewards, None, tools)
+        self.is_stuck = False
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
-        self._isolated.deadline = deadline
+        self.is_stuck = self._in_time.num_stuck >= MAX_STUCK
+        if self.is_stuck:
+            reason = f"{MAX_STUCK} computations hang since earlier requests: start the server anew"
+            return [Failure(FailureKind.TIMED_OUT, reason)] * len(requests)
+        self._isolated.deadline = self._in_time.deadline = deadline
         return [_outcome(reward) for reward in self._scoring.rewards(requests)]
 
     def close(self) -> None:

@@ -78,6 +78,7 @@ class Scripted:
 class Scorer:
     """A lane's scorer made of a function of one request."""
 
+    is_stuck = False
     function: Callable[[RewardRequest], Outcome]
     is_closed: bool = False
 

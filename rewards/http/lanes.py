@@ -13,7 +13,9 @@ from rewards.contract import Outcome, RewardRequest
 
 
 class Scorer(Protocol):
-    """Scores one batch at a time; each lane has its own."""
+    """Scores one batch at a time; each lane has its own. `is_stuck` while it refuses to, for what hangs in it."""
+
+    is_stuck: bool
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> Sequence[Outcome]:
         """One outcome a request; whatever can be stopped is stopped at `deadline` (on `time.monotonic`'s clock)."""
@@ -59,10 +61,10 @@ class Lanes:
         return sum(lane.busy_since is not None for lane in self._lanes)
 
     def num_stuck(self, seconds: float) -> int:
-        """Lanes that have been at one batch for longer than this."""
+        """Lanes that have been at one batch for longer than this, or whose scorer is stuck."""
         now = time.monotonic()
-        starts = [lane.busy_since for lane in self._lanes]
-        return sum(start is not None and now - start > seconds for start in starts)
+        starts = [(lane.scorer.is_stuck, lane.busy_since) for lane in self._lanes]
+        return sum(is_stuck or (start is not None and now - start > seconds) for is_stuck, start in starts)
 
     def __len__(self) -> int:
         return len(self._lanes)

@@ -15,7 +15,9 @@ from handles import LocalHandle
 from reward_data import answers, component, pool_over, rewards_of
 
 from cluster.errors import StuckError
-from rewards.contract import Outcome, RewardRequest, TimedOutError
+from cluster.trajectory import Response
+from deploy.serve_rewards import MAX_STUCK, RewardScorer, ServeOptions
+from rewards.contract import Failure, Outcome, RewardRequest, TimedOutError
 from rewards.functions import BUILT_IN
 from rewards.in_time import InTime
 from rewards.models.batching import score_in_batches
@@ -141,3 +143,25 @@ def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> N
     scores = rules.score_batch(records, [("x",)] * 4, [read_answer(record.response) for record in records])
     assert scores == [(1.0, 1.0), (2.0, 2.0), "model: timed_out", "model: timed_out"]
     assert rules.score_batch(records[:1], [("x",)], [read_answer("1")]) == [(1.0, 1.0)]
+
+
+@pytest.mark.usefixtures("releasing")
+def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
+    options = ServeOptions("127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32")
+    scorer = RewardScorer(CONFIG, options)
+
+    def kinds(*texts: str) -> list[str]:
+        asked = [RewardRequest(Response(text, 1, False), (), {}, "") for text in texts]
+        found = scorer.score(asked, time.monotonic() + 5)
+        return [outcome.kind if isinstance(outcome, Failure) else "scored" for outcome in found]
+
+    for _ in range(MAX_STUCK):
+        assert kinds("2 hang", "1") == ["timed_out", "timed_out"], "they are one batch of the model"
+        assert kinds("1") == ["scored"] or scorer.is_stuck
+    assert kinds("1") == ["timed_out"] and scorer.is_stuck
+    RELEASED.set()
+    until = time.monotonic() + 5
+    while kinds("1") != ["scored"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not scorer.is_stuck
+    scorer.close()

@@ -16,7 +16,8 @@ from rewards.offline.partial import MAX_NAMED_LINES
 from rewards.offline.pictures import PROMPT_KEYS, RESPONSE_KEYS
 from rewards.offline.records import BrokenRecordError, Record, from_values, parsed, with_everything
 
-BATCH_ROWS = 4096
+BATCH_ROWS, BATCH_BYTES = 4096, 32 << 20  # of one batch, at most
+BUFFER_BYTES = 1 << 20  # that is read of a column at a time
 TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
 _PICTURES = (*PROMPT_KEYS, *RESPONSE_KEYS)
 _COLUMNS = ("id", "prompt", "response", "reference", "metadata", *_PICTURES)
@@ -47,11 +48,20 @@ class RowGroup:
         return f"row group {self.index} of {self.path}"
 
     def batches(self, *, with_metadata: bool) -> Iterator[Batch]:
-        """Batches of at most `BATCH_ROWS` rows, so that a file of one row group need not fit into memory."""
+        """Batches of at most `BATCH_ROWS` rows and about `BATCH_BYTES`, so that a file of one row group need not fit into
+        memory, however large its pictures are.
+        """
         read = [column for column, field in self.columns.items() if with_metadata or field not in _PICTURES]
-        with pq.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(BATCH_ROWS, [self.index], columns=read):
+        with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+            for batch in file.iter_batches(self._num_rows(file, read), [self.index], columns=read):
                 yield _read(batch.rename_columns([self.columns[n] for n in batch.schema.names]), with_metadata)
+
+    def _num_rows(self, file: pq.ParquetFile, read: Sequence[str]) -> int:
+        """How many rows of these columns make a batch."""
+        group = file.metadata.row_group(self.index)
+        chunks = map(group.column, range(group.num_columns))
+        num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in read)
+        return max(1, min(BATCH_ROWS, BATCH_BYTES * self.size // max(1, num_bytes)))
 
 
 def parts_of(path: Path) -> tuple[str, str, Sequence[RowGroup]]:

@@ -128,6 +128,16 @@ def test_memory_holds_one_batch_at_a_time_and_no_record_of_the_ones_before(tmp_p
     assert all(len(examples) == 3 for examples in whole.disagreeing.values())
 
 
+def test_a_batch_of_parquet_is_bounded_by_its_bytes_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columnar, "BATCH_BYTES", 1 << 20)
+    rows = [{"response": str(n), "image": {"bytes": os.urandom(100_000), "path": "a.png"}} for n in range(40)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    [part] = open_source(tmp_path / "rows.parquet").parts
+    sizes = [len(batch.records) for batch in part.batches(with_metadata=True)]
+    assert sum(sizes) == 40 and max(sizes) in (9, 10)
+    assert [len(batch.records) for batch in part.batches(with_metadata=False)] == [40], "nobody looks at the pictures"
+
+
 @pytest.mark.parametrize("is_struct", [True, False])
 def test_parquet_scores_as_the_same_records_in_jsonl(tmp_path: Path, is_struct: bool) -> None:
     rows = [record(f"r{i}", answer("red"), ["red", "crimson"], ["red"], ["red"], latency_ms=i) for i in range(10)]

@@ -19,6 +19,8 @@ class AeroRLRules:
 
     name = "aerorl"
     reads_everything = False
+    may_hang = False
+    num_stuck = 0
 
     def __init__(self, options: Options) -> None:
         self._require_json = options.require_json
@@ -27,6 +29,9 @@ class AeroRLRules:
         self._target_tokens = max(options.target_tokens, 1)
         self._budget_ms = max(options.latency_budget_ms, 1.0)
         self._aliases = Memo(aerorl_aliases)
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
 
     def score_batch(
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]

@@ -8,9 +8,11 @@ from typing import BinaryIO
 from rewards.offline.jsonl import Batch
 from rewards.offline.options import Options
 from rewards.offline.partial import Partial
-from rewards.offline.processes import run_in_order
+from rewards.offline.processes import Pulse, run_in_order
 from rewards.offline.scoring import Scorer
 from rewards.offline.source import Part, Source
+
+PIECE_RECORDS = 64  # of what may hang: a piece shares one deadline, and its pictures are in memory together
 
 
 class BrokenSourceError(ValueError):
@@ -32,14 +34,19 @@ def evaluate(
 
     Raises:
         BrokenSourceError: a part cannot be read, or a line is no record, with `is_strict`.
-        WorkerDiedError, DeadlineError: a process died, or finished no part within `timeout_s`.
+        WorkerDiedError, DeadlineError: a process died, or none got on for `timeout_s`.
     """
     with_metadata = any(scheme.rules.reads_everything for scheme in scorer.schemes)
+    piece_records = PIECE_RECORDS if scorer.may_hang else None
+    pulse = Pulse()
 
     def score_part(part: Part) -> Partial:
         found, lines = Partial.of(scorer.schemes), []
-        for batch in _read(part, with_metadata):
+        scorer.prepare()
+        pulse.beat()
+        for batch in _read(part, with_metadata, piece_records):
             partial = scorer.score(batch)
+            pulse.beat()
             lines.append(partial.rows)
             found.merge(partial, scorer.schemes, options.top_k, options.max_ids)
         found.rows = b"".join(lines)
@@ -51,7 +58,9 @@ def evaluate(
         source.parts,
         num_processes=num_processes,
         timeout_s=timeout_s,
-        may_hang=bool(options.regex_pattern),  # a user's pattern may backtrack without end
+        may_hang=scorer.may_hang or bool(options.regex_pattern),  # a user's pattern may backtrack without end
+        pulse=pulse,
+        is_spent=lambda: scorer.num_stuck > 0,
     )
     for part, partial in zip(source.parts, partials, strict=True):
         if rows is not None:
@@ -64,8 +73,13 @@ def evaluate(
     return whole
 
 
-def _read(part: Part, with_metadata: bool) -> Iterator[Batch]:
+def _read(part: Part, with_metadata: bool, piece_records: int | None) -> Iterator[Batch]:
+    """The part's batches, in pieces of so many records."""
     try:
-        yield from part.batches(with_metadata=with_metadata)
+        if piece_records is None:
+            yield from part.batches(with_metadata=with_metadata)
+        else:
+            for batch in part.batches(with_metadata=with_metadata):
+                yield from batch.pieces(piece_records)
     except OSError as error:  # of this generator alone: what scores the batch raises past it
         raise BrokenSourceError(f"{part} cannot be read ({error}): give a whole file that nobody changes") from error

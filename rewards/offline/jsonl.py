@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ class Batch:
     num_lines: int = 0
     num_broken: int = 0
     broken: Sequence[tuple[int, str]] = ()  # the first ones
+
+    def pieces(self, size: int) -> Iterator[Batch]:
+        """The batch in pieces of at most `size` records; the first one has all the lines."""
+        yield replace(self, records=self.records[:size])
+        for start in range(size, len(self.records), size):
+            yield Batch(self.records[start : start + size])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class MobulaRules:
 
     name = "mobula"
     reads_everything = False
+    may_hang = False
+    num_stuck = 0
 
     def __init__(self, options: Options) -> None:
         self._formats = format_scores(options)
@@ -37,6 +39,9 @@ class MobulaRules:
         self._target_tokens = max(options.target_tokens, 1)
         self._budget_ms = max(options.latency_budget_ms, 1.0)
         self._keys = Memo(entity_keys)
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
 
     def score_batch(
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]

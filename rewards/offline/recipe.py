@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from rewards.recipes import ComponentError
 from rewards.scoring import Scoring
 from rewards.tools import Tools
 
-BATCH_RECORDS = 64
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
 PICTURES = "pictures"  # stands for a component where a record's pictures cannot be had
 DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
@@ -49,12 +48,13 @@ class RecipeScheme(Scheme):
 class RecipeRules:
     """Scores records as a run with these rewards does; what a component could not score is counted by its failure.
 
-    `timeout_s` is what a part of the source may take. An answer that hangs may take a share of it, all that hang in one
-    part another, so that they are counted as timed out before the part is late.
+    `timeout_s` is what a batch may take. An answer that hangs may take a share of it, all that hang in a batch another,
+    so that they are counted as timed out before the batch is late.
     """
 
     name = "recipe"
     reads_everything = True
+    may_hang = True
 
     def __init__(self, rewards: RewardsConfig, folder: Path, *, timeout_s: float) -> None:
         """Paths of pictures begin in `folder`."""
@@ -62,48 +62,52 @@ class RecipeRules:
         self._rewards = rewards
         self._files = PictureFiles(folder)
         self._timeout_s = timeout_s
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes,
+            timeout_s=FUNCTION_SHARE * timeout_s,
+            start_timeout_s=BATCH_SHARE * timeout_s,
+        )
+        self._in_time = InTime(timeout_s=FUNCTION_SHARE * timeout_s)
         self._scoring: Scoring | None = None
-        self._process: int | None = None
         self._last: Sequence[Reward | ComponentError] = ()
+
+    @property
+    def num_stuck(self) -> int:
+        return self._in_time.num_stuck
+
+    def prepare(self) -> None:
+        """Make the functions.
+
+        Raises:
+            ValueError: one is unknown, or its options are unfit.
+        """
+        self._made()
+
+    def close(self) -> None:
+        """End the isolated processes."""
+        self._isolated.close()
 
     def score_batch(
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]
     ) -> list[Scores | str]:
-        self.scoring()
+        self._made()  # before the batch's time begins
         self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._timeout_s
-        pairs = list(zip(records, references, strict=True))
-        self._last = [
-            reward
-            for start in range(0, len(pairs), BATCH_RECORDS)
-            for reward in self._rewards_of(pairs[start : start + BATCH_RECORDS])
-        ]
+        self._last = self._rewards_of(list(zip(records, references, strict=True)))
         return [self._result(reward) for reward in self._last]
 
     def explain(self, place: int, record: Record, answer: Answer) -> dict[str, Any]:
         reward = self._last[place]
         return {reward.component: reward.reason} if isinstance(reward, ComponentError) else dict(reward.reasons)
 
-    def scoring(self) -> Scoring:
-        """The functions, made once in each process: what was made before a fork belongs to the parent.
-
-        Raises:
-            ValueError: a function is unknown, or its options are unfit.
-        """
-        if self._scoring is None or self._process != os.getpid():
-            self._isolated = IsolatedPool(
-                num_processes=self._rewards.processes,
-                timeout_s=FUNCTION_SHARE * self._timeout_s,
-                start_timeout_s=BATCH_SHARE * self._timeout_s,
-            )
-            self._in_time = InTime(timeout_s=FUNCTION_SHARE * self._timeout_s)
+    def _made(self) -> Scoring:
+        if self._scoring is None:
             self._scoring = Scoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
-            self._process = os.getpid()
         return self._scoring
 
     def _rewards_of(self, batch: Sequence[tuple[Record, tuple[str, ...]]]) -> list[Reward | ComponentError]:
-        """One result a record; pictures that cannot be had cost only theirs, and are in memory for one batch."""
+        """One result a record; pictures that cannot be had cost only theirs."""
         requests = [self._request(record, references) for record, references in batch]
-        scored = iter(self.scoring().rewards([r for r in requests if isinstance(r, RewardRequest)]))
+        scored = iter(self._made().rewards([r for r in requests if isinstance(r, RewardRequest)]))
         return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
 
     def _request(self, record: Record, references: tuple[str, ...]) -> RewardRequest | ComponentError:
@@ -133,11 +137,12 @@ def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: floa
         PreflightError: a function is unknown, or its options are unfit.
     """
     rewards = load_rewards(path)
-    rules = RecipeRules(rewards, folder, timeout_s=timeout_s)
     try:
-        rules.scoring()
+        with ThreadPoolExecutor(1) as thread:  # a child whose parent's own thread used OpenMP's hangs in a model
+            thread.submit(_check, RecipeRules(rewards, folder, timeout_s=timeout_s)).result()
     except ValueError as error:
         raise PreflightError(f"{path}: {error}") from error
+    rules = RecipeRules(rewards, folder, timeout_s=timeout_s)
     weights = {component.name: component.weight for component in rewards.components}
     by_label = {label: rewards.weights_in(recipe) for label, recipe in rewards.active_recipes.items()}
     if len(by_label) == 1:  # then there is one weight a component, and no label to tell
@@ -145,3 +150,11 @@ def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: floa
     return RecipeScheme(
         rules, rules.components, tuple(weights.values()), options.pass_threshold, weights_by_label=by_label
     )
+
+
+def _check(rules: RecipeRules) -> None:
+    """Make the functions once; those that score are made in each process."""
+    try:
+        rules.prepare()
+    finally:
+        rules.close()

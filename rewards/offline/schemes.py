@@ -23,6 +23,16 @@ class Rules(Protocol):
 
     name: str
     reads_everything: bool  # metadata beyond the known keys
+    may_hang: bool  # then few records are given at a time, in a process that can be ended
+
+    @property
+    def num_stuck(self) -> int:
+        """Computations that hang in this process; only another one is rid of them."""
+        ...
+
+    def prepare(self) -> None:
+        """Make ready in this process what scoring takes, a model say."""
+        ...
 
     def score_batch(
         self, records: Sequence[Record], references: Sequence[tuple[str, ...]], answers: Sequence[Answer]

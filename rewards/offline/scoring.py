@@ -40,6 +40,20 @@ class Scorer:
         self.compared = compared
         self._writes_rows = writes_rows
 
+    @property
+    def may_hang(self) -> bool:
+        return any(scheme.rules.may_hang for scheme in self.schemes)
+
+    @property
+    def num_stuck(self) -> int:
+        """Computations that hang in this process; only another one is rid of them."""
+        return sum(scheme.rules.num_stuck for scheme in self.schemes)
+
+    def prepare(self) -> None:
+        """Make ready in this process what scoring takes."""
+        for scheme in self.schemes:
+            scheme.rules.prepare()
+
     def score(self, source: Batch) -> Partial:
         """All results of a batch; its records and lines are counted from 1."""
         records = source.records

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import DeadlineError, WorkerDiedError
-from rewards.offline.processes import run_in_order
+from rewards.offline.processes import Pulse, run_in_order
 
 
 def children() -> set[int]:
@@ -73,6 +73,35 @@ def test_a_process_that_hangs_is_an_error_that_names_its_task_and_no_process_sta
     before = children()
     with pytest.raises(DeadlineError, match="within 0.5 s: part 1"):
         list(run_in_order(work, [f"part {i}" for i in range(4)], num_processes=2, timeout_s=0.5))
+    assert children() <= before
+
+
+def test_a_process_that_gets_on_is_not_late() -> None:
+    pulse = Pulse()
+
+    def work(task: int) -> int:
+        for _ in range(6):
+            time.sleep(0.2)
+            pulse.beat()
+        return task
+
+    how = {"num_processes": 1, "timeout_s": 0.6, "may_hang": True}
+    assert list(run_in_order(work, [1], pulse=pulse, **how)) == [1]
+    with pytest.raises(DeadlineError, match="within 0.6 s: 1"):
+        list(run_in_order(work, [1], **how))
+
+
+def test_a_process_that_is_spent_is_replaced_and_no_process_stays() -> None:
+    done: list[int] = []  # of one process
+
+    def work(task: int) -> int:
+        done.append(task)
+        return os.getpid()
+
+    before = children()
+    how = {"num_processes": 1, "timeout_s": 30, "may_hang": True}
+    pids = list(run_in_order(work, range(5), is_spent=lambda: len(done) == 2, **how))
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [2, 2, 1]
     assert children() <= before
 
 

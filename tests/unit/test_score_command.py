@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,8 +21,12 @@ from typer.testing import CliRunner, Result
 
 from deploy import score as scoring
 from deploy.cli import app
+from rewards.contract import RewardRequest, Score
+from rewards.functions import BUILT_IN
+from rewards.offline import evaluation, jsonl
 from rewards.offline.corruption import PATTERNS, corrupt, pattern_of
 from rewards.offline.jsonl import MIN_STRETCH_BYTES
+from rewards.tools import Tools
 
 PUBLISHED = ["--require-json", "--regex-pattern", r"^\{.*\}$", "--target-tokens", "32", "--latency-budget-ms", "400"]
 PUBLISHED += ["--pass-threshold", "0.5", "--weight", "verifier=.45", "--weight", "cost=.05"]
@@ -216,6 +222,66 @@ def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_pat
         assert {name: total for name, total in totals.items() if total is not None} == found
         unscored = {"pictures: failed": 2, "seen: timed_out": 1} if len(found) > 1 else {}
         assert json.loads((tmp_path / "r.json").read_text())["unscored"] == unscored
+
+
+MODEL_RECIPE = """
+components:
+  - {name: model, function: model, weight: 1.0, options: {}, service: reward, needs_pictures: false, retries: 0,
+     cache_entries: 0}
+accuracy_component: model
+"""
+
+
+class Model:
+    """Computes in this process, which it tells, and hangs over one text."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._in_time = tools.in_time
+
+    def __call__(self, request: RewardRequest) -> Score:
+        hang_s = 30.0 * (request.response.text == "hang")
+        self._in_time.call(lambda: time.sleep(hang_s), "the model")
+        return Score(float(os.getpid()))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_that_hangs_costs_its_record_and_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Model")
+    monkeypatch.setattr(jsonl, "MIN_STRETCH_BYTES", 1000)
+    (tmp_path / "recipe.yaml").write_text(MODEL_RECIPE)
+    texts = ["1", "hang", "2", *["x" * 600] * 6]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": text} for i, text in enumerate(texts)])
+    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 10, "--processes", processes]
+    started = time.monotonic()
+    done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
+    assert done.exit_code == 0, done.output
+    assert time.monotonic() - started < 20
+    assert json.loads((tmp_path / "r.json").read_text())["unscored"] == {"model: timed_out": 1}
+    lines = (tmp_path / "r.jsonl").read_text().splitlines()
+    pids = [json.loads(line)["reward"]["recipe"].get("total_reward") for line in lines]
+    assert [place for place, pid in enumerate(pids) if pid is None] == [1]
+    assert pids[0] == pids[2], "the rest of its part is scored beside it"
+    assert pids[0] not in pids[-4:], "another process has the parts that follow"
+    assert os.getpid() not in pids
+
+
+def test_a_slow_model_is_not_late_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "PIECE_RECORDS", 4)
+    (tmp_path / "plugin.py").write_text("import time\n\ndef score(request):\n    time.sleep(0.1)\n    return 1.0\n")
+    recipe = PICTURES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"').replace("processes: 2", "processes: 1")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": "x"} for i in range(40)])
+    with path.open("a") as file:
+        file.write("broken\n")
+    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 3, "--output", tmp_path / "r.json"]
+    done = mobula("score", path, *words)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["unscored"], report["average_reward"]) == ({}, 1.0)
+    assert report["input"]["broken"][0]["line"] == 41
+    assert [example["record"] for example in report["worst_examples"]] == [38, 39, 40]
 
 
 def test_a_trajectory_run_folder_that_holds_none_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from cluster.actions import TokenActions
 from cluster.media import MediaReader
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, SampledSequence, TokenChunk
-from cluster.trajectory import FinishReason, GroupSummary, Prompt, Response, Trajectory, TrajectoryGroup
+from cluster.trajectory import FinishReason, Prompt, Response, Told, Trajectory, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -61,15 +61,15 @@ class RolloutActor:
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, GroupSummary]:
+    ) -> tuple[TrajectoryGroup, Told]:
         """Sample all siblings of one prompt, from where an earlier attempt left them.
 
-        Two results, so that the bytes can stay where they were made.
+        Two results, so that the bytes can stay where they were made: the group, and what the driver is told of it.
         """
         media = await self._media.read(prompt.media)
         sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
-        return group, group.summary()
+        return group, (group.summary(), group.small_responses())
 
     async def chunks(self, num_batches: int) -> AsyncIterator[list[TokenChunk]]:
         """What all running prompts report, as it comes, until there were so many batches or somebody else asks."""

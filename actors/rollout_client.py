@@ -14,7 +14,7 @@ from cluster.leases import LeaseTable
 from cluster.ray_group import answer, patient_answer, stop
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import TokenChunk
-from cluster.trajectory import GroupSummary, Prompt
+from cluster.trajectory import Generated, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -55,8 +55,8 @@ class RolloutClient:
     async def start(self) -> None:
         await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
-        """A reference to the group, which the caller owns and which outlives the actor, and its summary.
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        """A reference to the group, which the caller owns and which outlives the actor, and what is told of it.
 
         The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come. A prompt that
         needs the weights of a push has its time from the end of that push.
@@ -70,10 +70,10 @@ class RolloutClient:
 
         is_reported = settings.max_tokens > self._leases.chunk_tokens
         with self._chunks.heard(attempt.request_id, take) if is_reported else nullcontext():
-            group, summary = self._handle.generate.options(num_returns=2).remote(prompt, settings, attempt)
+            group, told = self._handle.generate.options(num_returns=2).remote(prompt, settings, attempt)
             what = f"{self.name} to generate prompt {prompt.prompt_id}"
             try:
-                return group, await patient_answer(summary, patience=patience, what=what)
+                return Generated.of(prompt, group, await patient_answer(told, patience=patience, what=what))
             except WorkerDiedError:
                 await self._chunks.drain(self._sign_s)  # what it had sent before it died
                 raise

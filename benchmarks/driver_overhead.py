@@ -28,7 +28,7 @@ from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import StalenessGate
-from cluster.trajectory import GroupSummary, Prompt, TrajectoryGroup
+from cluster.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
 from configs.schema import Recipe, RunConfig
 from configs.schema.rewards import SHARED_SERVICE
 from deploy.buffer import replay_buffer
@@ -138,9 +138,9 @@ class _SleepingEngines:
     def __init__(self, mean_s: float) -> None:
         self._mean_s = mean_s
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[str, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         await asyncio.sleep(_sleep_s(prompt, self._mean_s))
-        return prompt.prompt_id, _summary(prompt)
+        return Generated(prompt.prompt_id, _summary(prompt))
 
 
 class _Others:
@@ -148,10 +148,11 @@ class _Others:
 
     def __init__(self) -> None:
         self._group = make_group(Load("group", num_groups=1, num_tokens=NUM_TOKENS, num_trips=1))
+        self._responses = self._group.small_responses()
 
-    async def generate(self, prompt: Prompt, mean_s: float) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(self, prompt: Prompt, mean_s: float) -> tuple[TrajectoryGroup, Told]:
         await asyncio.sleep(_sleep_s(prompt, mean_s))
-        return replace(self._group, prompt=prompt), _summary(prompt)
+        return replace(self._group, prompt=prompt), (_summary(prompt), self._responses)
 
     async def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         await asyncio.sleep(REWARD_S)
@@ -166,9 +167,9 @@ class _Engines:
         self._handle = handle
         self._mean_s = mean_s
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
-        group, finished = self._handle.generate.options(num_returns=2).remote(prompt, self._mean_s)
-        return group, await answer(finished, timeout_s=TIMEOUT_S, what=f"prompt {prompt.prompt_id}")
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        group, told = self._handle.generate.options(num_returns=2).remote(prompt, self._mean_s)
+        return Generated.of(prompt, group, await answer(told, timeout_s=TIMEOUT_S, what=f"prompt {prompt.prompt_id}"))
 
 
 def _reward_pool(handle: ray.actor.ActorHandle, config: RunConfig) -> RewardPool:

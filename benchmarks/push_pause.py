@@ -93,7 +93,7 @@ class _Pushes:
         self._num_generated += 1
         prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}/{self._num_generated}")
         started = time.perf_counter()
-        _, summary = await self._client.generate(prompt, SamplingSettings(NUM_SAMPLES, 1.0, MAX_TOKENS, 7))
+        _, summary, _ = await self._client.generate(prompt, SamplingSettings(NUM_SAMPLES, 1.0, MAX_TOKENS, 7))
         return time.perf_counter() - started, summary.num_tokens
 
 

@@ -15,7 +15,7 @@ import ray
 
 from benchmarks.measure import Claim, Effort, Findings, Series, interleave
 from benchmarks.replay import NUM_SIBLINGS, Load, make_group
-from cluster.trajectory import Response, TrajectoryGroup
+from cluster.trajectory import Generated, Response, TrajectoryGroup
 from configs.schema import RunConfig
 from deploy.scorers import reward_pool
 from rewards.isolated import IsolatedProcess
@@ -52,7 +52,9 @@ REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
-    """A pool as a run starts it; its groups lie in the object store, as rollout actors leave them there."""
+    """A pool as a run starts it. Responses come by value, as rollout actors tell of them where they are few bytes; beside
+    it the latency of groups that workers have to fetch.
+    """
     components = " ".join(COMPONENTS.replace("REST", REST).split())
     with scratch_config((*SETTINGS, components), overrides) as config, private_ray(config):
         return asyncio.run(_measure(effort, config))
@@ -61,14 +63,16 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         groups = [numbered_group(index) for index in range(NUM_GROUPS)]
-        references = [ray.put(group) for group in groups]
+        fetched = [ray.put(group) for group in groups]
+        told = [_generated(group, reference).to_score for group, reference in zip(groups, fetched, strict=True)]
         pool = reward_pool(config, stage.spawner)
         try:
             found = await interleave(
                 {
-                    "pool": partial(_throughput, pool, references),
+                    "pool": partial(_throughput, pool, told),
                     "in process": partial(_in_process, config, groups),
-                    "latency": partial(_latency, pool, references),
+                    "latency": partial(_latency, pool, told),
+                    "fetched": partial(_latency, pool, fetched),
                 },
                 effort,
             )
@@ -87,6 +91,7 @@ def _findings(config: RunConfig, found: dict[str, tuple[float, ...]]) -> Finding
             "pool": Series(through_ray, "samples/s", found["pool"]),
             "in process": Series("the same rules in this process", "samples/s", found["in process"]),
             "latency": Series(f"median latency of a group at {OFFERED_PER_S} samples/s", "s", found["latency"]),
+            "fetched": Series("the same of groups that are fetched from the object store", "s", found["fetched"]),
         },
         claims=(
             Claim(f"throughput / {OFFERED_PER_S} samples/s", median(found["pool"]) / OFFERED_PER_S, 1.0),
@@ -96,32 +101,32 @@ def _findings(config: RunConfig, found: dict[str, tuple[float, ...]]) -> Finding
     )
 
 
-async def _throughput(pool: RewardPool, references: Sequence[Any], _: int) -> float:
+async def _throughput(pool: RewardPool, groups: Sequence[Any], _: int) -> float:
     gate = asyncio.Semaphore(IN_FLIGHT)
 
-    async def score(reference: Any) -> None:
+    async def score(group: Any) -> None:
         async with gate:
-            await pool.score(reference, "a group")
+            await pool.score(group, "a group")
 
     started = time.perf_counter()
-    await asyncio.gather(*(score(reference) for reference in references))
-    return len(references) * NUM_SIBLINGS / (time.perf_counter() - started)
+    await asyncio.gather(*(score(group) for group in groups))
+    return len(groups) * NUM_SIBLINGS / (time.perf_counter() - started)
 
 
-async def _latency(pool: RewardPool, references: Sequence[Any], _: int) -> float:
+async def _latency(pool: RewardPool, groups: Sequence[Any], _: int) -> float:
     """Groups come at their times whatever is in flight; the median over them of how long each took."""
     latencies: list[float] = []
 
-    async def score(reference: Any, due: float) -> None:
-        await pool.score(reference, "a group")
+    async def score(group: Any, due: float) -> None:
+        await pool.score(group, "a group")
         latencies.append(time.perf_counter() - due)
 
     started, tasks = time.perf_counter(), []
-    for index, reference in enumerate(references):
+    for index, group in enumerate(groups):
         due = started + index * NUM_SIBLINGS / OFFERED_PER_S
         if due > time.perf_counter():
             await asyncio.sleep(due - time.perf_counter())
-        tasks.append(asyncio.create_task(score(reference, due)))
+        tasks.append(asyncio.create_task(score(group, due)))
     await asyncio.gather(*tasks)
     return median(latencies)
 
@@ -135,6 +140,11 @@ async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: i
     rate = len(groups) * NUM_SIBLINGS / (time.perf_counter() - started)
     isolated.close()
     return rate
+
+
+def _generated(group: TrajectoryGroup, reference: Any) -> Generated:
+    """The group as a rollout actor's client hears of it."""
+    return Generated.of(group.prompt, reference, (group.summary(), group.small_responses()))
 
 
 def numbered_group(index: int) -> TrajectoryGroup:

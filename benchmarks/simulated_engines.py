@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from cluster.roles import EngineLoad, SamplingSettings
-from cluster.trajectory import GroupSummary, Prompt
+from cluster.trajectory import Generated, GroupSummary, Prompt
 
 _EPSILON_S = 1e-6  # what sums of seconds may be off by
 
@@ -83,7 +83,7 @@ class SimulatedEngine:
         self._decoding.set()
         self._version_starts_s.append(self.clock_s)
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[str, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """One group, once its slowest sibling is done; its id stands for its bytes."""
         self.num_in_flight += 1
         try:
@@ -94,7 +94,7 @@ class SimulatedEngine:
         tokens = Counter[int]()
         for span in spans:
             tokens.update(self._tokens_by_version(span))
-        return prompt.prompt_id, summary(prompt, tokens, num_trajectories=len(spans))
+        return Generated(prompt.prompt_id, summary(prompt, tokens, num_trajectories=len(spans)))
 
     async def load(self) -> EngineLoad:
         """What runs and what waits for a slot; slots are all that it can run out of."""
@@ -134,7 +134,7 @@ class LeastLoaded:
     def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
         self._engines = engines
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[str, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         return await min(self._engines, key=lambda engine: engine.num_in_flight).generate(prompt, settings)
 
 

@@ -23,7 +23,7 @@ from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
 from cluster.status import WorkerState, WorkerStatus, in_one_line
 from cluster.supervision import background_tasks
-from cluster.trajectory import GroupSummary, Prompt
+from cluster.trajectory import Generated, Prompt
 from cluster.weight_sync.members import Receiver
 
 _logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Engine(Receiver, Protocol):
         """Load the model."""
         ...
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]: ...
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
     async def is_alive(self) -> None:
         """Return while the process lives, however busy it is."""
@@ -158,7 +158,7 @@ class RolloutFleet:
         seats, self._seats = self._seats, []
         await asyncio.gather(*(self._end(seat) for seat in seats))
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """Sample one prompt on the engine with the fewest prompts in flight.
 
         Raises:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from cluster.concurrency import outcomes
 from cluster.roles import Learner, Rollouts, SamplingSettings, UpdateReport, Weights
-from cluster.trajectory import GroupSummary, Prompt, ScoredGroup
+from cluster.trajectory import Generated, Prompt, ScoredGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class LeasedRollouts:
         self._rollouts = rollouts
         self._lease = lease
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         async with self._lease.sampling():
             return await self._rollouts.generate(prompt, settings)
 

@@ -48,9 +48,10 @@ async def sample_and_score(
         RolloutError: one node after the other went.
     """
     for _ in range(MAX_NODES_LOST):
-        reference, summary = await rollouts.generate(prompt, settings)
+        generated = await rollouts.generate(prompt, settings)
+        reference, summary, _ = generated
         try:
-            return reference, summary, await rewards.score(reference, prompt.prompt_id)
+            return reference, summary, await rewards.score(generated.to_score, prompt.prompt_id)
         except UnscoredGroupError as error:
             _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
             return reference, summary, [None] * summary.num_trajectories

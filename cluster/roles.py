@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from cluster.seeds import derived_seed
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from cluster.trajectory import Generated, Prompt, Reward, ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class ReplayStats:
 class Rollouts(Protocol):
     """The pool of rollout actors."""
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
-        """One prompt to one group: a reference to the `TrajectoryGroup` and its summary."""
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        """One prompt to one group."""
         ...
 
 
@@ -78,6 +78,7 @@ class Rewards(Protocol):
     async def score(self, group: Any, group_id: str) -> Sequence[Reward | None]:
         """One reward a trajectory, in order; None where it could not be scored (counted by the pool).
 
+        `group` is a `TrajectoryGroup`, as reference or value, or all `Answers` of one.
         Responses of the group that were scored before it was whole are not scored again.
 
         Raises:

@@ -19,7 +19,7 @@ from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.supervision import background_tasks
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from cluster.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -86,12 +86,12 @@ class RetryingRollouts:
         self._max_retries = max_retries
         self._on_retry = on_retry
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """Raises: RolloutError, caused by the last failure, once all tries have failed."""
         with self._leases.held(prompt, settings):
             return await self._try(prompt, settings)
 
-    async def _try(self, prompt: Prompt, settings: SamplingSettings) -> tuple[Any, GroupSummary]:
+    async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         num_failed = 0
         while True:
             try:

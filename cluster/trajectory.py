@@ -7,14 +7,17 @@ steps). What the policy did in each step is opaque here (`actions`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cluster.actions import TokenActions, stretches
 from cluster.media import MediaHandle
+
+MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
+NO_IDS = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,10 @@ class Response:
     is_truncated: bool
     pictures: tuple[bytes, ...] = field(default=(), repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: by position, since a few hundred of them travel at a time."""
+        return Response, (self.text, self.num_tokens, self.is_truncated, self.pictures)
+
 
 @dataclass(frozen=True)
 class EndedResponse:
@@ -112,6 +119,25 @@ class EndedResponse:
     prompt: Prompt
     sibling: int
     response: Response
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Responses to one prompt, some or all, as reward functions read them: what of a group may travel by value."""
+
+    prompt: Prompt
+    siblings: tuple[int, ...]  # the places of `responses` in the group
+    responses: tuple[Response, ...]
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.prompt.prompt_id}#{sibling}" for sibling in self.siblings)
+
+    def lean(self, *, with_media: bool) -> Answers:
+        """The same without the prompt's tokens, which no reward function reads, and its media unless they are wanted."""
+        media = self.prompt.media if with_media else ()
+        prompt = replace(self.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS, media=media, media_spans=())
+        return replace(self, prompt=prompt)
 
 
 @dataclass(frozen=True)
@@ -183,7 +209,7 @@ class TrajectoryGroup:
                 t.trajectory_id,
                 [(span.version, span.start, span.end) for span in t.weight_spans],
                 t.finish_reason.value,
-                (t.response.text, t.response.num_tokens, t.response.is_truncated, t.response.pictures),
+                t.response,
             )
             for t in siblings
         ]
@@ -191,6 +217,14 @@ class TrajectoryGroup:
         logprobs = np.concatenate([t.behavior_logprobs for t in siblings])
         masks = np.concatenate([t.action_mask for t in siblings])
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
+
+    def small_responses(self) -> tuple[Response, ...] | None:
+        """What reward functions read, where it may go by value with a message; None where it is too much for that."""
+        responses = tuple(trajectory.response for trajectory in self.trajectories)
+        num_characters = sum(len(response.text) for response in responses)
+        if num_characters > MAX_CHARACTERS_BY_VALUE or any(response.pictures for response in responses):
+            return None
+        return responses
 
     def summary(self) -> GroupSummary:
         """The few numbers that the driver keeps while the bytes stay in the object store."""
@@ -218,7 +252,7 @@ def _put_together(
     actions: np.ndarray,
     logprobs: np.ndarray,
     masks: np.ndarray,
-    rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, tuple[str, int, bool, tuple[bytes, ...]]]],
+    rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
     columns = (TokenActions.unpacked(actions, num_steps), stretches(logprobs, num_steps), stretches(masks, num_steps))
@@ -234,7 +268,7 @@ def _put_together(
             action_mask=mask,
             weight_spans=tuple(WeightSpan(*span) for span in spans),
             finish_reason=FinishReason(finish_reason),
-            response=Response(*response),
+            response=response,
         )
         trajectories.append(trajectory)
     return TrajectoryGroup(prompt, tuple(trajectories))
@@ -258,6 +292,31 @@ class GroupSummary:
     @property
     def oldest_version(self) -> int:
         return min(self.tokens_by_version)
+
+
+Told = tuple[GroupSummary, tuple[Response, ...] | None]
+"""What an actor says of a group beside the group: its summary, and its responses where they are few bytes."""
+
+
+class Generated(NamedTuple):
+    """A group that has just been sampled, as the driver hears of it."""
+
+    group: Any  # a reference to the `TrajectoryGroup`, or the value itself in one process
+    summary: GroupSummary
+    answers: Answers | None = None  # all of its responses, where they are few bytes
+
+    @classmethod
+    def of(cls, prompt: Prompt, group: Any, told: Told) -> Generated:
+        """`group` of this `prompt`, as its actor tells of it."""
+        summary, responses = told
+        if responses is None:
+            return cls(group, summary)
+        return cls(group, summary, Answers(prompt, tuple(range(len(responses))), responses))
+
+    @property
+    def to_score(self) -> Any:
+        """What a reward pool is given of it: what it need not fetch, where there is such a thing."""
+        return self.group if self.answers is None else self.answers
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from cluster.evaluation import mean_of_component, wilson_interval
 from cluster.objects import fetch
 from cluster.roles import SamplingSettings
 from cluster.supervision import background_tasks
-from cluster.trajectory import Prompt, Reward, Trajectory
+from cluster.trajectory import Generated, Prompt, Reward, Trajectory
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.build import Inference
@@ -163,21 +163,21 @@ async def _answer_all(contestant: Contestant, started: float, prepared: Prepared
     ready = time.perf_counter()
     places = asyncio.Semaphore(contestant.num_in_flight)
 
-    async def generate(prompt: Prompt) -> tuple[Any, float]:
+    async def generate(prompt: Prompt) -> tuple[Generated, float]:
         async with places:
             sent = time.perf_counter()
-            group, _ = await inference.rollouts.generate(prompt, settings)
-            return group, 1000.0 * (time.perf_counter() - sent)
+            generated = await inference.rollouts.generate(prompt, settings)
+            return generated, 1000.0 * (time.perf_counter() - sent)
 
     with UsageSampler(os.getpid(), SAMPLE_PERIOD_S) as usage:
         found = await _all(partial(generate, prompt) for prompt in held_out.prompts)
         generate_s = time.perf_counter() - ready
     rewards = await _all(
-        partial(inference.rewards.score, group, prompt.prompt_id)
-        for prompt, (group, _) in zip(held_out.prompts, found, strict=True)
+        partial(inference.rewards.score, generated.to_score, prompt.prompt_id)
+        for prompt, (generated, _) in zip(held_out.prompts, found, strict=True)
     )
     groups = await asyncio.to_thread(
-        fetch, [group for group, _ in found], timeout_s=config.timeouts.object_s, what="the answers"
+        fetch, [generated.group for generated, _ in found], timeout_s=config.timeouts.object_s, what="the answers"
     )
     answers = [
         Answer(prompt, group.trajectories[0], latency_ms, reward[0])

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cluster.errors import DeadlineError, RewardError, StuckError, UnscoredGroupError
-from cluster.trajectory import EndedResponse, Reward
+from cluster.trajectory import Answers, EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import Ahead, Said, ScoringAhead
 from rewards.contract import FailureKind, Outcome
@@ -25,7 +23,6 @@ logger = logging.getLogger(__name__)
 USED, UNUSED = "used", "unused"
 RETRIED = "retried"  # a component failed and was asked again
 DIED, HUNG = "reward_died", "reward_hung"
-NO_IDS = np.empty(0, np.int32)
 
 
 class LossCounter:
@@ -54,6 +51,7 @@ class RewardPool:
         self._book = RecipeBook(rewards)
         self._stages = rewards.service_stages()
         self._on_failure = rewards.on_failure
+        self._needs_pictures = any(component.needs_pictures for component in rewards.components)
         self._losses = losses
         self._ahead = ScoringAhead(self._score_ended)
         self.services = services
@@ -82,6 +80,7 @@ class RewardPool:
         """
         try:
             with self._ahead.taken(group_id) as ahead:
+                group = self._as_read(group)
                 said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
                 outcomes = await self._completed(group, said, ahead)
         except UnscoredGroupError as error:
@@ -102,10 +101,14 @@ class RewardPool:
         await asyncio.gather(*(service.close() for service in self.services.values()))
 
     async def _score_ended(self, ended: EndedResponse) -> Said:
-        prompt = replace(ended.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS)  # no reward function looks at them
-        (outcomes,) = (await self._ask(replace(ended, prompt=prompt), {})).outcomes
+        answers = self._as_read(Answers(ended.prompt, (ended.sibling,), (ended.response,)))
+        (outcomes,) = (await self._ask(answers, {})).outcomes
         assert outcomes is not None, "nothing of it was known"
         return outcomes
+
+    def _as_read(self, group: Any) -> Any:
+        """What comes by value, without what no component looks at: references to media are work to keep count of."""
+        return group.lean(with_media=self._needs_pictures) if isinstance(group, Answers) else group
 
     async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
         """What all services say of the responses that are not `known`."""

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.errors import DeadlineError, RewardError, StuckError
 from cluster.media import MediaReader
 from cluster.objects import fetch_or_miss
-from cluster.trajectory import EndedResponse, Prompt, Response, TrajectoryGroup
+from cluster.trajectory import Answers, Prompt, Response, TrajectoryGroup
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import response_digest
 from rewards.contract import Outcome, RewardRequest, Score
@@ -24,7 +24,7 @@ MAX_PICTURES = 64  # that one worker keeps at hand
 
 @dataclass(frozen=True)
 class Question:
-    """What a service is to score: a `TrajectoryGroup`, or one `EndedResponse`, as object ref or value.
+    """What a service is to score: a `TrajectoryGroup`, or `Answers`, as object ref or value.
 
     `earlier[i]` holds what other services said of response i, where gates look at it. `known` holds the digests of
     responses, by position, that need not be scored: a response that is another one than its digest says is scored.
@@ -160,9 +160,9 @@ class _Asked:
     wanted: Sequence[int]  # positions of the responses that are not known, ascending
 
     @classmethod
-    def of(cls, group: TrajectoryGroup | EndedResponse, question: Question) -> _Asked:
-        if isinstance(group, EndedResponse):
-            ids, responses = (f"{group.prompt.prompt_id}#{group.sibling}",), (group.response,)
+    def of(cls, group: TrajectoryGroup | Answers, question: Question) -> _Asked:
+        if isinstance(group, Answers):
+            ids, responses = group.trajectory_ids, group.responses
         else:
             ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
             responses = tuple(trajectory.response for trajectory in group.trajectories)

@@ -117,7 +117,7 @@ class Engine:
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
         """One group, from where the prompt's lease says that an earlier attempt left it."""
-        reference, summary = await self.client.generate(prompt, settings)
+        reference, summary, _ = await self.client.generate(prompt, settings)
         [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
         assert group.summary() == summary
         return group

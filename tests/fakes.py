@@ -16,7 +16,7 @@ from cluster.actions import TokenActions
 from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from cluster.trajectory import (
     FinishReason,
-    GroupSummary,
+    Generated,
     Prompt,
     Response,
     Reward,
@@ -112,7 +112,7 @@ class FakeRollouts:
         self._pauses = pauses
         self._fault = fault
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         self.num_in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         try:
@@ -120,7 +120,7 @@ class FakeRollouts:
         finally:
             self.num_in_flight -= 1
 
-    async def _sample(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def _sample(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         attempt = self.attempts[prompt.prompt_id]
         self.attempts[prompt.prompt_id] += 1
         self.settings[prompt.prompt_id] = settings
@@ -134,7 +134,7 @@ class FakeRollouts:
         if error is not None:
             raise error
         group = make_group(prompt, versions)
-        return group, group.summary()
+        return Generated(group, group.summary())
 
 
 class FakeRewards:

@@ -13,7 +13,7 @@ from fakes import NUM_TOKENS, FakeLearner, make_group
 
 from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.trajectory import GroupSummary, Prompt, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import Generated, Prompt, ScoredGroup, TrajectoryGroup
 
 DEADLINE_S = 60.0  # for one group
 CONNECT_S = 4.0  # until a call notices that its engine is down
@@ -49,7 +49,7 @@ class FaultyEngine:
         self._faults = faults
         self._timing = timing
 
-    async def sample(self, prompt: Prompt, min_version: int, fleet: FaultyFleet) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def sample(self, prompt: Prompt, min_version: int, fleet: FaultyFleet) -> Generated:
         await asyncio.sleep(CONNECT_S)
         self._check_alive(since_s=_now())
         while fleet.version < min_version:
@@ -61,7 +61,7 @@ class FaultyEngine:
         if self._at_fault(Kind.LOSE_REPLY):
             await asyncio.Event().wait()
         group = make_group(prompt, versions)
-        return group, group.summary()
+        return Generated(group, group.summary())
 
     async def _sample_token(self, seconds: float) -> None:
         started_s = _now()
@@ -90,7 +90,7 @@ class FaultyFleet:
         self._engines = [FaultyEngine([f for f in faults if f.engine == i], timing) for i in range(num_engines)]
         self._unheard: set[asyncio.Task[object]] = set()
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         engine = min(self._engines, key=lambda engine: engine.num_in_flight)
         engine.num_in_flight += 1
         call = asyncio.create_task(engine.sample(prompt, settings.min_version, self))

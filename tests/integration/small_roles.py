@@ -23,7 +23,7 @@ from small_workers import OBJECT_S
 from cluster.objects import fetch_or_miss
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.sampled import Attempt
-from cluster.trajectory import GroupSummary, Prompt, Response, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import Prompt, Response, ScoredGroup, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.process_group import RankRendezvous
@@ -57,7 +57,7 @@ class SmallRollout:
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, GroupSummary]:
+    ) -> tuple[TrajectoryGroup, Told]:
         versions = []
         while self._version < settings.min_version:
             await asyncio.sleep(0.002)
@@ -66,7 +66,7 @@ class SmallRollout:
             versions.append(self._version)
         self._saboteur.moment("generating")
         group = self._with_answers(make_group(prompt, versions))
-        return group, group.summary()
+        return group, (group.summary(), group.small_responses())
 
     def _with_answers(self, group: TrajectoryGroup) -> TrajectoryGroup:
         response = Response("x" * self._answer_bytes, 3, is_truncated=False)

@@ -51,7 +51,7 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
     )
     await fleet.start()
     rollouts = RetryingRollouts(fleet, leases, max_retries=1, on_retry=lambda kind: retries.update([kind]))
-    reference, summary = await rollouts.generate(PROMPT, SETTINGS)
+    reference, summary, _ = await rollouts.generate(PROMPT, SETTINGS)
     await fleet.close()
 
     assert retries == {"WorkerDiedError": 1}

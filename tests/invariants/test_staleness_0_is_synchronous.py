@@ -19,7 +19,7 @@ from benchmarks.virtual_time import run_virtually
 from cluster.actions import TokenActions
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.seeds import derived_seed
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
 
 STEPS, SIZE = 8, 4
 LEARNING_RATE = 1.0
@@ -100,7 +100,7 @@ class OneParameterRollouts:
         self._learner = learner
         self._timing = timing
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         while self.version < settings.min_version:
             await asyncio.sleep(0)
         tokens = sample(prompt.prompt_id, settings, self._learner.parameters[self.version])
@@ -114,7 +114,7 @@ class OneParameterRollouts:
             for index, sibling in enumerate(tokens)
         ]
         group = TrajectoryGroup(make_prompt(prompt.prompt_id), tuple(siblings))
-        return group, group.summary()
+        return Generated(group, group.summary())
 
 
 class TokenRewards:

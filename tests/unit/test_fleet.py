@@ -13,6 +13,7 @@ from cluster.errors import CanaryError, DeadlineError, RolloutError, WorkerDiedE
 from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.status import WorkerState
+from cluster.trajectory import Generated
 
 PROMPT = make_prompt("0/0/s0")
 POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
@@ -43,7 +44,7 @@ class FakeEngine:
             raise RolloutError("no output")
         self._answer()
         group = make_group(prompt)
-        return group, group.summary()
+        return Generated(group, group.summary())
 
     async def is_alive(self) -> None:
         self._answer()

@@ -11,7 +11,10 @@ import pytest
 from cluster.actions import TokenActions
 from cluster.media import MediaHandle
 from cluster.trajectory import (
+    MAX_CHARACTERS_BY_VALUE,
+    Answers,
     FinishReason,
+    Generated,
     MediaSpan,
     Prompt,
     Response,
@@ -73,6 +76,33 @@ def test_no_field_stays_behind() -> None:
     trajectory = (trajectory_id, actions, logprobs, masks, first, finish_reason, response)
     [handle], [placed] = prompt[5], prompt[6]
     travelling = {Prompt: prompt, MediaHandle: handle, MediaSpan: placed, Trajectory: trajectory}
-    travelling |= {WeightSpan: first, Response: response}
+    travelling |= {WeightSpan: first, Response: response.__reduce__()[1]}
     for record, values in travelling.items():
         assert len(values) == len(fields(record)), record
+
+
+def test_responses_are_told_beside_their_group_where_they_are_few_bytes() -> None:
+    def generated(*texts: str, pictures: tuple[bytes, ...] = ()) -> Generated:
+        responses = [Response(text, 4, is_truncated=False, pictures=pictures) for text in texts]
+        siblings = zip(responses, group(*[4] * len(texts)).trajectories, strict=True)
+        sampled = TrajectoryGroup(picture_prompt(), tuple(replace(t, response=response) for response, t in siblings))
+        return Generated.of(sampled.prompt, "a reference", (sampled.summary(), sampled.small_responses()))
+
+    half = "x" * (MAX_CHARACTERS_BY_VALUE // 2)
+    told = generated(half, half).to_score
+    assert [response.text for response in told.responses] == [half, half]
+    assert told.trajectory_ids == tuple(f"{picture_prompt().prompt_id}#{i}" for i in (0, 1))
+    assert generated(half, half + "x").to_score == "a reference"
+    assert generated("a", pictures=(b"png",)).to_score == "a reference"
+
+
+def test_answers_travel_without_what_no_reward_function_reads() -> None:
+    answers = Answers(picture_prompt(), (1,), (Response("a", 1, is_truncated=False),))
+    prompt = answers.prompt
+    for with_media in (False, True):
+        lean = answers.lean(with_media=with_media)
+        assert lean.responses == answers.responses
+        assert (lean.prompt.compact_ids.size, lean.prompt.expanded_ids.size) == (0, 0)
+        assert lean.prompt.media == (prompt.media if with_media else ())
+        kept = ("prompt_id", "sample_id", "text", "references", "metadata")
+        assert all(getattr(lean.prompt, name) == getattr(prompt, name) for name in kept)

@@ -105,9 +105,9 @@ class Actor:
         self._sampler = sampler
         self._outbox = Outbox()
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt) -> tuple[list, str]:
+    async def generate(self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt) -> tuple[list, tuple]:
         self.attempts.append(attempt)
-        return await self._sampler.sample(prompt, (), settings, attempt, self._report), "summary"
+        return await self._sampler.sample(prompt, (), settings, attempt, self._report), ("summary", None)
 
     def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         self._outbox.put(news)
@@ -147,7 +147,7 @@ async def test_another_actor_goes_on_from_the_last_chunk(befalls, error: type[Ex
     lost, other = Actor(KnownSampler((17, 6), CHUNK, befalls)), Actor(KnownSampler((17, 6), CHUNK))
     engines = Engines(client(lost, leases, rollout_s=0.2, sign_s=0.1), client(other, leases))
     rollouts = RetryingRollouts(engines, leases, max_retries=1, on_retry=caught.append)
-    reference, _ = await rollouts.generate(PROMPT, SETTINGS)
+    reference, *_ = await rollouts.generate(PROMPT, SETTINGS)
     group = await reference.future()
     assert caught == [error.__name__]
     assert [sibling.num_tokens for sibling in other.attempts[0].siblings] == [8, 6]
@@ -163,7 +163,7 @@ def test_a_rollout_that_makes_progress_is_not_late(chunk_tokens: int, is_late: b
 
     async def go() -> list[SampledSequence]:
         actor = Actor(KnownSampler((20, 20), chunk_tokens, lambda step: asyncio.sleep(1)))
-        reference, _ = await client(actor, LeaseTable(chunk_tokens), rollout_s=5).generate(PROMPT, SETTINGS)
+        reference, *_ = await client(actor, LeaseTable(chunk_tokens), rollout_s=5).generate(PROMPT, SETTINGS)
         return await reference.future()
 
     if is_late:
@@ -180,7 +180,7 @@ async def test_short_answers_open_no_stream() -> None:
 
     leases = LeaseTable(SETTINGS.max_tokens)
     mute = Mute(KnownSampler((3, 3), SETTINGS.max_tokens))
-    reference, _ = await client(mute, leases).generate(PROMPT, SETTINGS)
+    reference, *_ = await client(mute, leases).generate(PROMPT, SETTINGS)
     assert [sequence.num_tokens for sequence in await reference.future()] == [3, 3]
 
 

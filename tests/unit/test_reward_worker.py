@@ -21,7 +21,7 @@ from reward_data import answers, component, component_of, rewards_of
 
 from cluster.errors import RewardError
 from cluster.media import MediaHandle, ProcessedMedia
-from cluster.trajectory import Reward, TrajectoryGroup
+from cluster.trajectory import Answers, Reward, TrajectoryGroup
 from configs.schema import RewardComponent
 from rewards.contract import Failure, FailureKind, Score, TimedOutError
 from rewards.isolated import IsolatedProcess
@@ -146,6 +146,16 @@ def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[.
     assert score.failures == () and worker.worker.ping()
     idle = (process._child is None for process in worker.worker._isolated._processes)
     assert all(idle), "plain answers may not pay for a process"
+
+
+def test_answers_that_come_by_value_are_scored_as_their_group_is(make_worker: Callable[..., OneWorker]) -> None:
+    worker = make_worker(component("accuracy", "math_answer", require_boxed=True))
+    whole = group(r"\boxed{7}", "7", r"\boxed{9^{9}}")
+    told = Answers(whole.prompt, (0, 1, 2), whole.small_responses()).lean(with_media=False)
+    last = Answers(whole.prompt, (2,), whole.small_responses()[2:])
+    first, second, third = worker.worker.score([Question(whole), Question(told), Question(last)])
+    assert first == second
+    assert (third.trajectory_ids, third.outcomes) == (first.trajectory_ids[2:], first.outcomes[2:])
 
 
 def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Callable[..., OneWorker]) -> None:

@@ -16,7 +16,7 @@ from cluster.errors import DeadlineError
 from cluster.leases import LeaseTable
 from cluster.roles import SamplingSettings
 from cluster.sampled import Attempt
-from cluster.trajectory import GroupSummary, Prompt, TrajectoryGroup
+from cluster.trajectory import Answers, Prompt, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -36,11 +36,11 @@ class FakeActor:
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, GroupSummary]:
+    ) -> tuple[TrajectoryGroup, Told]:
         self.prompts.append(prompt.prompt_id)
         await self.gate.wait()
         group = make_group(prompt)
-        return group, group.summary()
+        return group, (group.summary(), group.small_responses())
 
     async def ping(self) -> int:
         return 3
@@ -63,10 +63,11 @@ def client(
 
 
 async def test_a_group_comes_back_as_a_reference_beside_its_summary() -> None:
-    reference, summary = await client(FakeActor()).generate(PROMPT, SETTINGS)
+    reference, summary, answers = await client(FakeActor()).generate(PROMPT, SETTINGS)
     group = await reference.future()
     assert group.prompt is PROMPT
     assert summary == group.summary()
+    assert answers == Answers(PROMPT, (0, 1), group.small_responses())
 
 
 async def test_calls_carry_their_arguments_and_answers() -> None:

@@ -22,7 +22,7 @@ from cluster.roles import SamplingSettings
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.seeds import derived_seed
 from cluster.staleness import StalenessGate
-from cluster.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.trajectory import Answers, Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
 
 KEEP_ALL = AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100)
 DROP_UNIFORM = AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=100)
@@ -135,7 +135,7 @@ async def test_a_rejected_straggler_holds_no_step_up() -> None:
     held = {"0/0/s0": asyncio.Event(), "0/3/s3": asyncio.Event()}
 
     class Held(FakeRollouts):
-        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
             if prompt.prompt_id in held:
                 await held[prompt.prompt_id].wait()
             return await super().generate(prompt, settings)
@@ -177,7 +177,7 @@ async def test_a_run_whose_engines_stay_behind_ends_and_says_so() -> None:
     class Heedless(FakeRollouts):
         """Its engines stay at version 0, whatever is asked."""
 
-        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> tuple[TrajectoryGroup, GroupSummary]:
+        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
             return await super().generate(prompt, replace(settings, min_version=-1))
 
     rollouts = Heedless()
@@ -310,6 +310,25 @@ async def test_a_group_that_is_lost_with_its_node_before_it_is_scored_is_sampled
     bench = Bench(FakeRollouts(), LosingRewards())
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
     assert bench.rollouts.attempts["0/1/s1"] == 3 and bench.rollouts.attempts["0/0/s0"] == 1
+
+
+async def test_a_pool_gets_responses_by_value_where_the_rollouts_tell_them() -> None:
+    class TellingRollouts(FakeRollouts):
+        async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+            group, summary, _ = await super().generate(prompt, settings)
+            return Generated.of(prompt, group, (summary, group.small_responses()))
+
+    class ReadingRewards(FakeRewards):
+        read: dict[str, list[str]] = {}
+
+        async def score(self, group: Answers, group_id: str) -> list[Reward | None]:
+            self.read[group_id] = [response.text for response in group.responses]
+            return [Reward(0.0), Reward(1.0)]
+
+    bench = Bench(TellingRollouts(), ReadingRewards())
+    taken = await bench.step()
+    assert taken == ["0/0/s0", "0/1/s1"]
+    assert ReadingRewards.read["0/1/s1"] == ["answer of 0/1/s1#0", "answer of 0/1/s1#1"]
 
 
 async def test_a_group_that_nobody_can_score_is_rejected_and_the_run_goes_on() -> None:

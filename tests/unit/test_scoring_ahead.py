@@ -22,7 +22,7 @@ from cluster.leases import LeaseTable
 from cluster.media import MediaReader
 from cluster.roles import SamplingSettings
 from cluster.rollout_stream import RetryingRollouts
-from cluster.trajectory import EndedResponse, Response, TrajectoryGroup
+from cluster.trajectory import Answers, EndedResponse, Response, TrajectoryGroup
 from configs.schema import Gate, Recipe
 from rewards.ahead import response_digest
 from rewards.contract import RewardRequest
@@ -62,7 +62,7 @@ class Asked:
     def scored(self) -> list[str]:
         """What was asked for: the text of an ended response, or `group` with the siblings that are known of it."""
         return [
-            q.group.response.text if isinstance(q.group, EndedResponse) else f"group but {sorted(q.known)}"
+            q.group.responses[0].text if isinstance(q.group, Answers) else f"group but {sorted(q.known)}"
             for q in self.questions
         ]
 
@@ -189,7 +189,7 @@ async def test_the_first_sibling_is_scored_before_the_last_one_ends(bench: Bench
             await asyncio.sleep(0)
         await asyncio.sleep(0)
 
-    reference, _ = await rollouts(bench, KnownSampler(LENGTHS, CHUNK, before_step)).generate(PROMPT, SETTINGS)
+    reference, *_ = await rollouts(bench, KnownSampler(LENGTHS, CHUNK, before_step)).generate(PROMPT, SETTINGS)
     group = await reference.future()
     assert await bench.values(group) == [len(text(0)), len(text(1))]
     assert bench.asked.scored == [text(0), "group but [0]"]
@@ -204,14 +204,14 @@ async def test_a_response_that_ended_on_a_lost_engine_is_scored_once(bench: Benc
             raise WorkerDiedError("SIGKILL")
 
     both = KnownSampler(LENGTHS, CHUNK, dies), KnownSampler(LENGTHS, CHUNK)
-    reference, _ = await rollouts(bench, *both).generate(PROMPT, SETTINGS)
+    reference, *_ = await rollouts(bench, *both).generate(PROMPT, SETTINGS)
     assert await bench.values(await reference.future()) == [len(text(0)), len(text(1))]
     assert bench.asked.scored == [text(0), "group but [0]"]
 
 
 async def test_siblings_that_end_together_cost_one_question(bench: Bench) -> None:
     sampler = KnownSampler((9, 10), CHUNK)
-    reference, _ = await rollouts(bench, sampler).generate(PROMPT, SETTINGS)
+    reference, *_ = await rollouts(bench, sampler).generate(PROMPT, SETTINGS)
     assert None not in await bench.values(await reference.future())
     assert bench.asked.scored == ["group but []"]
     assert bench.pool.scored_ahead == {"used": 0, "unused": 0}

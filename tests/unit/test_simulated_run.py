@@ -72,8 +72,8 @@ def test_a_response_stands_still_in_a_pause_and_goes_on_with_the_new_version() -
         ours.pause()
         await asyncio.sleep(5.0)
         ours.go_on(1)
-        _, found = await generating
-        return dict(found.tokens_by_version), asyncio.get_running_loop().time()
+        found = await generating
+        return dict(found.summary.tokens_by_version), asyncio.get_running_loop().time()
 
     tokens, end_s = run_virtually(main())
     assert tokens == {0: 2 * 30, 1: 2 * 70}

@@ -48,6 +48,7 @@ from learner.policies.logprobs import BAN_BIAS
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often to look whether the core lives
 MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
+MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
 
 
 class VLLMSampler:
@@ -140,7 +141,11 @@ class VLLMSampler:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         with _named(f"receive version {version}"):
-            return await self._replace_weights(self._update(manifest, bucket_bytes), version)
+            update = self._update(manifest, bucket_bytes)
+            if self._settings.device == "cpu" and manifest.num_bytes <= MAX_BYTES_BESIDE:
+                receive = self._engine.engine_core.transfer_engine.receive
+                update["tensors"] = await asyncio.to_thread(lambda: list(receive(manifest, bucket_bytes)))
+            return await self._replace_weights(update, version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
         packed = [bucket.tobytes() for bucket in buckets]

@@ -124,6 +124,11 @@ class InProcessClient(AsyncMPClient):
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def transfer_engine(self) -> Any:
+        """The worker's end of the transfer group, for who receives on another thread than the core's."""
+        return self._core.model_executor.driver_worker.worker.weight_transfer_engine
+
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self.outputs_queue.get()
         if isinstance(outputs, Exception):

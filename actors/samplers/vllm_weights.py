@@ -44,12 +44,13 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `adapters`
-    says how to merge what comes if it is adapters."""
+    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `tensors`
+    what has come over it already; `adapters` says how to merge what comes if it is adapters."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
     buckets: list[bytes] | None = None
+    tensors: list[tuple[str, torch.Tensor]] | None = None
     adapters: dict[str, Any] | None = None
 
 
@@ -75,12 +76,12 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
     def receive_weights(self, update_info: PushInfo) -> None:
         manifest = Manifest.from_wire(update_info.manifest)
-        if update_info.buckets is None:
-            if self._group is None:
-                raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
-            tensors = self._group.receive(manifest, update_info.bucket_bytes, keeps=True)  # until a layer is complete
-        else:
+        if update_info.tensors is not None:
+            tensors = update_info.tensors
+        elif update_info.buckets is not None:
             tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
+        else:
+            tensors = self.receive(manifest, update_info.bucket_bytes)
         is_whole = update_info.adapters is None
         if not is_whole:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
@@ -89,6 +90,12 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 load_again(self.model, self.model_config, tensors)
             else:
                 self._load_by_layers(tensors)
+
+    def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a push brings over the transfer group, each tensor in memory of its own: layers need several at a time."""
+        if self._group is None:
+            raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
+        return self._group.receive(manifest, bucket_bytes, keeps=True)
 
     def _load_by_layers(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         initialize_layerwise_reload(self.model)

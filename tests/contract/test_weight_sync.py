@@ -115,6 +115,30 @@ async def test_prompts_that_need_the_weights_of_a_push_come_before_it_and_are_sa
     assert gaps(learner, engine.model, groups).max() <= EXACT
 
 
+@pytest.mark.parametrize("engine_name", ["vllm-tied"])
+async def test_an_engine_samples_on_until_a_push_has_arrived_or_failed(engine: Engine, learner: Learner) -> None:
+    class Slow(LocalSender):
+        error: Exception | None = None
+
+        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+            self.meanwhile = await engine.sample(engine.model.probe)
+            if self.error is not None:
+                raise self.error
+            await super().send_weights(bucket_bytes, epoch)
+
+    sender = Slow(learner)
+    sync = weight_sync(engine, sender)
+    perturb(learner, seed=51)
+    await sync.publish(1)
+    assert set(sender.meanwhile.summary().tokens_by_version) == {0}
+    assert set((await engine.sample(engine.model.probe)).summary().tokens_by_version) == {1}
+    sender.error = WorkerDiedError("learner/0 died")
+    with pytest.raises(WorkerDiedError, match="learner/0 died"):
+        await sync.publish(2)
+    assert set((await engine.sample(engine.model.probe)).summary().tokens_by_version) == {1}
+    assert await probe_gap(engine, learner) <= EXACT
+
+
 async def pushed_within(
     engine: Engine, learner: Learner
 ) -> tuple[TrajectoryGroup, dict[int, dict[str, torch.Tensor]], list[float]]:

@@ -28,9 +28,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.samplers.base import EngineSettings
+from actors.samplers.in_flight import InFlight
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.served import ServedVersion
-from actors.samplers.vllm_inproc import in_process_engine
+from actors.samplers.vllm_inproc import InProcessClient, in_process_engine
 from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm_outputs import OutputReader
@@ -48,6 +49,7 @@ from learner.policies.logprobs import BAN_BIAS
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often to look whether the core lives
 MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
+DRAIN_S = 0.05  # that responses which are about to end have, once a push is there: cut, they would be computed again
 MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
 
 
@@ -59,6 +61,7 @@ class VLLMSampler:
         self._load = LoadLogger()
         self._is_asleep = False
         self._served = ServedVersion()
+        self._in_flight = InFlight()
         self._is_replacing = False
         self._num_replaced = 0
 
@@ -141,10 +144,11 @@ class VLLMSampler:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         with _named(f"receive version {version}"):
-            update = self._update(manifest, bucket_bytes)
-            if self._settings.device == "cpu" and manifest.num_bytes <= MAX_BYTES_BESIDE:
-                receive = self._engine.engine_core.transfer_engine.receive
+            update, core = self._update(manifest, bucket_bytes), self._engine.engine_core
+            if isinstance(core, InProcessClient) and manifest.num_bytes <= MAX_BYTES_BESIDE:
+                receive = core.transfer_engine.receive
                 update["tensors"] = await asyncio.to_thread(lambda: list(receive(manifest, bucket_bytes)))
+                await self._in_flight.drained(DRAIN_S)
             return await self._replace_weights(update, version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
@@ -241,10 +245,11 @@ class VLLMSampler:
         with _failing(f"prompt {prompt.prompt_id}"):
             await self._served.reach(settings.min_version)
             inputs = self._engine_input(prompt, media)
-            async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
-                for index, piece in reader.read(output):
-                    progress.add(first + index, piece)
-                progress.report()
+            with self._in_flight.one_more():
+                async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
+                    for index, piece in reader.read(output):
+                        progress.add(first + index, piece)
+                    progress.report()
 
     async def _generate(
         self,

@@ -11,7 +11,7 @@ from sabotage import Saboteur
 
 from cluster.objects import fetch_or_miss
 from cluster.replay_buffer import ReplayBuffer
-from cluster.trajectory import ScoredGroup, TrajectoryGroup
+from cluster.trajectory import Answers, ScoredGroup, TrajectoryGroup
 from rewards.contract import Score
 from rewards.worker import GroupOutcomes, Question
 
@@ -36,8 +36,9 @@ class SmallReward:
     def close(self) -> None: ...
 
 
-def _by_position(group: TrajectoryGroup) -> GroupOutcomes:
-    ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+def _by_position(group: TrajectoryGroup | Answers) -> GroupOutcomes:
+    is_told = isinstance(group, Answers)
+    ids = group.trajectory_ids if is_told else tuple(trajectory.trajectory_id for trajectory in group.trajectories)
     return GroupOutcomes("default", ids, tuple({"place": Score(float(i))} for i, _ in enumerate(ids)))
 
 

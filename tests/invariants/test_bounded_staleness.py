@@ -71,7 +71,7 @@ async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dr
         total_steps=30,
         prompts_per_step=3,
         max_staleness=1,
-        pauses=lambda prompt_id: 500 if random.Random(prompt_id).random() < 0.05 else 1,
+        pauses=lambda prompt_id: 100 if random.Random(prompt_id).random() < 0.05 else 1,
         order=OvertakingOrder,
         drops_whole=drops_whole,
         has_journal=True,

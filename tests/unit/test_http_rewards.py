@@ -181,7 +181,7 @@ def test_a_server_that_hangs_costs_its_deadline() -> None:
         seconds = time.monotonic() - started
     assert kinds(one_attempt) == ["timed_out"] and "timeout_s" in str(one_attempt[0])
     assert kinds(in_all) == ["timed_out"] * 8
-    assert seconds < 10, "bounded by 1.0 s and what a busy machine adds"
+    assert seconds < 50, "bounded by 1.0 s and what a busy machine adds, not by the 60 s for which the server hangs"
 
 
 LIES: dict[str, tuple[bytes | dict[str, Any], str, str]] = {

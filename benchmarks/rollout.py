@@ -48,7 +48,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
         [worker] = stage.spawner.workers("rollout")
         with raw_engine(stage.prepared, worker) as engine:
             sides = [
-                _Sides(stage.prepared, inference.rollouts, engine, rounds[place * num_rounds :], max_tokens)
+                Sides(stage.prepared, inference.rollouts, engine, rounds[place * num_rounds :], max_tokens)
                 for place, max_tokens in enumerate(lengths)
             ]
             found = {side.max_tokens: await interleave(side.named, effort) for side in sides}
@@ -59,7 +59,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
 
 
 @dataclass
-class _Sides:
+class Sides:
     """What each side does in one round with responses of at most `max_tokens`, and how long they were."""
 
     prepared: Prepared
@@ -83,8 +83,9 @@ class _Sides:
         started = time.perf_counter()
         groups = await asyncio.gather(*map(self.fleet.generate, prompts, settings))
         seconds = time.perf_counter() - started
-        self.lengths["ours"] += [summary.num_tokens / summary.num_trajectories for _, summary in groups]
-        return sum(summary.num_trajectories for _, summary in groups) / seconds
+        summaries = [generated.summary for generated in groups]
+        self.lengths["ours"] += [summary.num_tokens / summary.num_trajectories for summary in summaries]
+        return sum(summary.num_trajectories for summary in summaries) / seconds
 
     async def raw(self, round_number: int) -> float:
         return self._generate(round_number, is_processed=False)

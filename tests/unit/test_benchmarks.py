@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,10 +14,13 @@ from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave
 from benchmarks.recovery import windows
 from benchmarks.report import Report, problems, read, target_text, write
 from benchmarks.role_time import Process, idle_shares
+from benchmarks.rollout import Sides
 from benchmarks.step_breakdown import share
 from benchmarks.weight_sync import MIB, transformer_manifest
 from benchmarks.whole_step import NUM_WARMUP_STEPS, PROMPTS, SAMPLES, STEPS_A_BLOCK, STEPS_AFTER_PAUSE, Blocks
 from cluster.metrics.records import StepRecord
+from configs.load import load_config
+from fakes import NUM_SAMPLES, NUM_TOKENS, FakeRollouts, make_prompt
 
 
 def series(*values: float, unit: str = "samples/s") -> Series:
@@ -102,6 +107,18 @@ async def test_sides_take_turns_and_warm_up_rounds_are_thrown_away() -> None:
     found = await interleave({"a": side("a"), "b": side("b")}, Effort(repeats=2, warmups=1, num_steps=0))
     assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert found == {"a": (1.0, 2.0), "b": (1.0, 2.0)}
+
+
+async def test_a_round_of_rollouts_samples_every_prompt_as_a_run_would_and_counts_what_came() -> None:
+    fleet, prompts = FakeRollouts(), [make_prompt("0/0/a"), make_prompt("0/1/b")]
+    prepared = SimpleNamespace(config=load_config(["sampler.max_tokens=8"]))
+    sides = Sides(prepared, fleet, engine=None, rounds=[[], prompts], max_tokens=16)
+    started = time.perf_counter()
+    rate = await sides.ours(1)
+    assert rate >= len(prompts) * NUM_SAMPLES / (time.perf_counter() - started)
+    assert sides.lengths["ours"] == [NUM_TOKENS] * len(prompts)
+    assert {s.max_tokens for s in fleet.settings.values()} == {16}
+    assert len({s.seed for s in fleet.settings.values()}) == len(prompts)
 
 
 def test_the_share_of_a_phase_is_over_all_steps_and_a_phase_that_did_not_run_took_nothing() -> None:

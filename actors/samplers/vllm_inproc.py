@@ -43,6 +43,8 @@ def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | N
 class ThreadedCore(EngineCoreProc):
     """The loop of an engine core between an input queue and a function that takes outputs."""
 
+    last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue says so
+
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
         self.input_queue = queue.Queue()
         self.output_queue = SimpleNamespace(put_nowait=deliver)
@@ -58,7 +60,7 @@ class ThreadedCore(EngineCoreProc):
         EngineCore.__init__(self, config, executor, log_stats, self._executor_failed)
 
     def _process_input_queue(self) -> None:
-        """Take requests until there is work; an engine that was idle waits a moment for the others of a burst.
+        """Take requests until there is work; an engine that was idle sees a burst to its end.
 
         A step costs almost the same for few sequences as for many, and while it runs the other thread cannot take
         requests in: starting with the first one would leave the rest of the burst to many small steps. Once a step can
@@ -67,21 +69,15 @@ class ThreadedCore(EngineCoreProc):
         was_idle = not self.has_work()
         super()._process_input_queue()
         if was_idle and self.has_work():
-            waited_s = 0.0
-            while waited_s < BURST_S and not self._is_full() and self._grows():
-                waited_s += BURST_GAP_S
+            latest = time.monotonic() + BURST_S
+            while not self._is_full() and (wait_s := min(self.last_came + BURST_GAP_S, latest) - time.monotonic()) > 0:
+                time.sleep(wait_s)
             super()._process_input_queue()
 
     def _is_full(self) -> bool:
         """Whether as many requests have come as a step can take."""
         num_come = self.scheduler.get_num_unfinished_requests() + self.input_queue.qsize()
         return num_come >= self.vllm_config.scheduler_config.max_num_seqs
-
-    def _grows(self) -> bool:
-        """Whether another request comes within the gap of a burst."""
-        num_waiting = self.input_queue.qsize()
-        time.sleep(BURST_GAP_S)
-        return self.input_queue.qsize() > num_waiting
 
     def request_shutdown(self) -> None:
         self.shutdown_state = EngineShutdownState.REQUESTED
@@ -138,6 +134,7 @@ class InProcessClient(AsyncMPClient):
     async def add_request_async(self, request: Any) -> None:
         self.ensure_alive()
         request.client_index = self.client_index
+        self._core.last_came = time.monotonic()
         self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, self._core.preprocess_add_request(request)))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:

@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cluster.concurrency import outcomes, run_all
+from cluster.concurrency import outcomes
 from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
 from cluster.supervision import background_tasks
 from cluster.trajectory import Prompt
@@ -53,7 +53,7 @@ class _Underway:
     manifest: Manifest
     num_receivers: int
     started: float  # time.monotonic()
-    has_canary: bool
+    reached: set[Receiver] = field(default_factory=set)  # who got these very weights
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class WeightSync:
 
     While one wave receives, the engines of the others go on generating. The order within a wave: every receiver agrees
     to the manifest; sender and receivers broadcast; every receiver names its version; the canary compares log-probs of
-    a probe prompt (with a picture) with the learner's. The learner is needed until it has sent the last wave: within
-    `settling()` it may go on then, while the receivers of that wave load what they have.
+    a probe prompt (with a picture) with the learner's. The learner is needed until it has sent the last wave and scored
+    the probe: within `settling()` it may go on then, while the receivers of that wave load what they have and score it.
 
     A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did
     not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that lives and
@@ -142,8 +142,7 @@ class WeightSync:
             self._settling = None
 
     async def publish(self, version: int) -> int:
-        """Bring all receivers to `version`; returns it. A push with a canary is waited for, like one that finds the
-        receivers of the push before still at it.
+        """Bring all receivers to `version`; returns it. A push waits for the receivers of the one before it.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors; nothing was sent to it.
@@ -156,24 +155,26 @@ class WeightSync:
             started = time.monotonic()
             manifest = await self._agreed_manifest()
             receivers = self._members.receivers()
-            push = _Underway(version, manifest, len(receivers), started, has_canary=self._is_canary_due())
+            push = _Underway(version, manifest, len(receivers), started)
             self._members.announced(version)
             sent: _Sent | None = None
             for wave in self._cut(receivers):
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave)
             await self._announce(version)  # where there was nobody to send to
+            expected = await self._sender.sequence_logprobs(self._probe) if self._is_canary_due() else None
             self.num_pushes += 1
-            if push.has_canary or self._tasks is None:
-                await self._settle(push, sent)
+            settle = self._settle(push, sent, expected)
+            if self._tasks is None:
+                await settle
             else:
-                self._settling = self._tasks.create_task(self._settle(push, sent), name=f"settle version {version}")
+                self._settling = self._tasks.create_task(settle, name=f"settle version {version}")
         return version
 
-    async def _settle(self, push: _Underway, sent: _Sent | None) -> None:
-        """See the last wave of a push to its end, and tell of the push."""
+    async def _settle(self, push: _Underway, sent: _Sent | None, expected: np.ndarray | None) -> None:
+        """See the last wave of a push to its end, and tell of the push. `expected` is what the canary compares with."""
         await self._arrive(push, sent)
-        gap = await self._canary() if push.has_canary else None
+        gap = None if expected is None else await self._canary(push, expected)
         self._members.published(push.version)
         num_lost = max(0, push.num_receivers - len(self._members.receivers()))
         done = Push(push.version, push.manifest.num_bytes, time.monotonic() - push.started, gap, num_lost)
@@ -281,7 +282,7 @@ class WeightSync:
             found = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
             for receiver, error in zip(failed, found, strict=True):
                 if error is None:
-                    self._members.synced(receiver, version)
+                    self._has(push, receiver, version)
             failed = self._living(dict(zip(failed, found, strict=True)))
         if failed:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
@@ -312,7 +313,12 @@ class WeightSync:
         found = await receiver.receive_weights(push.manifest, self._bucket_bytes, push.version)
         if found != push.version:
             raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {found}")
-        self._members.synced(receiver, push.version)
+        self._has(push, receiver, push.version)
+
+    def _has(self, push: _Underway, receiver: Receiver, version: int) -> None:
+        if version == push.version:
+            push.reached.add(receiver)
+        self._members.synced(receiver, version)
 
     async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave:
         """The transfer group of exactly these receivers: the one there is, or one of a new epoch."""
@@ -348,12 +354,12 @@ class WeightSync:
         self._waves.remove(wave)
         await self._sender.leave_transfer(wave.epoch)
 
-    async def _canary(self) -> float | None:
-        """Engines that compute something else are lost; if all of them do, the push itself is at fault."""
-        receivers = self._members.receivers()
-        if not receivers:
-            return None
-        [expected] = await run_all(self._sender.sequence_logprobs(self._probe))
+    async def _canary(self, push: _Underway, expected: np.ndarray) -> float | None:
+        """Engines that compute something else are lost; if all of them do, the push itself is at fault.
+
+        Only those with the weights of this push are asked: who joined or was brought along since may be further.
+        """
+        receivers = [receiver for receiver in self._members.receivers() if receiver in push.reached]
         found = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))
         gaps: dict[Receiver, float] = {}
         for receiver, logprobs in zip(receivers, found, strict=True):

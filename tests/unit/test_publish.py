@@ -353,23 +353,50 @@ async def test_the_run_does_not_end_before_its_last_push() -> None:
     assert slow.version == 1
 
 
-async def test_outside_settling_and_with_a_canary_a_push_is_waited_for() -> None:
+async def test_outside_settling_a_push_is_waited_for() -> None:
     sender = FakeSender()
     slow = Slow("rollout/0", sender)
-    sync = weight_sync(sender, slow, canary_interval=2)
-    loop = asyncio.get_running_loop()
+    sync = weight_sync(sender, slow)
     async with asyncio.timeout(5):
-        loop.call_later(0.02, slow.may_load.set)
-        await sync.publish(0)  # its canary compares with what the learner has now
-        slow.may_load.clear()
-        loop.call_later(0.02, slow.may_load.set)
+        asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
         await sync.publish(1)
-        assert slow.version == 1
-        slow.may_load.clear()
-        async with sync.settling():
-            loop.call_later(0.02, slow.may_load.set)
-            await sync.publish(2)
-            assert slow.version == 2
+    assert slow.version == 1
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+async def test_the_canary_compares_with_what_was_sent_while_the_learner_is_further(error: float) -> None:
+    sender, gaps = FakeSender(), []
+    slow = Slow("rollout/0", sender)
+    wrong = FakeReceiver("rollout/1", sender, error=error)
+    cut_off = Mortal("rollout/2", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(slow, wrong, cut_off)
+    sync = weight_sync(sender, members=members)
+
+    async def listen(push: Push) -> None:
+        gaps.append(push.canary_gap)
+
+    sync.on_published(listen)
+    async with asyncio.timeout(5), sync.settling():
+        await sync.publish(1)
+        sender.version, sender.weight = 2, 7.0  # the next update; who was cut off gets this
+        late = FakeReceiver("rollout/3", sender)
+        await sync.admit(late)
+        members.add(late)
+        assert not gaps, "the learner did not wait for it"
+        slow.may_load.set()
+        await sync.settled()
+    assert gaps == [0.0]
+    assert list(members.lost) == (["rollout/1"] if error else [])
+    assert (cut_off.weight, late.weight) == (7.0, 7.0), "they are right, and not asked"
+
+
+async def test_a_canary_that_no_engine_survives_ends_the_body_that_went_on_without_it() -> None:
+    sender = FakeSender()
+    sync = weight_sync(sender, FakeReceiver("rollout/0", sender, error=0.5))
+    with pytest.raises(CanaryError, match=r"rollout/0 by 0.5"):
+        async with asyncio.timeout(5), sync.settling():
+            await sync.publish(1)
+            await asyncio.Event().wait()
 
 
 async def test_a_receiver_that_never_gets_there_ends_the_body_that_went_on_without_it() -> None:

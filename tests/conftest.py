@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,19 @@ from hypothesis import settings
 # How long an example takes says nothing about what it shows, and a busy machine takes longer.
 settings.register_profile("mobula", deadline=None)
 settings.load_profile("mobula")
+
+BY_TWO = ("architecture", "unit", "invariants")  # kinds of tests whose files may run beside each other
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The quick kinds first; `make test` gives two workers a file each, and what starts engines or Ray to one of them,
+    alone, when those are done: such tests share their processes, and have both cores to themselves."""
+    folder = Path(__file__).parent
+    kinds = {item: item.path.relative_to(folder).parts[0] for item in items}
+    items.sort(key=lambda item: BY_TWO.index(kinds[item]) if kinds[item] in BY_TWO else len(BY_TWO))
+    for item in items:
+        group = str(item.path.relative_to(folder)) if kinds[item] in BY_TWO else "one at a time"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,9 @@ async def test_an_engine_samples_on_until_a_push_has_arrived_or_failed(engine: E
     class Slow(LocalSender):
         error: Exception | None = None
 
+        async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+            return replace(await super().open_transfer(epoch, num_receivers), timeout_s=5.0)
+
         async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
             self.meanwhile = await engine.sample(engine.model.probe)
             if self.error is not None:

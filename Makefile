@@ -18,7 +18,7 @@ train: environment
 	.venv/bin/mobula train experiment=digits resources=$(PRESET) name=$(NAME) $(ARGS)
 
 test: environment
-	.venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)

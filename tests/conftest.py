@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 import uuid
@@ -15,18 +16,22 @@ from hypothesis import settings
 settings.register_profile("mobula", deadline=None)
 settings.load_profile("mobula")
 
-BY_TWO = ("architecture", "unit", "invariants")  # kinds of tests whose files may run beside each other
+DOOR, ROOM = Path(__file__), Path(__file__).with_name("jobs.py")  # files that are there anyway, to be locked
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The quick kinds first; `make test` gives two workers a file each, and what starts engines or Ray to one of them,
-    alone, when those are done: such tests share their processes, and have both cores to themselves."""
-    folder = Path(__file__).parent
-    kinds = {item: item.path.relative_to(folder).parts[0] for item in items}
-    items.sort(key=lambda item: BY_TWO.index(kinds[item]) if kinds[item] in BY_TWO else len(BY_TWO))
-    for item in items:
-        group = str(item.path.relative_to(folder)) if kinds[item] in BY_TWO else "one at a time"
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """`make test` has two workers. Their tests share the room, but one that is marked `alone` has it to itself; whoever
+    waits at the door keeps it closed for those behind."""
+    share = fcntl.LOCK_SH if item.get_closest_marker("alone") is None else fcntl.LOCK_EX
+    with DOOR.open() as door, ROOM.open() as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, share)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # said aloud: a child that a test forked may still have the file
 
 
 @pytest.fixture(scope="session")

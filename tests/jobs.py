@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).parents[1]
 MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other
 RUN_DEADLINE_S = 600.0
 GONE_DEADLINE_S = 150.0
+MOBULA = ("-m", "deploy.cli")
 NUM_SAMPLES = 8
 PROMPTS_PER_STEP = 4
 REWARD = '''
@@ -56,21 +57,25 @@ class Job:
     def run_folder(self) -> Path:
         return self.folder / "runs" / "job"
 
-    def start(self) -> subprocess.Popen[str]:
-        """In a process group of its own, so that no signal of ours reaches anything else."""
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """In a process group of its own, so that no signal of ours reaches anything else; `command` takes the words that
+        `mobula train` takes."""
         self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
-        return self.start_command("train", *SMALL, *words)
+        return self._start(*(command or (*MOBULA, "train")), *SMALL, *words)
 
     def write_reward(self) -> None:
         (self.folder / "job_reward.py").write_text(REWARD)
 
     def start_command(self, *words: str) -> subprocess.Popen[str]:
         """Any `mobula` command, in the same surroundings."""
+        return self._start(*MOBULA, *words)
+
+    def _start(self, *words: str) -> subprocess.Popen[str]:
         self.marks.append(uuid.uuid4().hex)
         with (self.folder / "output.txt").open("a") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *words],
+                [sys.executable, *words],
                 cwd=REPOSITORY,
                 env={**os.environ, MARK: self.marks[-1], "PYTHONPATH": str(self.folder)},
                 stdout=output,

@@ -36,9 +36,9 @@ class Saboteur:
 
     folder: Path
 
-    def enlist(self, name: str) -> None:
-        """This process plays `name` from now on."""
-        self._write(self._pid_file(name), str(os.getpid()))
+    def enlist(self, name: str, process_id: int | None = None) -> None:
+        """The process, or this one, plays `name` from now on."""
+        self._write(self._pid_file(name), str(process_id or os.getpid()))
 
     def plan(self, moment: str, *, victim: str, signal: signal.Signals) -> None:
         """The next process that reaches `moment` signals `victim`; SIGCONT makes it slow: stopped, then continued."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from core_apart import CoreApart
 from engines import (
     Engine,
     LocalSender,
@@ -24,16 +25,14 @@ from engines import (
 )
 from jobs import wait_until
 from members import FixedMembers
-from vllm.v1.engine.async_llm import AsyncLLM
 
-from actors.rollout_actor import RolloutActor
 from cluster.errors import DeadlineError, RolloutError
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.transport import Rendezvous
 from deploy.processes import ProcessId
 from learner.learner import Learner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 EXACT = 1e-5  # nat, fp32
 GONE_S = 30.0
@@ -41,21 +40,6 @@ ANSWER_S = 60.0
 HUNG_S = 5.0  # a call that takes longer is taken for hung
 SLOW_S = 1.5
 LONG = SamplingSettings(num_samples=2, temperature=1.0, max_tokens=400, seed=5)
-
-
-class Apart(RolloutActor):
-    """Its engine is started on CPU as it is on GPUs."""
-
-    async def start(self) -> None:
-        import actors.samplers.vllm as module
-
-        module.in_process_engine = AsyncLLM.from_engine_args
-        await super().start()
-
-    async def processes(self) -> tuple[int, int]:
-        """The actor's own process and the core's."""
-        [core] = self._sampler._engine.engine_core.resources.engine_manager.processes
-        return os.getpid(), core.pid
 
 
 class KillsTheCore(LocalSender):
@@ -77,7 +61,7 @@ class KillsTheCore(LocalSender):
 async def engine(local_ray: str, models: dict[str, Model]) -> AsyncIterator[Engine]:
     """An engine with the checkpoint's own weights as version 0."""
     limits = {"rollout_s": HUNG_S, "sync_s": HUNG_S, "probe_s": HUNG_S, "stop_s": HUNG_S}
-    engine = start_actor(models["untied"], "vllm", 0, Apart, limits)
+    engine = start_actor(models["untied"], "vllm", 0, CoreApart, limits)
     await engine.client.start()
     yield engine
     await engine.client.close()

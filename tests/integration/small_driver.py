@@ -1,9 +1,9 @@
 """The driver of a small run as a process of its own, that something may happen to:
 
-    python tests/integration/small_driver.py FOLDER STEPS ADDRESS [MOMENT SIGNAL]
+    python tests/integration/small_driver.py FOLDER STEPS ADDRESS [MOMENT SIGNAL]...
 
-It joins the cluster at ADDRESS. With a moment, that comes to it once the run has gone on for a few steps. At its end it
-leaves `result.json` in its folder.
+It joins the cluster at ADDRESS. What comes to it comes once the run has gone on for a few steps, one thing after the
+other. At its end it leaves `result.json` in its folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -23,17 +24,20 @@ from sabotage import Saboteur  # noqa: E402
 from small_cluster import Shape, SmallRun  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
+NUM_STEPS_BETWEEN = 4  # a checkpoint interval and one more, so that every moment has come
 
 
-def main(folder: Path, num_steps: int, address: str, moment: str, sign: int) -> None:
+def main(folder: Path, num_steps: int, address: str, faults: Sequence[tuple[str, signal.Signals]]) -> None:
     saboteur = Saboteur(folder)
     saboteur.enlist("driver")
     visited: list[int] = []
+    by_visit = {NUM_STEPS_BEFORE + NUM_STEPS_BETWEEN * number: fault for number, fault in enumerate(faults)}
 
     async def plan(version: int) -> None:
+        if len(visited) in by_visit:
+            moment, sign = by_visit[len(visited)]
+            saboteur.plan(moment, victim="driver", signal=sign)
         visited.append(version)
-        if moment and len(visited) == NUM_STEPS_BEFORE + 1:
-            saboteur.plan(moment, victim="driver", signal=signal.Signals(sign))
 
     ray.init(address=address, namespace=f"driver-{folder.name}", log_to_driver=False)
     run = SmallRun(folder, Shape(total_steps=num_steps, num_engines=1, num_rewards=1), on_version=plan)
@@ -44,4 +48,5 @@ def main(folder: Path, num_steps: int, address: str, moment: str, sign: int) -> 
 
 if __name__ == "__main__":
     folder, steps, cluster, *what = sys.argv[1:]
-    main(Path(folder), int(steps), cluster, what[0] if what else "", int(what[1]) if what else 0)
+    signs = [signal.Signals(int(number)) for number in what[1::2]]
+    main(Path(folder), int(steps), cluster, list(zip(what[::2], signs, strict=True)))

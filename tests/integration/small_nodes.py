@@ -1,5 +1,5 @@
-"""A small run on a cluster of three nodes, two of which are lost to a signal (SIGKILL: dead, SIGSTOP: silent), each at a
-moment:
+"""A small run on a cluster of three nodes, to two of which a signal comes (SIGKILL: dead, SIGSTOP: silent, SIGCONT: slow),
+each at a moment:
 
     python tests/integration/small_nodes.py FOLDER SIGNAL MOMENT MOMENT
 
@@ -21,7 +21,8 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
-os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3"}
+SIGNS = "40" if "SIGCONT" in sys.argv else "3"  # that a node may fail to give before it is taken for dead
+os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": SIGNS}
 
 import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
 import ray  # noqa: E402

@@ -14,10 +14,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -27,13 +30,15 @@ from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
 
 from cluster.checkpoints import newest_learner_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).resolve().parent
 VICTIMS = ("rollout/0", "reward/0", "reference/0", "replay/0", "learner/0", "learner/1")
 MOMENTS = ("generating", "scoring", "in_reference", "in_update", "in_broadcast", "in_checkpoint")
 KILL, HANG, SLOW = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
 KINDS = (KILL, HANG, SLOW)
+OF_TWO_NODES = [("scoring", "in_broadcast"), ("generating", "in_update"), ("in_reference", "in_checkpoint")]
+DEADLINES_S = 12.0  # longer than any deadline of a call in a small run
 GONE_S = 30.0
 BACK_S = 240.0
 LOST_WITH_NODES = {"rollout": 2, "reference": 1, "learner": 1}
@@ -138,27 +143,66 @@ def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
     num_steps = 4 * len(moments) + 4
     began = []
     for moment in moments:
-        assert drive(tmp_path, num_steps, moment, KILL) == -KILL
+        assert drive(tmp_path, num_steps, (moment, KILL)) == -KILL
         wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
         began.append(newest_version(tmp_path))
-    assert drive(tmp_path, num_steps, "in_update", SLOW) == 0
+    assert drive(tmp_path, num_steps, ("in_update", SLOW)) == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["version"] == num_steps and result["began"] >= max(began) > 0
+    assert result["began"] >= max(began) > 0
     assert result["recovered"]["steps"] == result["began"] - began[-1]
-    assert Saboteur(tmp_path).struck == [f"{moment} driver {int(KILL)}" for moment in moments] + [
-        f"in_update driver {int(SLOW)}"
-    ]
-    run = SmallRun(tmp_path, Shape(total_steps=num_steps), on_version=_nothing)
-    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
+    assert_driven(tmp_path, num_steps, [*((moment, KILL) for moment in moments), ("in_update", SLOW)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_driver_that_hangs_is_killed_and_goes_on_where_it_was(moment: str, tmp_path: Path, local_ray: str) -> None:
+    """Whoever started it does both: nobody watches a driver."""
+    num_steps = 10
+    with driving(tmp_path, num_steps, (moment, HANG)) as driver:
+        wait_until(lambda: Saboteur(tmp_path).struck, BACK_S, lambda: moment)
+        time.sleep(DEADLINES_S)
+        assert driver.poll() is None
+        driver.kill()
+        assert driver.wait() == -KILL
     wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))
+    assert drive(tmp_path, num_steps) == 0
+    assert_driven(tmp_path, num_steps, [(moment, HANG)])
+
+
+@pytest.mark.matrix
+def test_a_driver_that_is_slow_at_any_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
+    num_steps = 4 * len(MOMENTS) + 4
+    faults = [(moment, SLOW) for moment in MOMENTS]
+    assert drive(tmp_path, num_steps, *faults) == 0
+    assert_driven(tmp_path, num_steps, faults)
+
+
+def assert_driven(folder: Path, num_steps: int, faults: Sequence[tuple[str, signal.Signals]]) -> None:
+    """All of these happened to the driver, and the run is as one to which nothing did."""
+    assert json.loads((folder / "result.json").read_text())["version"] == num_steps
+    assert Saboteur(folder).struck == [f"{moment} driver {int(kind)}" for moment, kind in faults]
+    run = SmallRun(folder, Shape(total_steps=num_steps), on_version=_nothing)
+    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
+    wait_until(lambda: not left(folder), GONE_S, lambda: left(folder))
     assert_no_placement_group_is_left()
 
 
-def drive(folder: Path, num_steps: int, moment: str, kind: signal.Signals) -> int:
-    """The exit code of a driver that this happens to."""
+def drive(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> int:
+    """The exit code of a driver that these happen to, one after the other."""
+    with driving(folder, num_steps, *faults) as driver:
+        return driver.wait(timeout=300)
+
+
+@contextmanager
+def driving(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> Iterator[subprocess.Popen[bytes]]:
     address = ray.get_runtime_context().gcs_address
-    words = [str(folder), str(num_steps), address, moment, str(int(kind))]
-    return subprocess.run([sys.executable, str(HERE / "small_driver.py"), *words], cwd=HERE.parents[1], timeout=300).returncode
+    words = [str(folder), str(num_steps), address, *(word for moment, kind in faults for word in (moment, str(int(kind))))]
+    driver = subprocess.Popen([sys.executable, str(HERE / "small_driver.py"), *words], cwd=HERE.parents[1])
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 def newest_version(folder: Path) -> int:
@@ -168,19 +212,13 @@ def newest_version(folder: Path) -> int:
 
 
 @pytest.mark.matrix  # a cluster of three nodes takes a minute and more, on two cores
-@pytest.mark.parametrize(
-    "moments", [("scoring", "in_broadcast"), ("generating", "in_update"), ("in_reference", "in_checkpoint")], ids="-".join
-)
+@pytest.mark.parametrize("moments", OF_TWO_NODES, ids="-".join)
 @pytest.mark.parametrize("kind", [KILL, HANG], ids=["kill", "hang"])
 def test_nodes_that_are_lost_take_nothing_with_them(
     moments: Sequence[str], kind: signal.Signals, tmp_path: Path
 ) -> None:
     """One is lost with groups on it of which there is no copy yet, another one with both learner ranks as well."""
-    words = [sys.executable, str(HERE / "small_nodes.py"), str(tmp_path), kind.name, *moments]
-    subprocess.run(words, cwd=HERE.parents[1], check=True, timeout=600)
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["struck"] == [f"{moment} node/{n} {int(kind)}" for n, moment in enumerate(moments, start=1)]
-    assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
+    result = on_nodes(tmp_path, kind, moments)
     homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2, "learner/0": 2, "learner/1": 2}
     assert {name: home for name, home in result["homes"].items() if home} == homes
     # An engine behind a node that is gone is dead, silent or cut off in the middle of a push: which is told is chance.
@@ -190,6 +228,23 @@ def test_nodes_that_are_lost_take_nothing_with_them(
     assert before == result["nodes"][1] and after == result["nodes"][0]
     assert result["ranks"] == [result["nodes"][0]] * 2 and result["groups"] == 2, "the old places are given back"
     assert left(tmp_path) == []
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("moments", OF_TWO_NODES, ids="-".join)
+def test_nodes_that_are_slow_cost_nothing_but_time(moments: Sequence[str], tmp_path: Path) -> None:
+    assert on_nodes(tmp_path, SLOW, moments)["losses"] == {}
+    assert left(tmp_path) == []
+
+
+def on_nodes(folder: Path, kind: signal.Signals, moments: Sequence[str]) -> dict[str, Any]:
+    """What came of a run on three nodes, two of which this happens to; it trained what it was to train."""
+    words = [sys.executable, str(HERE / "small_nodes.py"), str(folder), kind.name, *moments]
+    subprocess.run(words, cwd=HERE.parents[1], check=True, timeout=600)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["struck"] == [f"{moment} node/{n} {int(kind)}" for n, moment in enumerate(moments, start=1)]
+    assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
+    return result
 
 
 def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: Path, local_ray: str) -> None:

@@ -19,7 +19,7 @@ from test_faults import expected
 
 from cluster.trajectory import ScoredGroup
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
 
 NUM_STEPS, RESTORED_AT = 7, 5  # the newest checkpoint is of version 3 then
 

@@ -13,6 +13,7 @@ SECONDS = 25.0  # beside some 10 to start
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 async def test_random_faults_lose_nothing_and_leave_nothing_behind(tmp_path: Path, local_ray: str) -> None:
     outcome = await soak(tmp_path, SECONDS, seed=0)

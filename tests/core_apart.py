@@ -1,0 +1,23 @@
+"""A rollout actor whose engine's core is a process of its own on CPU too, as it is on GPUs."""
+
+from __future__ import annotations
+
+import os
+
+from vllm.v1.engine.async_llm import AsyncLLM
+
+import actors.samplers.vllm as vllm_sampler
+from actors.rollout_actor import RolloutActor
+
+
+class CoreApart(RolloutActor):
+    """Its engine is started on CPU as it is on GPUs."""
+
+    async def start(self) -> None:
+        vllm_sampler.in_process_engine = AsyncLLM.from_engine_args
+        await super().start()
+
+    async def processes(self) -> tuple[int, int]:
+        """The actor's own process and the core's."""
+        [core] = self._sampler._engine.engine_core.resources.engine_manager.processes
+        return os.getpid(), core.pid

@@ -1,0 +1,90 @@
+"""`mobula train` whose engines' cores are processes of their own, to one of which something happens at many a moment:
+
+    python tests/integration/struck_job.py FOLDER MOMENT-SIGNAL,MOMENT-SIGNAL,... WORDS...
+
+One fault after the other, each once every engine serves again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
+
+import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+from struck_roles import CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
+
+from cluster.evaluation import Evaluator  # noqa: E402
+from cluster.fleet import RolloutFleet  # noqa: E402
+from cluster.metrics import hub  # noqa: E402
+from cluster.status import WorkerState  # noqa: E402
+from configs.load import load_config  # noqa: E402
+from deploy import build, rollouts, runtime  # noqa: E402
+
+BACK_S = 240.0
+STEPS_PER_FAULT = 2  # every moment comes after a version was evaluated and before the next but one is
+PHASES = {"reference": "in_reference", "update": "in_update", "checkpoint": "in_checkpoint"}
+
+
+class KnownFleet(RolloutFleet):
+    """The run's, for everybody to look at."""
+
+    only: KnownFleet
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        KnownFleet.only = self
+
+
+class StruckScope(hub.StepScope):
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        with super().timed(phase):
+            if phase in PHASES:  # in a thread: who slows a victim down waits for it, and the driver must not
+                threading.Thread(target=saboteur().moment, args=(PHASES[phase],)).start()
+            yield
+
+
+class PlanningEvaluator(Evaluator):
+    """Waits until all is well again before it plans the next fault."""
+
+    faults: dict[int, tuple[str, signal.Signals]] = {}  # by version
+
+    async def maybe_run(self, version: int) -> None:
+        await super().maybe_run(version)
+        if version in self.faults:
+            async with asyncio.timeout(BACK_S):
+                while not _is_whole():
+                    await asyncio.sleep(0.05)
+            moment, kind = self.faults.pop(version)
+            saboteur().plan(moment, victim=CORE, signal=kind)
+
+
+def _is_whole() -> bool:
+    return all(w.state is WorkerState.SERVING for w in KnownFleet.only.status()) and saboteur().is_there(CORE)
+
+
+def main(folder: str, faults: str, words: Sequence[str]) -> int:
+    os.environ[SABOTAGE] = folder
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])  # where its workers find all this
+    planned = [fault.split("-") for fault in faults.split(",")]
+    PlanningEvaluator.faults = {
+        1 + STEPS_PER_FAULT * number: (moment, signal.Signals[kind]) for number, (moment, kind) in enumerate(planned)
+    }
+    rollouts.RolloutActor, rollouts.RolloutFleet = StruckRollout, KnownFleet
+    build.Evaluator, hub.StepScope = PlanningEvaluator, StruckScope
+    num_steps = 2 + STEPS_PER_FAULT * len(planned)
+    return runtime.train(load_config([*words, f"num_steps={num_steps}"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

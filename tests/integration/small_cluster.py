@@ -54,6 +54,7 @@ TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoi
 CONFIG = load_config([f"timeouts.{word}" for word in TIMEOUTS])
 PROMPTS_PER_STEP = 3
 CHECKPOINT_INTERVAL = 3
+STEPS_PER_ROUND = CHECKPOINT_INTERVAL + 1  # in which every moment of a run comes
 NUM_RANKS = 2
 START_S = 240.0  # where other tests run beside this one, a process takes long to start
 SIGN_S = 2.0

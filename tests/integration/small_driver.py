@@ -21,17 +21,16 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
 import ray  # noqa: E402
 from sabotage import Saboteur  # noqa: E402
-from small_cluster import Shape, SmallRun  # noqa: E402
+from small_cluster import STEPS_PER_ROUND, Shape, SmallRun  # noqa: E402
 
 NUM_STEPS_BEFORE = 2
-NUM_STEPS_BETWEEN = 4  # a checkpoint interval and one more, so that every moment has come
 
 
 def main(folder: Path, num_steps: int, address: str, faults: Sequence[tuple[str, signal.Signals]]) -> None:
     saboteur = Saboteur(folder)
     saboteur.enlist("driver")
     visited: list[int] = []
-    by_visit = {NUM_STEPS_BEFORE + NUM_STEPS_BETWEEN * number: fault for number, fault in enumerate(faults)}
+    by_visit = {NUM_STEPS_BEFORE + STEPS_PER_ROUND * number: fault for number, fault in enumerate(faults)}
 
     async def plan(version: int) -> None:
         if len(visited) in by_visit:

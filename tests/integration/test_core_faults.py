@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from jobs import PROMPTS_PER_STEP, Job, none_left
 from sabotage import Saboteur
+from test_faults import KINDS, MOMENTS
 
 from cluster.metrics.run_folder import read_run_folder
 from cluster.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
-MOMENTS = ("generating", "scoring", "in_reference", "in_update", "in_broadcast", "in_checkpoint")
 SCRIPT = Path(__file__).with_name("struck_job.py")
 WORDS = (
     "experiment=digits",
@@ -31,7 +31,7 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT], ids=["kill", "hang", "slow"])
+@pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
 def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
     faults = ",".join(f"{moment}-{kind.name}" for moment in MOMENTS)

@@ -4,7 +4,8 @@ Each run takes several faults, one or two at a time, each at an exact moment (`s
 of all groups in the order in which they were trained; at staleness 0 it must be the state of the run without faults.
 
 The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
-every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`.
+every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`; those
+of an engine's core are in `test_core_faults.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pytest
 import ray
 from jobs import wait_until
 from sabotage import Saboteur, is_running
-from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
+from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
 
 from cluster.checkpoints import newest_learner_state
 
@@ -42,7 +43,6 @@ DEADLINES_S = 12.0  # longer than any deadline of a call in a small run
 GONE_S = 30.0
 BACK_S = 240.0
 LOST_WITH_NODES = {"rollout": 2, "reference": 1, "learner": 1}
-STEPS_PER_ROUND = 4  # one checkpoint interval and one more, so that every moment comes
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
     moments: Sequence[str], tmp_path: Path, local_ray: str
 ) -> None:
     """Its journal and its checkpoints are all that is left of it; at the last start it is stopped for a while."""
-    num_steps = 4 * len(moments) + 4
+    num_steps = STEPS_PER_ROUND * (len(moments) + 1)
     began = []
     for moment in moments:
         assert drive(tmp_path, num_steps, (moment, KILL)) == -KILL
@@ -171,7 +171,7 @@ def test_a_driver_that_hangs_is_killed_and_goes_on_where_it_was(moment: str, tmp
 
 @pytest.mark.matrix
 def test_a_driver_that_is_slow_at_any_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
-    num_steps = 4 * len(MOMENTS) + 4
+    num_steps = STEPS_PER_ROUND * (len(MOMENTS) + 1)
     faults = [(moment, SLOW) for moment in MOMENTS]
     assert drive(tmp_path, num_steps, *faults) == 0
     assert_driven(tmp_path, num_steps, faults)
@@ -196,7 +196,8 @@ def drive(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> 
 @contextmanager
 def driving(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> Iterator[subprocess.Popen[bytes]]:
     address = ray.get_runtime_context().gcs_address
-    words = [str(folder), str(num_steps), address, *(word for moment, kind in faults for word in (moment, str(int(kind))))]
+    told = (word for moment, kind in faults for word in (moment, str(int(kind))))
+    words = [str(folder), str(num_steps), address, *told]
     driver = subprocess.Popen([sys.executable, str(HERE / "small_driver.py"), *words], cwd=HERE.parents[1])
     try:
         yield driver

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.concurrency import run_all
 from cluster.crew import Crew, Hosts, Place
-from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
@@ -22,8 +22,9 @@ DIED, HUNG = "reference_died", "reference_hung"
 class ReferencePool:
     """Shares the groups of one step out among the scorers; log-probs stay in the object store, owned by the caller.
 
-    Implements `cluster.roles.Reference` and `cluster.status.Scalable`. A scorer that died, or did not answer within
-    `timeout_s`, is counted in `losses` and replaced, and its share goes to another one, `max_attempts` times in all.
+    Implements `cluster.roles.Reference` and `cluster.status.Scalable`. A scorer that died or hangs is counted in
+    `losses` and replaced. A share that was not answered within `timeout_s` goes to whichever scorer is free then,
+    `max_attempts` times in all.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class ReferencePool:
         timeout_s: float,
         max_attempts: int,
         on_lost: Callable[[str], None] = lambda kind: None,
+        on_retry: Callable[[str], None] = lambda kind: None,
     ) -> None:
         """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
 
-        `on_lost` is told the kind of each loss.
+        `on_lost` is told the kind of each loss of a scorer, `on_retry` why a share is sent out again.
         """
         self._crew = Crew(
             "reference",
@@ -56,6 +58,7 @@ class ReferencePool:
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
         self._on_lost = on_lost
+        self._on_retry = on_retry
         self._has_begun = False
         self._loaded: dict[str, Any] = {}  # name -> the handle that holds the frozen policy
         self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
@@ -64,7 +67,7 @@ class ReferencePool:
         """The same groups, in order, with `reference_logprobs` set to references.
 
         Raises:
-            WorkerDiedError, DeadlineError: `max_attempts` scorers were lost over one share.
+            WorkerDiedError, DeadlineError, LostReplyError: one share was not answered `max_attempts` times.
         """
         self._has_begun = True
         num_shares = max(1, min(len(groups), len(self._crew.handles)))
@@ -92,10 +95,14 @@ class ReferencePool:
                 try:
                     await self._load(place.name, place.handle)
                     return await self._score(place, groups)
-                except (WorkerDiedError, DeadlineError) as error:
+                except WorkerDiedError as error:
                     self._crew.lose(place, error)
-                    if attempt == self._max_attempts:
-                        raise
+                    befell: MobulaError = error
+                except DeadlineError as error:
+                    befell = await self._crew.miss(place, error)
+            if attempt == self._max_attempts:
+                raise befell
+            self._on_retry(type(befell).__name__)
         raise AssertionError("max_attempts is 1 or more")
 
     async def _greet(self, name: str, handle: Any) -> None:

@@ -57,6 +57,10 @@ class ReferenceScorer:
         """`score` of a single group."""
         return self.score([group])[0]
 
+    def ping(self) -> bool:
+        """Answers once the scorer is built and free."""
+        return True
+
     def close(self) -> None:
         """Nothing to hand back: the process ends with its memory."""
 

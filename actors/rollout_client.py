@@ -9,9 +9,9 @@ import numpy as np
 
 from actors.chunk_listener import ChunkListener
 from cluster.concurrency import Patience
-from cluster.errors import WorkerDiedError
+from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.leases import LeaseTable
-from cluster.ray_group import answer, patient_answer, stop
+from cluster.ray_group import abandon, answer, patient_answer, stop
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import TokenChunk
 from cluster.trajectory import Generated, Prompt
@@ -76,6 +76,9 @@ class RolloutClient:
                 return Generated.of(prompt, group, await patient_answer(told, patience=patience, what=what))
             except WorkerDiedError:
                 await self._chunks.drain(self._sign_s)  # what it had sent before it died
+                raise
+            except DeadlineError:
+                abandon(told)  # a prompt that goes elsewhere takes no slot here
                 raise
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:

@@ -6,7 +6,8 @@ within its restart budget; the crew grows and shrinks while work is in flight:
     STARTING -> JOINING -> SERVING -> (lost) WAITING -> STARTING -> ...      QUARANTINED once the budget is used up
                            SERVING -> (scaled away) DRAINING -> gone
 
-The rollout actors are no crew: they hold weights that change, and join by weight sync.
+The rollout actors are no crew: they hold weights that change, and join by weight sync. A worker does one thing after
+the other and has a `ping`, which it comes to when it is done with what it was asked before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, StuckError, WorkerDiedError
+from cluster.errors import DeadlineError, LostReplyError, StuckError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.status import WorkerState, WorkerStatus, in_one_line
@@ -154,6 +155,21 @@ class Crew:
         self._note_loss(member, error)
         if not member.is_leaving:
             self._begin(member, self._refill(member))
+
+    async def miss(self, place: Place, error: DeadlineError) -> DeadlineError | LostReplyError:
+        """The worker did not answer in time. One that still does it after `alive_s` hangs and is replaced; one that is
+        done with it is left alone: only the answer was lost, or late. Returns what befell the work.
+        """
+        try:
+            what = f"{place.name} to be done"
+            await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
+        except WorkerDiedError as died:
+            self.lose(place, died)
+            return error
+        except DeadlineError:
+            self.lose(place, error)
+            return error
+        return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
 
     def dispatch(self) -> None:
         """Give places to those who wait, as far as there are any. Called for whatever happens to a worker."""

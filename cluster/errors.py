@@ -9,6 +9,7 @@
     ├── ChangedDataError        the data no longer give the prompt that a recorded group was sampled from
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
+    ├── LostReplyError          a role's process is well, and one answer of it did not come
     ├── DependencyError         a role lives, and waited in vain for somebody else
     ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt, or its engine is dead
@@ -80,6 +81,10 @@ class StuckError(MobulaError):
     """Work of an earlier call hangs in a worker's process: it answers, but only another process is rid of it."""
 
 
+class LostReplyError(MobulaError):
+    """A worker did not answer in time, and is well: the answer was lost, or would have come later."""
+
+
 class DependencyError(MobulaError):
     """A role lives and answers: it waited in vain for somebody else, so replacing it would mend nothing."""
 
@@ -139,6 +144,8 @@ def loss_kind(error: Exception) -> str:
             return "wrong"
         case WeightSyncError():
             return "sync"
+        case LostReplyError():
+            return "lost_replies"
         case RolloutError():
             return "failing"
         case _:

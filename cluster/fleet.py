@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.concurrency import run_all
-from cluster.errors import DeadlineError, MobulaError, RolloutError, WorkerDiedError, loss_kind
+from cluster.errors import DeadlineError, LostReplyError, MobulaError, WorkerDiedError, loss_kind
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
 from cluster.status import WorkerState, WorkerStatus, in_one_line
@@ -162,18 +162,20 @@ class RolloutFleet:
         """Sample one prompt on the engine with the fewest prompts in flight.
 
         Raises:
-            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced.
+            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced; or none served for `no_worker_s`.
+            LostReplyError: the engine did not answer in time, and is well.
             RolloutError: the engine could not do it.
-            DeadlineError: no engine served for `no_worker_s`.
         """
         seat, engine = await self._pick(prompt)
         seat.num_in_flight += 1
         seat.idle.clear()
         try:
             result = await engine.generate(prompt, settings)
-        except (WorkerDiedError, DeadlineError) as error:
+        except WorkerDiedError as error:
             self._lose(seat, engine, error)
             raise
+        except DeadlineError as error:
+            raise await self._missed(seat, engine, error) from None
         except MobulaError as error:
             self._failed(seat, engine, error)
             raise
@@ -279,12 +281,23 @@ class RolloutFleet:
         self._changed = asyncio.Event()
 
     def _failed(self, seat: _Seat, engine: Engine, error: MobulaError) -> None:
-        """An engine whose process lives and which answers with errors alone is as good as dead."""
+        """An engine whose process lives and which answers with errors alone, or not at all, is as good as dead."""
         if seat.engine is not engine:
             return
         seat.num_failures_in_a_row += 1
         if seat.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._lose(seat, engine, error)
+
+    async def _missed(self, seat: _Seat, engine: Engine, error: DeadlineError) -> DeadlineError | LostReplyError:
+        """What befell a prompt that was not answered in time: an engine that cannot sample one token is lost."""
+        try:
+            await engine.probe()
+        except Exception as silence:  # whatever an engine answers to this, it is not well
+            self._lose(seat, engine, silence)
+            return error
+        lost = LostReplyError(f"{error}, which is well: the answer was lost, or takes longer than timeouts.rollout_s")
+        self._failed(seat, engine, lost)
+        return lost
 
     def _lose(self, seat: _Seat, engine: Engine, error: Exception) -> None:
         """Take the engine out of the fleet at once; it is ended and replaced in the background."""

@@ -95,6 +95,11 @@ async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: 
         raise WorkerDiedError(f"its actor's node is gone, and with it the answer while waiting for {what}: {error}") from error
 
 
+def abandon(reference: ray.ObjectRef) -> None:
+    """Have the actor break off a call whose answer nobody waits for any more; needs an asyncio actor."""
+    ray.cancel(reference, recursive=False)
+
+
 def beside(method: Any) -> Any:
     """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
     return method.options(concurrency_group=BESIDE)

@@ -12,7 +12,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, DependencyError, RewardError, RolloutError, WorkerDiedError
+from cluster.errors import (
+    DeadlineError,
+    DependencyError,
+    LostReplyError,
+    RewardError,
+    RolloutError,
+    WorkerDiedError,
+)
 from cluster.leases import LeaseTable
 from cluster.mending import sample_and_score
 from cluster.prompts_ahead import Prompts, PromptsAhead
@@ -76,7 +83,7 @@ class RetryingRollouts:
     the kind of each failure that is tried again.
     """
 
-    RETRIED = (RolloutError, WorkerDiedError, DeadlineError, DependencyError)
+    RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
 
     def __init__(
         self, rollouts: Rollouts, leases: LeaseTable, *, max_retries: int, on_retry: Callable[[str], None]

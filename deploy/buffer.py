@@ -64,7 +64,8 @@ def _take_deadline(config: RunConfig) -> float:
 
     Each chunk of a response puts off a try's deadline, and none is sampled twice.
     """
-    timeouts, sampler = config.timeouts, config.sampler
-    tries = (config.max_rollout_retries + 1) * (timeouts.rollout_s + config.supervision.no_worker_s)
+    timeouts, supervision, sampler = config.timeouts, config.supervision, config.sampler
+    one_try = timeouts.rollout_s + supervision.probe_timeout_s + supervision.no_worker_s
+    tries = (config.max_rollout_retries + 1) * one_try
     num_chunks = config.algorithm.samples_per_prompt * ((sampler.max_tokens - 1) // sampler.chunk_tokens)
     return tries + num_chunks * timeouts.rollout_s + timeouts.reward_s

@@ -88,8 +88,13 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     )
 
 
-def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Training:
-    """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background."""
+def spawn_training(
+    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
+) -> Training:
+    """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background.
+
+    `on_rescore` is told why a scorer is asked once more.
+    """
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
     learner = RestoringLearner(
@@ -99,7 +104,7 @@ def spawn_training(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str]
         on_lost=on_lost,
     )
     replay = replay_buffer(config, spawner, on_lost)
-    reference = reference_pool(config, spawner, banned, on_lost)
+    reference = reference_pool(config, spawner, banned, on_lost=on_lost, on_retry=on_rescore)
     scorers = [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
     return Training(
         ranks=ranks,

@@ -170,7 +170,8 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
 async def _train(cluster: _Cluster, metrics: Metrics) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
-        training = spawn_training(cluster.prepared, spawner, on_lost)
+        on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
+        training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
         roles = scalable_roles(inference, training)
         control = control_loop(

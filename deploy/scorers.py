@@ -81,11 +81,16 @@ def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: Loss
 
 
 def reference_pool(
-    config: RunConfig, spawner: Spawner, banned: tuple[int, ...], on_lost: Callable[[str], None]
+    config: RunConfig,
+    spawner: Spawner,
+    banned: tuple[int, ...],
+    *,
+    on_lost: Callable[[str], None],
+    on_retry: Callable[[str], None],
 ) -> ReferencePool | NullReference:
     """Start the reference scorers, which never sample a `banned` id; the null object if the run needs none.
 
-    `on_lost` is told the kind of each loss.
+    `on_lost` is told the kind of each loss, `on_retry` why a share of a step is sent out again.
     """
     start, timeouts = partial(_start_scorer, config, spawner, banned), config.timeouts
     scorers = [start(worker) for worker in spawner.workers("reference")]
@@ -100,6 +105,7 @@ def reference_pool(
         timeout_s=timeouts.reference_s,
         max_attempts=config.max_rollout_retries + 1,
         on_lost=on_lost,
+        on_retry=on_retry,
     )
 
 

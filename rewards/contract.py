@@ -45,13 +45,14 @@ RewardFunction = Callable[[RewardRequest], float | Score]
 
 
 class FailureKind(StrEnum):
-    """Why something could not be scored. The first three cost a response, the last two cost a worker."""
+    """Why something could not be scored. The first three cost a response, the next two a worker, the last one time."""
 
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     NOT_FINITE = "not_finite"
     WORKER_DIED = "worker_died"
     WORKER_HUNG = "worker_hung"
+    REPLY_LOST = "reply_lost"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.errors import DeadlineError, RewardError, StuckError, UnscoredGroupError
+from cluster.errors import DeadlineError, LostReplyError, RewardError, StuckError, UnscoredGroupError
 from cluster.trajectory import Answers, EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
 from rewards.ahead import Ahead, Said, ScoringAhead
@@ -26,7 +26,7 @@ DIED, HUNG = "reward_died", "reward_hung"
 
 
 class LossCounter:
-    """`failures` of a pool, and the way in which services report lost workers to it."""
+    """`failures` of a pool, and the way in which services report lost workers and answers to it."""
 
     def __init__(self, on_lost: Callable[[str], None] = lambda kind: None) -> None:
         """`on_lost` is told the kind of each loss of a worker."""
@@ -34,6 +34,9 @@ class LossCounter:
         self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
     def count_loss(self, error: Exception) -> None:
+        if isinstance(error, LostReplyError):
+            self.failures[FailureKind.REPLY_LOST] += 1
+            return
         is_hung = isinstance(error, DeadlineError | StuckError)
         self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
         self._on_lost(HUNG if is_hung else DIED)

@@ -12,6 +12,7 @@ from cluster.crew import Crew, Hosts, Place
 from cluster.errors import (
     DeadlineError,
     LostObjectError,
+    LostReplyError,
     RewardError,
     StuckError,
     UnscoredGroupError,
@@ -33,7 +34,7 @@ class ServiceSettings:
     max_batch: int  # groups in one call
     max_in_flight: int  # calls at one worker
     max_queued: int  # groups that wait for a worker
-    max_attempts: int  # workers that may be lost over one group
+    max_attempts: int  # workers, or answers of them, that may be lost over one group
 
 
 @dataclass(eq=False)
@@ -42,7 +43,7 @@ class _Waiting:
 
     question: Question
     result: asyncio.Future[GroupOutcomes]
-    lost: list[str] = field(default_factory=list)  # what befell the workers that had it
+    lost: list[str] = field(default_factory=list)  # what befell the workers that had it, or their answers
 
 
 class RewardService:
@@ -50,8 +51,8 @@ class RewardService:
 
     A group goes to a worker that has nothing to do, together with the groups that wait as well, up to `max_batch`:
     batches form when workers are busy and cost nobody a wait. Only a full batch goes to a worker that is busy, to be
-    there when it is done: a smaller one would wait there as well, and grow no more. A worker that died, or did not
-    answer, is replaced, and its groups go first to others, each by itself: one of them may be what it died of.
+    there when it is done: a smaller one would wait there as well, and grow no more. A worker that died or hangs is
+    replaced. Groups that were not answered go first, to whoever is free, each by itself: one of them may be to blame.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class RewardService:
         settings: ServiceSettings,
         on_lost: Callable[[Exception], None],
     ) -> None:
+        """`on_lost` hears of every loss of a worker, and of every answer (LostReplyError) of one that is well."""
         self._role = role
         self._settings = settings
+        self._on_lost = on_lost
         self._crew = Crew(
             role,
             workers,
@@ -91,7 +94,7 @@ class RewardService:
         """What the service's components say of a group; waits for room in the queue, then for a worker.
 
         Raises:
-            UnscoredGroupError: `max_attempts` workers were lost over this group.
+            UnscoredGroupError: `max_attempts` workers, or their answers, were lost over this group.
             RewardError: the worker could not get at it.
             WorkerDiedError: every worker was lost too often.
             LostObjectError: the group went with the node that held it.
@@ -163,9 +166,14 @@ class RewardService:
     async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
         try:
             results = await self._ask(place, batch)
-        except (WorkerDiedError, DeadlineError, StuckError) as error:
+        except (WorkerDiedError, StuckError) as error:
             self._crew.lose(place, error)
             self._again(batch, error)
+        except DeadlineError as error:
+            befell = await self._crew.miss(place, error)
+            if isinstance(befell, LostReplyError):
+                self._on_lost(befell)
+            self._again(batch, befell)
         except (LostObjectError, RewardError) as error:
             if len(batch) == 1:
                 _fail(batch, error)
@@ -177,13 +185,13 @@ class RewardService:
                     waiting.result.set_result(result)
 
     def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
-        """Queue groups whose worker was lost before all others, unless too many were lost over them."""
+        """Queue groups that were not answered before all others, unless too many workers or answers were lost over them."""
         for waiting in reversed(batch):
             waiting.lost.append(str(error))
             if len(waiting.lost) < self._settings.max_attempts:
                 self._queue.appendleft(waiting)
             else:
-                said = f"{len(waiting.lost)} {self._role} workers were lost over one group, the last one: {error}"
+                said = f"{len(waiting.lost)} {self._role} workers, or their answers, were lost over one group; last: {error}"
                 _fail([waiting], UnscoredGroupError(said))
         self._carry(is_urgent=True)
 

@@ -21,3 +21,7 @@ class CoreApart(RolloutActor):
         """The actor's own process and the core's."""
         [core] = self._sampler._engine.engine_core.resources.engine_manager.processes
         return os.getpid(), core.pid
+
+    async def num_in_flight(self) -> int:
+        """Requests that are being sampled."""
+        return self._sampler._in_flight._num

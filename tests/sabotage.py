@@ -2,6 +2,8 @@
 
     saboteur.plan("in_broadcast", victim="rollout/0", signal=signal.SIGKILL)
 
+What no signal does, a role does to itself where it is told that a fault was planned: `plan("replying", ...)` with NONE.
+
 The plan is a file in a folder that all processes share; whoever reaches the moment first takes the file and acts.
 """
 
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SLOW_S = 1.5
+NONE = 0  # the signal that does nothing
 
 
 def is_running(process_id: int) -> bool:
@@ -40,7 +43,7 @@ class Saboteur:
         """The process, or this one, plays `name` from now on."""
         self._write(self._pid_file(name), str(process_id or os.getpid()))
 
-    def plan(self, moment: str, *, victim: str, signal: signal.Signals) -> None:
+    def plan(self, moment: str, *, victim: str, signal: int) -> None:
         """The next process that reaches `moment` signals `victim`; SIGCONT makes it slow: stopped, then continued."""
         assert not self.is_planned(moment), f"{moment} is planned already"
         self._write(self.folder / moment, json.dumps({"victim": victim, "signal": int(signal)}))
@@ -56,22 +59,25 @@ class Saboteur:
         """Of the process that plays `name`, or did so last."""
         return int(self._pid_file(name).read_text())
 
-    def moment(self, name: str) -> None:
-        """Say that `name` has come. A victim that is just being replaced is left for the next such moment."""
+    def moment(self, name: str) -> bool:
+        """Say that `name` has come, and hear whether somebody was struck. A victim that is just being replaced is left
+        for the next such moment.
+        """
         taken = self.folder / f".{name}-{os.getpid()}"
         try:
             plan = json.loads((self.folder / name).read_text())
             process_id = self.process_id(plan["victim"])
             if not is_running(process_id):
-                return
+                return False
             os.rename(self.folder / name, taken)
         except FileNotFoundError:
-            return
+            return False
         (self.folder / "struck").open("a").write(f"{name} {plan['victim']} {plan['signal']}\n")
         if plan["signal"] == signal.SIGCONT:
             self._slow_down(process_id)
         else:
             os.kill(process_id, plan["signal"])
+        return True
 
     @property
     def struck(self) -> list[str]:

@@ -63,6 +63,7 @@ class CounterName(StrEnum):
     RESTARTS = "restarts"
     WEIGHT_SYNCS = "weight_syncs"
     ROLLOUT_RETRIES = "rollout_retries"
+    REFERENCE_RETRIES = "reference_retries"
     RESUMED = "resumed"
     REWARD_FAILURES = "reward_failures"
     SCORED_AHEAD = "scored_ahead"
@@ -128,6 +129,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.RESTARTS: Metric("", "Workers that were started again after a failure"),
     CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),
     CounterName.ROLLOUT_RETRIES: Metric("", "Prompts that were sent out again after a failure"),
+    CounterName.REFERENCE_RETRIES: Metric("", "Shares of a step that another reference scorer was asked to score"),
     CounterName.RESUMED: Metric("", "Prompts that were tried again, and their sampled tokens kept and lost thereby"),
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
     CounterName.SCORED_AHEAD: Metric("", "Responses scored while siblings of theirs were still sampled, used or not"),

@@ -131,7 +131,9 @@ class SupervisionConfig(Section):
     sign_timeout_s: Seconds
     """How long a process may take to give a sign of life, whatever it is busy with."""
     probe_interval_s: Seconds
-    """A rollout actor that has finished nothing for so long is asked to sample one token."""
+    """A rollout actor that has finished nothing for so long is asked to sample one token; so is one that misses a
+    deadline, at once.
+    """
     probe_timeout_s: Seconds
     """How long it may take to sample that token; longer than a weight push, which freezes it."""
     max_restarts: NonNegativeInt
@@ -143,7 +145,7 @@ class SupervisionConfig(Section):
     max_backoff_s: Seconds
     """Longest pause before a restart."""
     max_failures_in_a_row: PositiveInt
-    """Groups that one rollout actor may fail, one after the other, before it is replaced though its process lives."""
+    """Groups that one rollout actor may fail or lose, one after the other, before it is replaced though it lives."""
     no_worker_s: Seconds
     """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
 

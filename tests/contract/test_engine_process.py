@@ -110,6 +110,10 @@ async def test_pushes_reach_it_a_slow_core_loses_nothing_and_one_that_hangs_is_n
         await engine.client.generate(prompt, LONG)
     with pytest.raises(DeadlineError, match="to sample one token"):
         await engine.client.probe()
+    os.kill(core.pid, signal.SIGCONT)
+    await engine.client.probe()
+    assert await engine.handle.num_in_flight.remote() == 0, "what nobody waits for any more was broken off"
+    os.kill(core.pid, signal.SIGSTOP)
     await engine.client.close()
     await gone(actor, core)
 

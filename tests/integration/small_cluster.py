@@ -126,6 +126,7 @@ class SmallRun:
         self.folder = folder
         self.shape = shape
         self.losses: Counter[str] = Counter()
+        self.retries: Counter[str] = Counter()
         self.saboteur = Saboteur(folder)
         self.recovered: dict[str, int] = {}
         self.leases = LeaseTable(64)
@@ -249,7 +250,7 @@ class SmallRun:
         return RolloutStream(
             prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(self.fleet, self.leases, max_retries=20, on_retry=lambda kind: None),
+            rollouts=RetryingRollouts(self.fleet, self.leases, max_retries=20, on_retry=self._retried),
             rewards=self.rewards,
             replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
@@ -345,6 +346,9 @@ class SmallRun:
 
     def _lost(self, kind: str) -> None:
         self.losses[kind] += 1
+
+    def _retried(self, kind: str) -> None:
+        self.retries[kind] += 1
 
 
 async def _nothing() -> None: ...

@@ -66,7 +66,17 @@ class SmallRollout:
             versions.append(self._version)
         self._saboteur.moment("generating")
         group = self._with_answers(make_group(prompt, versions))
+        if self._saboteur.moment("replying"):
+            await self._lose_the_reply()
         return group, (group.summary(), group.small_responses())
+
+    async def _lose_the_reply(self) -> None:
+        """Until whoever waits gives up and breaks the call off."""
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self._saboteur.moment("broken_off")
+            raise
 
     def _with_answers(self, group: TrajectoryGroup) -> TrajectoryGroup:
         response = Response("x" * self._answer_bytes, 3, is_truncated=False)

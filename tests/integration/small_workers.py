@@ -59,6 +59,9 @@ class SmallScorer:
     def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
         return self.score([group])[0]
 
+    def ping(self) -> bool:
+        return True
+
     def close(self) -> None: ...
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import ray
 from jobs import wait_until
-from sabotage import Saboteur, is_running
+from sabotage import NONE, Saboteur, is_running
 from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
 
 from cluster.checkpoints import newest_learner_state
@@ -246,6 +246,20 @@ def on_nodes(folder: Path, kind: signal.Signals, moments: Sequence[str]) -> dict
     assert result["struck"] == [f"{moment} node/{n} {int(kind)}" for n, moment in enumerate(moments, start=1)]
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(len(result["trained"]))]
     return result
+
+
+def test_a_reply_that_is_lost_is_asked_for_elsewhere_and_costs_no_engine(tmp_path: Path, local_ray: str) -> None:
+    async def lose(version: int) -> None:
+        if version in (1, 3):
+            for moment in ("replying", "broken_off"):
+                run.saboteur.plan(moment, victim="rollout/0", signal=NONE)
+
+    num_steps = 6
+    run = SmallRun(tmp_path, Shape(total_steps=num_steps), on_version=lose)
+    assert asyncio.run(run.go()) == num_steps
+    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
+    assert run.saboteur.struck == ["replying rollout/0 0", "broken_off rollout/0 0"] * 2
+    assert (run.losses, run.retries) == ({}, {"LostReplyError": 2})
 
 
 def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: Path, local_ray: str) -> None:

@@ -11,7 +11,7 @@ from crews import AT_ONCE, FakeHosts, settle
 from handles import LocalHandle, never
 
 from cluster.crew import Crew, Place
-from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
 
@@ -186,6 +186,30 @@ async def test_work_does_not_wait_for_a_crew_that_is_gone() -> None:
     with pytest.raises(WorkerDiedError, match="resume=auto"):
         async with team.crew.place():
             pass
+
+
+async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -> None:
+    class Free:
+        def ping(self) -> bool:
+            return True
+
+    class Busy:
+        ping = staticmethod(never)
+
+    class Gone:
+        def ping(self) -> bool:
+            raise DIED
+
+    workers = [LocalHandle(role()) for role in (Free, Busy, Gone)]
+    team, late = Team(3, first=workers), DeadlineError("waited 5 s for an answer")
+    works = [team.work() for _ in workers]
+    await settle()
+    befell = [await team.crew.miss(work.place, late) for work in works]
+    await settle()
+    assert befell[1:] == [late, late]
+    assert isinstance(befell[0], LostReplyError) and str(befell[0]).startswith(f"{late}, which is done with it")
+    assert team.crew.handles == (workers[0], "new 1", "new 2")
+    assert team.lost == [late, DIED]
 
 
 async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:

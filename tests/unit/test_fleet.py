@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from fakes import SETTINGS, make_group, make_prompt
 
-from cluster.errors import CanaryError, DeadlineError, RolloutError, WorkerDiedError
+from cluster.errors import CanaryError, DeadlineError, LostReplyError, RolloutError, WorkerDiedError
 from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.status import WorkerState
@@ -18,16 +18,18 @@ from cluster.trajectory import Generated
 PROMPT = make_prompt("0/0/s0")
 POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 HEALTH = HealthChecks(interval_s=0.001, probe_interval_s=0.0, max_failures_in_a_row=2, no_worker_s=5)
+PATIENT = HealthChecks(interval_s=0.001, probe_interval_s=1000, max_failures_in_a_row=2, no_worker_s=5)
 
 
 class FakeEngine:
-    """One process: `dies`, `fails` and `is_silent` say how it answers from now on."""
+    """One process: `dies`, `fails`, `is_silent` and `loses_replies` say how it answers from now on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dies = False
         self.fails = False
         self.is_silent = False
+        self.loses_replies = False
         self.is_open = True
         self.num_probes = 0
         self.gate = asyncio.Event()
@@ -43,6 +45,8 @@ class FakeEngine:
         if self.fails:
             raise RolloutError("no output")
         self._answer()
+        if self.is_silent or self.loses_replies:
+            raise DeadlineError(f"waited 1 s for {self.name} to generate prompt {prompt.prompt_id}")
         group = make_group(prompt)
         return Generated(group, group.summary())
 
@@ -165,10 +169,57 @@ async def test_an_engine_that_answers_pings_but_samples_nothing_is_hung() -> Non
         assert losses[0] == "rollout_hung"
 
 
+async def test_an_engine_that_misses_a_deadline_and_samples_nothing_is_hung() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, losses):
+        yard.now(0).is_silent = True
+        with pytest.raises(DeadlineError):
+            await fleet.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_hung"]
+
+
+async def test_an_engine_that_dies_while_it_is_asked_whether_it_is_well_has_died() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, losses):
+        engine = yard.now(0)
+        engine.loses_replies = True
+
+        async def die() -> None:
+            raise WorkerDiedError("gone")
+
+        engine.probe = die
+        with pytest.raises(DeadlineError):
+            await fleet.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_died"]
+
+
+async def test_an_engine_that_loses_a_reply_is_well() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, losses):
+        engine = yard.now(0)
+        engine.loses_replies = True
+        said = "waited 1 s for rollout/0 to generate prompt 0/0/s0, which is well: .* timeouts.rollout_s"
+        with pytest.raises(LostReplyError, match=said):
+            await fleet.generate(PROMPT, SETTINGS)
+        engine.loses_replies = False
+        await fleet.generate(PROMPT, SETTINGS)
+        assert losses == [] and engine.is_open
+
+
+async def test_an_engine_that_only_loses_replies_is_replaced_though_it_is_well() -> None:
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, losses):
+        yard.now(0).loses_replies = True
+        for _ in range(PATIENT.max_failures_in_a_row):
+            with pytest.raises(LostReplyError):
+                await fleet.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_lost_replies"]
+        await fleet.generate(PROMPT, SETTINGS)  # waits for the one that takes its place
+
+
 async def test_a_busy_engine_is_not_probed() -> None:
     yard = Yard()
-    patient = HealthChecks(interval_s=0.001, probe_interval_s=1000, max_failures_in_a_row=2, no_worker_s=5)
-    async with fleet_of(1, yard, health=patient) as (fleet, _):
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, _):
         await fleet.generate(PROMPT, SETTINGS)
         await asyncio.sleep(0.02)
         assert yard.now(0).num_probes == 0

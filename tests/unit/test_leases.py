@@ -22,6 +22,8 @@ from cluster.rollout_stream import RetryingRollouts
 from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import FinishReason, Prompt, WeightSpan
 
+pytestmark = pytest.mark.usefixtures("abandoned")
+
 PROMPT = make_prompt("0/0/s0")
 SETTINGS = SamplingSettings(num_samples=2, temperature=0.0, max_tokens=20, seed=1)
 CHUNK = 4

@@ -14,7 +14,7 @@ from fakes import make_scored
 from handles import LocalHandle, never
 
 from actors.reference_pool import DIED, HUNG, NullReference, ReferencePool
-from cluster.errors import DeadlineError, ScoringError, WorkerDiedError
+from cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
 from cluster.trajectory import ScoredGroup
 
 FOLDER = Path("run/reference")
@@ -38,6 +38,9 @@ class FakeScorer:
     def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
         return self.score([group])[0]
 
+    def ping(self) -> bool:
+        return True
+
 
 def expected(group: ScoredGroup) -> list[np.ndarray]:
     """One array a trajectory."""
@@ -55,16 +58,18 @@ def pool(
     max_attempts: int = 1,
     start: Callable[[int], Any] = no_scorer,
     on_lost: Callable[[str], None] = lambda kind: None,
+    on_retry: Callable[[str], None] = lambda kind: None,
 ) -> ReferencePool:
     return ReferencePool(
         [LocalHandle(scorer) for scorer in scorers],
         FOLDER,
         hosts=FakeHosts(lambda index: LocalHandle(start(index)), booked=len(scorers)),
         restarts=AT_ONCE,
-        alive_s=5,
+        alive_s=0.05,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
         on_lost=on_lost,
+        on_retry=on_retry,
     )
 
 
@@ -95,7 +100,7 @@ async def test_the_frozen_policy_is_loaded_once_by_every_scorer() -> None:
 
 async def test_a_scorer_that_does_not_answer_is_named() -> None:
     class Silent(FakeScorer):
-        score_one = staticmethod(never)
+        score_one = ping = staticmethod(never)
 
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for reference/0 to score 1 groups"):
         await pool([Silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
@@ -103,7 +108,7 @@ async def test_a_scorer_that_does_not_answer_is_named() -> None:
 
 async def test_a_scorer_that_cannot_load_is_named() -> None:
     class Silent(FakeScorer):
-        load = staticmethod(never)
+        load = ping = staticmethod(never)
 
     with pytest.raises(DeadlineError, match="reference/0 to load run/reference"):
         await pool([Silent()], timeout_s=0.05).score([make_scored("0/0/s0")])
@@ -128,8 +133,10 @@ class Newcomers:
 
 
 async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() -> None:
-    newcomers, healthy, restarts = Newcomers(), FakeScorer(), []
-    reference = pool([Dying(), healthy], start=newcomers.start, max_attempts=2, on_lost=restarts.append)
+    newcomers, healthy, restarts, retries = Newcomers(), FakeScorer(), [], []
+    reference = pool(
+        [Dying(), healthy], start=newcomers.start, max_attempts=2, on_lost=restarts.append, on_retry=retries.append
+    )
     groups = [make_scored(f"0/{n}/s{n}") for n in range(5)]
     scored = await reference.score(groups)
     assert [group.summary.group_id for group in scored] == [group.summary.group_id for group in groups]
@@ -137,10 +144,37 @@ async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() 
         for ours, theirs in zip(await group.reference_logprobs.future(), expected(group), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert reference.losses == {DIED: 1, HUNG: 0}
-    assert restarts == [DIED]
+    assert (restarts, retries) == ([DIED], ["WorkerDiedError"])
     await settle()
     assert [worker.num_restarts for worker in reference.status()] == [1, 0]
     assert newcomers.scorers[0].loaded == [FOLDER], "it has the frozen policy before it is given work"
+
+
+class LosesReplies(FakeScorer):
+    """The first `num` times nobody hears what it says of a group, and it is free again."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self._num = num
+
+    async def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
+        logprobs = super().score_one(group)
+        return await never() if len(self.scored) <= self._num else logprobs
+
+
+async def test_a_scorer_that_loses_a_reply_is_not_replaced_and_its_groups_are_scored_again() -> None:
+    forgetful, retries = LosesReplies(1), []
+    reference = pool([forgetful], timeout_s=0.05, max_attempts=2, on_retry=retries.append)
+    await reference.score([make_scored("0/0/s0")])
+    assert (forgetful.loaded, forgetful.scored) == ([FOLDER], [["0/0/s0"]] * 2)
+    assert reference.losses == {DIED: 0, HUNG: 0}
+    assert retries == ["LostReplyError"]
+
+
+async def test_replies_that_are_lost_again_and_again_end_in_an_error_not_in_a_loop() -> None:
+    said = "waited 0.05 s for reference/0 to score 1 groups, which is done with it"
+    with pytest.raises(LostReplyError, match=said):
+        await pool([LosesReplies(2)], timeout_s=0.05, max_attempts=2).score([make_scored("0/0/s0")])
 
 
 async def test_groups_that_kill_every_scorer_end_in_an_error_not_in_a_loop() -> None:

@@ -32,22 +32,26 @@ class FakeCall:
 
 
 class FakePing:
-    """`handle.ping`: answers at once."""
+    """`handle.ping`: answers at once, or never where the worker hangs."""
+
+    def __init__(self, hangs: bool) -> None:
+        self._hangs = hangs
 
     def remote(self) -> FakeCall:
         future: Future[Any] = Future()
-        future.set_result(True)
+        if not self._hangs:
+            future.set_result(True)
         return FakeCall(future)
 
 
 class FakeWorker:
-    """A handle whose `score` answers when told to, or at once with `reply(group)`."""
+    """A handle whose `score` answers when told to, or at once with `reply(group)`; one that hangs is never free."""
 
-    def __init__(self, reply: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, reply: Callable[[Any], Any] | None = None, *, hangs: bool = False) -> None:
         self.calls: list[tuple[Any, Future[Any]]] = []
         self._reply = reply
         self.score = self
-        self.ping = FakePing()
+        self.ping = FakePing(hangs)
 
     def remote(self, questions: list[Question]) -> FakeCall:
         future: Future[Any] = Future()
@@ -132,9 +136,27 @@ async def test_a_dead_worker_is_replaced_once_and_its_groups_are_scored_by_anoth
 
 
 async def test_a_worker_that_does_not_answer_is_replaced() -> None:
-    pool = make_pool([FakeWorker()], start=lambda index: FakeWorker(scored), timeout_s=0.05)
+    pool = make_pool([FakeWorker(hangs=True)], start=lambda index: FakeWorker(scored), timeout_s=0.05, alive_s=0.05)
     assert (await pool.score(3, "a group"))[0].value == 3.0
     assert +pool.failures == {FailureKind.WORKER_HUNG: 1}
+
+
+async def test_a_worker_that_loses_a_reply_is_not_replaced() -> None:
+    forgetful = FakeWorker()
+    pool = make_pool([forgetful], timeout_s=0.05)
+    score = asyncio.create_task(pool.score(3, "a group"))
+    while len(forgetful.calls) < 2:
+        await asyncio.sleep(0.001)
+    forgetful.finish(1)
+    assert (await score)[0].value == 3.0
+    assert +pool.failures == {FailureKind.REPLY_LOST: 1}
+
+
+async def test_a_group_whose_replies_are_lost_again_and_again_ends_in_an_error_not_in_a_loop() -> None:
+    pool = make_pool([FakeWorker()], timeout_s=0.02, max_attempts=3)
+    with pytest.raises(UnscoredGroupError, match="3 reward workers, or their answers, were lost over one group; last"):
+        await pool.score(3, "a group")
+    assert +pool.failures == {FailureKind.REPLY_LOST: 3}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +182,7 @@ async def test_a_group_that_kills_every_worker_ends_in_an_error_not_in_a_loop() 
         pool = make_pool(
             [FakeWorker(dead)], start=lambda index: FakeWorker(dead), max_attempts=3, on_failure=on_failure
         )
-        with pytest.raises(error, match="3 reward workers were lost") as raised:
+        with pytest.raises(error, match="3 reward workers, or their answers, were lost") as raised:
             await pool.score(0, "a group")
         assert type(raised.value) is error
         assert pool.failures[FailureKind.WORKER_DIED] == 3
@@ -227,7 +249,7 @@ async def test_unscored_responses_are_excluded_and_counted_by_kind() -> None:
     pool = make_pool([FakeWorker(half_failed)])
     assert await pool.score(0, "a group") == (Reward(1.0, {"accuracy": 1.0}), None, None)
     await pool.score(0, "a group")
-    none = dict.fromkeys(("failed", "worker_died", "worker_hung", "retried"), 0)
+    none = dict.fromkeys(("failed", "worker_died", "worker_hung", "reply_lost", "retried"), 0)
     assert pool.failures == {"timed_out": 2, "not_finite": 2, **none}
 
 

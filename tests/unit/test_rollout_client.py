@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fakes import SETTINGS, make_group, make_prompt
-from handles import LocalHandle, never
+from handles import LocalHandle, LocalReference, never
 
 from actors.rollout_client import RolloutClient
 from cluster.errors import DeadlineError
@@ -19,6 +19,8 @@ from cluster.sampled import Attempt
 from cluster.trajectory import Answers, Prompt, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+
+pytestmark = pytest.mark.usefixtures("abandoned")
 
 PROMPT = make_prompt("0/0/s0")
 DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s"), 5.0)
@@ -100,6 +102,17 @@ async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(cal
     silent = SimpleNamespace(**dict.fromkeys(methods.split(), never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, **dict.fromkeys(DEADLINES_S, 0.05)))
+
+
+async def test_an_actor_stops_what_nobody_waits_for_any_more(abandoned: list[LocalReference]) -> None:
+    actor = FakeActor()
+    asked = client(actor, rollout_s=0.05)
+    await asked.generate(PROMPT, SETTINGS)
+    assert abandoned == []
+    actor.gate.clear()
+    with pytest.raises(DeadlineError):
+        await asked.generate(PROMPT, SETTINGS)
+    assert len(abandoned) == 1
 
 
 async def test_a_prompt_that_waits_for_a_push_has_its_time_from_the_end_of_the_push() -> None:

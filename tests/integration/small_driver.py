@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
 import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
 import ray  # noqa: E402

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 SIGNS = "40" if "SIGCONT" in sys.argv else "3"  # that a node may fail to give before it is taken for dead
 os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": SIGNS}
 

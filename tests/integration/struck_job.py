@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "integration")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
 import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
 from struck_roles import CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402

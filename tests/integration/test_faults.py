@@ -248,22 +248,10 @@ def on_nodes(folder: Path, kind: signal.Signals, moments: Sequence[str]) -> dict
     return result
 
 
-def test_a_reply_that_is_lost_is_asked_for_elsewhere_and_costs_no_engine(tmp_path: Path, local_ray: str) -> None:
-    async def lose(version: int) -> None:
-        if version in (1, 3):
-            for moment in ("replying", "broken_off"):
-                run.saboteur.plan(moment, victim="rollout/0", signal=NONE)
-
-    num_steps = 6
-    run = SmallRun(tmp_path, Shape(total_steps=num_steps), on_version=lose)
-    assert asyncio.run(run.go()) == num_steps
-    assert [sorted(step) for step in run.trained] == [sorted(step) for step in expected(num_steps)]
-    assert run.saboteur.struck == ["replying rollout/0 0", "broken_off rollout/0 0"] * 2
-    assert (run.losses, run.retries) == ({}, {"LostReplyError": 2})
-
-
-def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: Path, local_ray: str) -> None:
-    """At staleness 1, so that nothing stands still for it."""
+def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_scaled_down(
+    tmp_path: Path, local_ray: str
+) -> None:
+    """At staleness 1, so that nothing stands still for it. Who loses a reply is asked to break it off, and stays."""
     seen: dict[str, set[str]] = {}
 
     async def until(condition: Callable[[], bool]) -> None:
@@ -287,6 +275,8 @@ def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: 
             case 8:
                 await until(lambda: len(run.workers) == 9 and run.is_whole)
                 seen["up"] = {worker.name for worker in run.workers if worker.version in (None, version)}
+                for moment in ("replying", "broken_off"):
+                    run.saboteur.plan(moment, victim="rollout/0", signal=NONE)
             case 11:
                 await scale(1)
             case 13:
@@ -301,5 +291,7 @@ def test_one_run_in_which_engines_die_join_and_are_scaled_up_and_down(tmp_path: 
     roles = ("rollout", "reward", "reference")
     assert {name: len(names) for name, names in seen.items()} == {"joined": 5, "up": 9, "down": 3}
     assert seen["down"] == {f"{role}/0" for role in roles}
+    assert run.saboteur.struck == ["generating rollout/0 9", "replying rollout/0 0", "broken_off rollout/0 0"]
     assert run.losses == {"rollout_died": 1}
+    assert (run.retries.keys(), run.retries["LostReplyError"]) == ({"WorkerDiedError", "LostReplyError"}, 1)
     wait_until(lambda: not left(tmp_path), GONE_S, lambda: left(tmp_path))

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from group_data import assert_equal, picture_prompt
 
 from cluster.actions import TokenActions
 from cluster.media import MediaHandle
@@ -22,7 +23,6 @@ from cluster.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from tests.group_data import assert_equal, picture_prompt
 
 
 def group(*lengths: int) -> TrajectoryGroup:

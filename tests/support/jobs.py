@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster.metrics.records import StepRecord
 from cluster.metrics.sinks.jsonl import read_records
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other
 RUN_DEADLINE_S = 600.0
 GONE_DEADLINE_S = 150.0

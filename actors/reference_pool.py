@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.concurrency import run_all
 from cluster.crew import Crew, Hosts, Place
-from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
@@ -95,11 +95,8 @@ class ReferencePool:
                 try:
                     await self._load(place.name, place.handle)
                     return await self._score(place, groups)
-                except WorkerDiedError as error:
-                    self._crew.lose(place, error)
-                    befell: MobulaError = error
-                except DeadlineError as error:
-                    befell = await self._crew.miss(place, error)
+                except (WorkerDiedError, DeadlineError) as error:
+                    befell = await self._crew.failed(place, error)
             if attempt == self._max_attempts:
                 raise befell
             self._on_retry(type(befell).__name__)

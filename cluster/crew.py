@@ -6,8 +6,8 @@ within its restart budget; the crew grows and shrinks while work is in flight:
     STARTING -> JOINING -> SERVING -> (lost) WAITING -> STARTING -> ...      QUARANTINED once the budget is used up
                            SERVING -> (scaled away) DRAINING -> gone
 
-The rollout actors are no crew: they hold weights that change, and join by weight sync. A worker does one thing after
-the other and has a `ping`, which it comes to when it is done with what it was asked before.
+A worker of a crew does one thing after the other and has a `ping`, which it comes to when it is done with what it was
+asked before. The rollout actors are no crew: they hold weights that change, and join by weight sync.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class Crew:
             try:
                 return await answer(place.handle.score.remote(group), timeout_s=30, what=f"{place.name} to score")
             except (WorkerDiedError, DeadlineError) as error:
-                crew.lose(place, error)
-                raise
+                raise await crew.failed(place, error)
     """
 
     def __init__(
@@ -156,20 +155,23 @@ class Crew:
         if not member.is_leaving:
             self._begin(member, self._refill(member))
 
-    async def miss(self, place: Place, error: DeadlineError) -> DeadlineError | LostReplyError:
-        """The worker did not answer in time. One that still does it after `alive_s` hangs and is replaced; one that is
-        done with it is left alone: only the answer was lost, or late. Returns what befell the work.
+    async def failed(self, place: Place, error: Lost) -> Lost | LostReplyError:
+        """A call to the worker ended so: whoever died or hangs is replaced. One that did not answer in time, and is done
+        with the call within another `alive_s`, is left alone: only its answer was lost, or late. Returns what befell the
+        work.
         """
-        try:
-            what = f"{place.name} to be done"
-            await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
-        except WorkerDiedError as died:
-            self.lose(place, died)
-            return error
-        except DeadlineError:
-            self.lose(place, error)
-            return error
-        return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
+        cause = error
+        if isinstance(error, DeadlineError):
+            try:
+                what = f"{place.name} to be done"
+                await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
+                return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
+            except WorkerDiedError as died:
+                cause = died
+            except DeadlineError:
+                pass  # it hangs, as was thought
+        self.lose(place, cause)
+        return error
 
     def dispatch(self) -> None:
         """Give places to those who wait, as far as there are any. Called for whatever happens to a worker."""

@@ -166,11 +166,8 @@ class RewardService:
     async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
         try:
             results = await self._ask(place, batch)
-        except (WorkerDiedError, StuckError) as error:
-            self._crew.lose(place, error)
-            self._again(batch, error)
-        except DeadlineError as error:
-            befell = await self._crew.miss(place, error)
+        except (WorkerDiedError, DeadlineError, StuckError) as error:
+            befell = await self._crew.failed(place, error)
             if isinstance(befell, LostReplyError):
                 self._on_lost(befell)
             self._again(batch, befell)

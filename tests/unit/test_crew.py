@@ -204,7 +204,7 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
     team, late = Team(3, first=workers), DeadlineError("waited 5 s for an answer")
     works = [team.work() for _ in workers]
     await settle()
-    befell = [await team.crew.miss(work.place, late) for work in works]
+    befell = [await team.crew.failed(work.place, late) for work in works]
     await settle()
     assert befell[1:] == [late, late]
     assert isinstance(befell[0], LostReplyError) and str(befell[0]).startswith(f"{late}, which is done with it")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manife
 from cluster.weight_sync.publish import WeightSync
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
+from deploy.preparation import Prepared
+from deploy.rollouts import engine_settings as run_engine_settings
 from deploy.spawner import engine_environment
 from learner.learner import Learner
 from learner.policies.batch import TokenSequence, collate
@@ -70,10 +72,20 @@ OFFLINE = {
 class Model:
     """A checkpoint, its processor, and a prompt with no, one and two pictures."""
 
-    config: RunConfig
-    folder: Path
-    processor: ChatProcessor
+    prepared: Prepared  # as for a run, but without data
     prompts: tuple[Prompt, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    @property
+    def folder(self) -> Path:
+        return self.prepared.model_folder
+
+    @property
+    def processor(self) -> ChatProcessor:
+        return self.prepared.processor
 
     @property
     def distribution(self) -> Distribution:
@@ -188,7 +200,8 @@ def open_model(folder: Path, *overrides: str) -> Model:
     processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
     rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
     prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
-    return Model(config, folder, processor, prompts)
+    checkpoint = checkpoint_manifest(folder, config.resources.dtype)
+    return Model(Prepared(config, folder, checkpoint, processor, store, splits={}), prompts)
 
 
 def start_actor(
@@ -213,32 +226,10 @@ def start_actor(
 
 
 def engine_settings(model: Model, index: int = 0) -> EngineSettings:
-    """Every engine takes pushes of weights and, with the adapters of LORA, of adapters."""
-    sampler, resources, processor = model.config.sampler, model.config.resources, model.processor
-    expected = checkpoint_manifest(model.folder, resources.dtype)
-    policy = tiny_config(model.folder, *LORA).policy
-    return EngineSettings(
-        model=str(model.folder),
-        dtype=resources.dtype,
-        device=resources.device,
-        seed=1 + index,
-        max_model_len=sampler.max_model_len,
-        max_num_seqs=sampler.max_num_seqs,
-        max_num_batched_tokens=sampler.max_num_batched_tokens,
-        chunk_tokens=sampler.chunk_tokens,
-        max_images_per_prompt=sampler.max_images_per_prompt,
-        kv_cache_bytes=sampler.kv_cache_bytes,
-        sleep_level=model.config.resources.sleep_level if model.config.resources.colocated else 0,
-        reports_load=model.config.concurrency.kind == "aimd",
-        keeps_kv_cache=model.config.weight_sync.kv_cache == "keep",
-        block_size=sampler.block_size,
-        enforce_eager=sampler.enforce_eager,
-        banned_ids=processor.media_token_ids,
-        stop_ids=processor.eos_token_ids,
-        pad_id=processor.pad_token_id,
-        expected=expected,
-        adapters=AdapterPush.of(model.folder, expected, policy, resources.dtype),
-    )
+    """Those of a run, but that every engine takes pushes of weights and, with the adapters of LORA, of adapters."""
+    policy, checkpoint = tiny_config(model.folder, *LORA).policy, model.prepared.checkpoint
+    adapters = AdapterPush.of(model.folder, checkpoint, policy, model.config.resources.dtype)
+    return replace(run_engine_settings(model.prepared, index), adapters=adapters)
 
 
 def new_learner(model: Model, *overrides: str) -> Learner:

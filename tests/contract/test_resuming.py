@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from engines import CHUNK_TOKENS, TEMPERATURE, Engine, gaps
+from engines import CHUNK_TOKENS, TEMPERATURE, Engine, gaps, until_grown
 
 from cluster.leases import Lease
 from cluster.roles import SamplingSettings
@@ -99,10 +99,3 @@ async def test_the_lease_hears_of_a_response_while_it_grows_with_the_version_of_
             assert known.token_ids.tolist() == expected.token_ids.tolist()
             assert known.logprobs.tolist() == expected.logprobs.tolist()
             assert known.weight_spans == expected.weight_spans
-
-
-async def until_grown(lease: Lease, running: asyncio.Future[TrajectoryGroup]) -> None:
-    """The next chunk has come, or the group is done."""
-    known = lease.num_tokens
-    while lease.num_tokens == known and not running.done():
-        await asyncio.sleep(0.001)

@@ -25,6 +25,7 @@ from engines import (
     refusal,
     restore,
     sampled_gap,
+    until_grown,
     weight_sync,
 )
 from members import FixedMembers
@@ -219,11 +220,14 @@ async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new
 ) -> None:
     sync = weight_sync(engine, LocalSender(learner))
     await sync.publish(1)
-    running = asyncio.ensure_future(engine.sample(engine.model.probe, max_tokens=100))
-    await asyncio.sleep(0.05)
-    assert not running.done()
-    await sync.publish(2)
-    old, new = await running, await engine.sample(engine.model.probe)
+    prompt, settings = engine.model.probe, SamplingSettings(4, TEMPERATURE, 100, seed=7)
+    with engine.leases.held(prompt, settings) as lease:
+        running = asyncio.ensure_future(engine.generate(prompt, settings))
+        await until_grown(lease, running)
+        assert not running.done()
+        await sync.publish(2)
+        old = await running
+    new = await engine.sample(prompt)
     assert set(old.summary().tokens_by_version) == {1}
     assert set(new.summary().tokens_by_version) == {2}
 

@@ -25,7 +25,7 @@ from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
 from cluster.errors import ManifestError
-from cluster.leases import LeaseTable
+from cluster.leases import Lease, LeaseTable
 from cluster.media import MediaReader, MediaStore
 from cluster.objects import fetch
 from cluster.placement import PlacedWorker
@@ -133,6 +133,13 @@ class Engine:
         [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
         assert group.summary() == summary
         return group
+
+
+async def until_grown(lease: Lease, running: asyncio.Future[TrajectoryGroup]) -> None:
+    """The next chunk has come, or the group is done."""
+    known = lease.num_tokens
+    while lease.num_tokens == known and not running.done():
+        await asyncio.sleep(0.001)
 
 
 class LocalSender:

@@ -23,8 +23,8 @@ from engines import (
     start_actor,
     weight_sync,
 )
-from jobs import wait_until
 from members import FixedMembers
+from waiting import wait_until
 
 from cluster.errors import DeadlineError, RolloutError
 from cluster.roles import SamplingSettings

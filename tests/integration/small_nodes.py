@@ -32,6 +32,7 @@ from sabotage import Saboteur  # noqa: E402
 from small_cluster import Shape, SmallRun  # noqa: E402
 from small_roles import SmallLearner  # noqa: E402
 from small_workers import SmallReward  # noqa: E402
+from waiting import until  # noqa: E402
 
 from cluster.placement import PlacedWorker, PlacementPlan, plan_placement  # noqa: E402
 from cluster.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
@@ -78,9 +79,7 @@ async def _lose_nodes(
             raylets = [saboteur.process_id(f"node/{index}") for index in range(len(nodes))]
             homes.update({name: raylets.index(_parent_of(saboteur.process_id(name))) for name in ALL})
         if version in faults:
-            async with asyncio.timeout(240):
-                while not run.is_whole:
-                    await asyncio.sleep(0.1)
+            await until(lambda: run.is_whole, 240)
             saboteur.plan(faults[version], victim=VICTIMS[version], signal=kind)
 
     shape = Shape(

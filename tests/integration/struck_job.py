@@ -7,7 +7,6 @@ One fault after the other, each once every engine serves again.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integrat
 
 import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
 from struck_roles import CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
+from waiting import until  # noqa: E402
 
 from cluster.evaluation import Evaluator  # noqa: E402
 from cluster.fleet import RolloutFleet  # noqa: E402
@@ -62,9 +62,7 @@ class PlanningEvaluator(Evaluator):
     async def maybe_run(self, version: int) -> None:
         await super().maybe_run(version)
         if version in self.faults:
-            async with asyncio.timeout(BACK_S):
-                while not _is_whole():
-                    await asyncio.sleep(0.05)
+            await until(_is_whole, BACK_S)
             moment, kind = self.faults.pop(version)
             saboteur().plan(moment, victim=CORE, signal=kind)
 

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 import ray
-from jobs import wait_until
 from sabotage import NONE, Saboteur, is_running
 from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
+from waiting import until, wait_until
 
 from cluster.checkpoints import newest_learner_state
 
@@ -69,9 +69,7 @@ def assert_costs_nothing_but_time(folder: Path, rounds: Sequence[Sequence[Fault]
         """The next round waits until everybody is back: the run goes on meanwhile with those that are left."""
         if version % STEPS_PER_ROUND == 1:
             for faults in planned:
-                async with asyncio.timeout(BACK_S):
-                    while not run.is_whole:
-                        await asyncio.sleep(0.05)
+                await until(lambda: run.is_whole, BACK_S)
                 for fault in faults:
                     run.saboteur.plan(fault.moment, victim=fault.victim, signal=fault.kind)
                 break
@@ -254,11 +252,6 @@ def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_sc
     """At staleness 1, so that nothing stands still for it. Who loses a reply is asked to break it off, and stays."""
     seen: dict[str, set[str]] = {}
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(BACK_S):
-            while not condition():
-                await asyncio.sleep(0.05)
-
     async def scale(num: int) -> None:
         for role in (run.fleet, run.rewards.services["reward"], run.reference):
             await role.scale(num)
@@ -268,19 +261,19 @@ def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_sc
             case 2:
                 run.saboteur.plan("generating", victim="rollout/0", signal=KILL)
             case 5:
-                await until(lambda: not run.saboteur.is_planned("generating") and run.is_whole)
+                await until(lambda: not run.saboteur.is_planned("generating") and run.is_whole, BACK_S)
                 seen["joined"] = {worker.name for worker in run.workers}
             case 6:
                 await scale(3)
             case 8:
-                await until(lambda: len(run.workers) == 9 and run.is_whole)
+                await until(lambda: len(run.workers) == 9 and run.is_whole, BACK_S)
                 seen["up"] = {worker.name for worker in run.workers if worker.version in (None, version)}
                 for moment in ("replying", "broken_off"):
                     run.saboteur.plan(moment, victim="rollout/0", signal=NONE)
             case 11:
                 await scale(1)
             case 13:
-                await until(lambda: len(run.workers) == 3)
+                await until(lambda: len(run.workers) == 3, BACK_S)
                 seen["down"] = {worker.name for worker in run.workers}
 
     num_steps = 16

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from jobs import RUN_DEADLINE_S, Job, marked, wait_until
+from jobs import RUN_DEADLINE_S, Job, marked
 from safetensors.numpy import load_file
+from waiting import wait_until
 
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.records import StepRecord

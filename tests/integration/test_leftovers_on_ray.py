@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import ray
-from jobs import GONE_DEADLINE_S, REPOSITORY, wait_until
+from jobs import GONE_DEADLINE_S, REPOSITORY
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from cluster.placement_groups import groups_of_dead_drivers, remove_group
 from deploy.cli import app

@@ -9,7 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left, wait_until
+from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
+from waiting import wait_until
 
 from actors.datasets.digits import write_digits
 from cluster.metrics.records import EvaluationRecord

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 
 import pytest
+from waiting import wait_until
 
 from cluster.errors import PlacementError
 from cluster.placement import PlacedWorker, PlacementPlan, plan_placement
@@ -22,9 +22,8 @@ def test_laptop_preset_is_booked_and_given_back(local_ray: str) -> None:
     assert bookings["learner/0"].group.id == bookings["learner/1"].group.id
     assert [bookings[f"learner/{rank}"].bundle_index for rank in (0, 1)] == [0, 1]
     assert bookings["rollout/0"].group.id != bookings["rollout/1"].group.id
-    while (node := cluster_nodes()[0]).num_cpus == 2.0:  # Ray reports what is taken a moment later
-        time.sleep(0.05)
-    assert node.num_cores == 2
+    wait_until(lambda: cluster_nodes()[0].num_cpus < 2.0)  # Ray reports what is taken a moment later
+    assert cluster_nodes()[0].num_cores == 2
     remove_placement_groups(bookings)
     wait_until_free(2.0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from reward_data import answers, component, pool_over, rewards_of
+from waiting import until
 
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
@@ -87,8 +88,6 @@ async def test_a_killed_worker_and_functions_that_fail_in_any_way_lose_nothing(
     expected = [[None if t in bad.values() else 2 * float(t) for t in pair] for pair in texts]
     assert [[r and r.value for r in pair] for pair in rewards] == expected
     assert +pool.failures == {"worker_died": 1, "timed_out": 1, "failed": 1, "not_finite": 1}
-    async with asyncio.timeout(60):
-        while len(service.workers) < 2:  # the one that replaces it may still start
-            await asyncio.sleep(0.1)
+    await until(lambda: len(service.workers) == 2)  # the one that replaces it may still start
     assert service.workers[0] is workers[0] and service.workers[1] is not workers[1]
     await pool.close()

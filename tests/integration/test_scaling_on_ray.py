@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 from reward_data import answers
+from waiting import until
 
 from cluster.control import CONTROL, ControlLoop
 from cluster.errors import RunOverError
@@ -131,12 +131,6 @@ class Load:
             (reward,) = await rewards.score(ray.put(answers(f"0/{index}", str(index))), f"0/{index}")
             assert index not in self.scored
             self.scored[index] = reward.value
-
-
-async def until(condition: Callable[[], Any], deadline_s: float = 90) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 def states(workers: tuple[WorkerStatus, ...] | list[WorkerStatus]) -> dict[str, WorkerState]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import wait_until
 from soak import soak
 from test_faults import GONE_S, left
+from waiting import wait_until
 
 SECONDS = 25.0  # beside some 10 to start
 

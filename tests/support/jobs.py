@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from waiting import wait_until
 
 from cluster.metrics.records import StepRecord
 from cluster.metrics.sinks.jsonl import read_records
@@ -116,11 +116,3 @@ def marked(mark: str) -> dict[int, str]:
 
 def none_left(mark: str) -> None:
     wait_until(lambda: not marked(mark), GONE_DEADLINE_S, lambda: marked(mark))
-
-
-def wait_until(condition: Callable[[], bool], deadline_s: float, what: Callable[[], object]) -> None:
-    """`what()` explains a condition that did not come true in time."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, what()
-        time.sleep(0.2)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from waiting import until
 
 from cluster.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.errors import WorkerDiedError
@@ -97,8 +98,7 @@ async def test_the_gate_follows_and_an_engine_that_died_stops_only_the_growth() 
         gate.start()
     waiting = asyncio.ensure_future(gate.wait_for_slot())
     async with asyncio.timeout(5), adaptive.tended():
-        while len(told) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(told) >= 3)
         assert told[-1] == (6, [load()]) and not waiting.done()
         engines.pop()
         await waiting

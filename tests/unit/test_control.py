@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from handles import LocalHandle, never
+from waiting import until
 
 from cluster.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
 from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
@@ -70,14 +70,6 @@ def control(desk: Desk, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "scale_s": 0.2,
     }
     return ControlLoop("digits", 100, **{**settings, **changes})
-
-
-async def until(condition: Callable[[], Any]) -> Any:
-    """The first true value of `condition`."""
-    async with asyncio.timeout(5):
-        while not (found := condition()):
-            await asyncio.sleep(0.001)
-    return found
 
 
 async def outcome(desk: Desk, loop: ControlLoop, **wanted: int) -> tuple[RoleOutcome, ...]:

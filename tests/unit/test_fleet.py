@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from fakes import SETTINGS, make_group, make_prompt
+from waiting import until
 
 from cluster.errors import CanaryError, DeadlineError, LostReplyError, RolloutError, WorkerDiedError
 from cluster.fleet import HealthChecks, RolloutFleet
@@ -114,12 +115,6 @@ async def fleet_of(
 
 def states(fleet: RolloutFleet) -> list[WorkerState]:
     return [worker.state for worker in fleet.status()]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_prompts_go_to_the_engine_with_the_fewest_in_flight() -> None:

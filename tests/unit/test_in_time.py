@@ -13,6 +13,7 @@ import pytest
 from crews import AT_ONCE, FakeHosts
 from handles import LocalHandle
 from reward_data import answers, component, pool_over, rewards_of
+from waiting import wait_until
 
 from cluster.errors import StuckError
 from cluster.trajectory import Response
@@ -78,10 +79,7 @@ def test_work_that_is_late_is_left_behind_and_counted_until_it_comes_back() -> N
     assert len({first, second, threading.get_ident()}) == 3, "the next work has a thread of its own"
     assert in_time.call(threading.get_ident, "a look") == second
     gate.set()
-    until = time.monotonic() + 5
-    while in_time.num_stuck and time.monotonic() < until:
-        time.sleep(0.001)
-    assert in_time.num_stuck == 0
+    wait_until(lambda: in_time.num_stuck == 0)
 
 
 def test_what_the_work_raises_travels_as_it_is() -> None:
@@ -160,8 +158,6 @@ def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> N
         assert kinds("1") == ["scored"] or scorer.is_stuck
     assert kinds("1") == ["timed_out"] and scorer.is_stuck
     RELEASED.set()
-    until = time.monotonic() + 5
-    while kinds("1") != ["scored"] and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: kinds("1") == ["scored"])
     assert not scorer.is_stuck
     scorer.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fakes import make_scored
+from waiting import until
 
 from cluster.errors import JournalError, LostObjectError
 from cluster.journal import Journal
@@ -78,12 +79,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 def finished_in(folder: Path) -> list[str]:
     return [group.group_id for group in Journal(folder, {}).recover(0).finished]
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_records_that_wait_for_the_disk_are_written_together_and_the_loop_goes_on(tmp_path: Path) -> None:

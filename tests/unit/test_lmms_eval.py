@@ -6,14 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from waiting import wait_until
 
 from cluster.errors import DeadlineError, PreflightError
 from configs.errors import ConfigError
@@ -53,17 +52,10 @@ time.sleep(600)
 """
 
 
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < end, f"waited 60 s for {what}"
-        time.sleep(0.02)
-
-
 def all_gone(pids: Path) -> bool:
     """Whether these processes end; a zombie that nobody reaps has ended."""
     for pid in map(int, pids.read_text().split()):
-        wait_until(lambda pid=pid: ProcessId.of(pid) is None, f"process {pid} to end")
+        wait_until(lambda pid=pid: ProcessId.of(pid) is None, what=lambda pid=pid: f"process {pid} is there")
     return True
 
 
@@ -332,7 +324,7 @@ def test_sigterm_ends_the_harness_with_all_it_started(play: Path, asked: LmmsEva
     words = ["lmms-eval", "--model", asked.model, "--tasks", "mini", "--environment", str(asked.environment)]
     command = [sys.executable, "-m", "deploy.cli", *words, "--output", str(asked.output), "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: (tmp_path / "pids").exists(), "the harness to start")
+        wait_until((tmp_path / "pids").exists, what=lambda: "the harness did not start")
         process.terminate()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said

@@ -8,12 +8,12 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from metrics_data import FakeClock
 from rich.console import Console
+from waiting import wait_until
 
 from cluster.metrics.records import EvaluationRecord, StepRecord, from_line, to_line
 from cluster.metrics.sinks.console import ConsoleSink
@@ -32,13 +32,6 @@ def record(step: int, reward: float = 0.5, staleness: dict[int, int] | None = No
         components={"answer": reward},
         counters={"restarts": {"rollout": 2}},
     )
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not is_true():
-        assert time.monotonic() < deadline, "waited 5 s"
-        time.sleep(0.005)
 
 
 class FakeSeries:

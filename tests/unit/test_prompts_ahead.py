@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from fakes import FakePrompts
+from waiting import until
 
 from cluster.errors import DatasetError
 from cluster.prompts_ahead import PromptsAhead
@@ -29,8 +30,8 @@ async def test_no_more_are_prepared_than_allowed() -> None:
     async with background_tasks() as tasks:
         tasks.create_task(ahead.prepare())
         await ahead.next()
-        for _ in range(50):
-            await asyncio.sleep(0.001)
+        await until(lambda: source.cursor == 1 + 2 + 1)
+        await asyncio.sleep(0.05)  # for what must not happen
         assert source.cursor == 1 + 2 + 1, "one taken, two ready, and one in the hands of who prepares"
 
 

@@ -12,6 +12,7 @@ from handles import LocalHandle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import AtOnce
+from waiting import until
 
 from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.journal import Journal
@@ -113,9 +114,7 @@ def scored(*numbers: int):
 
 async def called(bench: Bench, name: str) -> None:
     """Wait until some process of the buffer was asked for `name`."""
-    async with asyncio.timeout(5):
-        while not any(name in process.calls for process in bench.processes):
-            await asyncio.sleep(0.001)
+    await until(lambda: any(name in process.calls for process in bench.processes))
 
 
 async def answered(bench: Bench) -> None:

@@ -142,13 +142,15 @@ async def test_a_worker_that_does_not_answer_is_replaced() -> None:
 
 
 async def test_a_worker_that_loses_a_reply_is_not_replaced() -> None:
-    forgetful = FakeWorker()
-    pool = make_pool([forgetful], timeout_s=0.05)
-    score = asyncio.create_task(pool.score(3, "a group"))
-    while len(forgetful.calls) < 2:
-        await asyncio.sleep(0.001)
-    forgetful.finish(1)
-    assert (await score)[0].value == 3.0
+    class Forgetful(FakeWorker):
+        def remote(self, questions: list[Question]) -> FakeCall:
+            call = super().remote(questions)
+            if len(self.calls) > 1:
+                self.finish(-1)
+            return call
+
+    pool = make_pool([Forgetful()], timeout_s=0.05)
+    assert (await pool.score(3, "a group"))[0].value == 3.0
     assert +pool.failures == {FailureKind.REPLY_LOST: 1}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from http_servers import Running, Scorer, reward_app, serving
+from waiting import wait_until
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
 from rewards.http.lanes import BusyError, Lanes
 from rewards.http.lightrft import LightrftBody
@@ -36,12 +37,8 @@ def fetch(url: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[st
     return status, json.loads(content) if is_json else content.decode(), names
 
 
-def wait_until(server: Running, state: dict[str, Any]) -> None:
-    """Until the server's health says so."""
-    until = time.monotonic() + 10
-    while not state.items() <= (health := fetch(f"{server.url}/health")[1]).items():
-        assert time.monotonic() < until, f"{state} never came: {health}"
-        time.sleep(0.01)
+def health(server: Running) -> dict[str, Any]:
+    return fetch(f"{server.url}/health")[1]
 
 
 def look(request: RewardRequest) -> Outcome:
@@ -204,7 +201,7 @@ def test_a_full_server_says_when_to_come_back_and_a_stuck_one_is_not_well() -> N
             states = ({"busy": 1, "waiting": 0}, {"busy": 1, "waiting": 1}, {}, {})
             for asker, state in zip(askers, states, strict=True):
                 asker.start()
-                wait_until(running, state)
+                wait_until(lambda state=state: state.items() <= health(running).items(), what=lambda: health(running))
             for asker in askers:
                 asker.join(20)
             # One is in the lane and one waits, until both have timed out; the others found no place.
@@ -213,11 +210,11 @@ def test_a_full_server_says_when_to_come_back_and_a_stuck_one_is_not_well() -> N
             assert all(headers["retry-after"] == "1" for status, _, headers in replies if status == 503)
             late = [outcome["status"] for status, body, _ in replies if status == 200 for outcome in body["outcomes"]]
             assert late == ["timed_out"] * 4
-            status, health, _ = fetch(f"{running.url}/health")
-            assert (status, health["status"], health["stuck"]) == (503, "stuck", 1)
+            status, body, _ = fetch(f"{running.url}/health")
+            assert (status, body["status"], body["stuck"]) == (503, "stuck", 1)
         finally:
             release.set()
-        wait_until(running, {"status": "ok", "stuck": 0})
+        wait_until(lambda: health(running).items() >= {"status": "ok", "stuck": 0}.items())
 
 
 def test_stopping_lets_what_is_in_flight_finish() -> None:
@@ -253,8 +250,7 @@ def test_a_request_that_was_given_up_is_not_scored() -> None:
     lanes = Lanes([Scorer(score)], max_waiting=2)
     requests = {text: LightrftBody(queries=[text]).requests("response") for text in ("first", "given up", "last", "x")}
     running = lanes.submit(requests["first"], time.monotonic() + 60)
-    while lanes.num_busy == 0:
-        time.sleep(0.01)
+    wait_until(lambda: lanes.num_busy)
     given_up = lanes.submit(requests["given up"], time.monotonic() + 60)
     last = lanes.submit(requests["last"], time.monotonic() + 60)
     with pytest.raises(BusyError):

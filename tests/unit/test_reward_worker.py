@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 from ray import cloudpickle
 from reward_data import answers, component, component_of, rewards_of
+from waiting import wait_until
 
 from cluster.errors import RewardError
 from cluster.media import MediaHandle, ProcessedMedia
@@ -273,18 +274,11 @@ def test_a_hanging_process_ends_after_its_parent_was_killed(tmp_path: Path) -> N
     note = tmp_path / "pid"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     parent = subprocess.Popen([sys.executable, "-c", script, str(note)], env=environment)
-    wait_until(lambda: note.exists() and note.read_text().endswith("\n"), timeout_s=60)
+    wait_until(lambda: note.exists() and note.read_text().endswith("\n"))
     parent.kill()
     parent.wait()
     child = Path("/proc") / note.read_text().strip()
-    wait_until(lambda: not child.exists() or is_zombie(child), timeout_s=10)  # a container's init may not collect it
-
-
-def wait_until(claim: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not claim():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not child.exists() or is_zombie(child))  # a container's init may not collect it
 
 
 def is_zombie(process: Path) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
+from waiting import until
 
 from cluster.errors import (
     DatasetError,
@@ -147,8 +148,7 @@ async def test_a_rejected_straggler_holds_no_step_up() -> None:
         assert ids(await asyncio.wait_for(bench.replay.take(1), 2)) == ["0/1/s1"]
         rollouts.version = 1
         bench.stream.advance(1)
-        while bench.gate.num_accepted < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: bench.gate.num_accepted >= 2)
         assert (await bench.replay.stats()).num_ready == 0, "step 1 is the last one for the straggler: it waits"
         held["0/0/s0"].set()
         assert ids(await asyncio.wait_for(bench.replay.take(1), 2)) == ["0/2/s2"]
@@ -272,8 +272,7 @@ async def test_a_group_that_waits_for_room_keeps_its_slot() -> None:
             await asyncio.sleep(0.001)
         assert (bench.gate.num_accepted, len(bench.gate.running), len(bench.rollouts.attempts)) == (1, 2, 3)
         assert len(await asyncio.wait_for(bench.replay.take(1), 5)) == 1
-        while bench.gate.num_accepted < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: bench.gate.num_accepted >= 2)
 
 
 async def test_nothing_runs_on_after_the_stream_has_ended() -> None:
@@ -282,8 +281,7 @@ async def test_nothing_runs_on_after_the_stream_has_ended() -> None:
     before = asyncio.all_tasks()
     with suppress(KeyError):
         async with bench.stream.streaming():
-            while rollouts.num_in_flight < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: rollouts.num_in_flight >= 2)
             raise KeyError("the learner failed")
     assert rollouts.num_in_flight == 0
     assert asyncio.all_tasks() == before

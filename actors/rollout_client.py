@@ -58,8 +58,8 @@ class RolloutClient:
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         """A reference to the group, which the caller owns and which outlives the actor, and what is told of it.
 
-        The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come. A prompt that
-        needs the weights of a push has its time from the end of that push.
+        The actor goes on from what the prompt's lease knows, and its chunks go to that lease as they come. A prompt
+        that needs the weights of a push has its time from the end of that push.
         """
         lease, patience = self._leases.of(prompt, settings), self._patience(settings.min_version)
         attempt = lease.next_attempt()
@@ -148,4 +148,3 @@ class RolloutClient:
 
     async def _sync(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")
-

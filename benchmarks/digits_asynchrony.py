@@ -1,9 +1,9 @@
 """Asynchrony on the real job: steps/s of the digits run at several bounds on staleness, beside the synchronous run.
 
 One engine and one learner rank on a core each, which the job of `make train` has two of; on GPUs `resources` and
-`learner` have to be among the overrides. Every bound in turn, then all of them in the opposite order, so that a drift of
-the machine meets them alike. The job's responses are short and nearly equally long: what is gained is overlap alone, at
-most twofold.
+`learner` have to be among the overrides. Every bound in turn, then all of them in the opposite order, so that a drift
+of the machine meets them alike. The job's responses are short and nearly equally long: what is gained is overlap alone,
+at most twofold.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Move:
-    """Deliver everything once to `num_receivers`: as one raw broadcast (no epochs), or by a push to each epoch's wave."""
+    """Deliver all once to `num_receivers`: as one raw broadcast (no epochs), or by a push to each epoch's wave."""
 
     num_receivers: int
     epochs: tuple[int, ...]
@@ -182,7 +182,7 @@ class Member:
 
 
 async def fan_out(effort: Effort, config: RunConfig, manifest: Manifest) -> dict[str, Series]:
-    """Series of GB/s delivered to all receivers together, e.g. "raw_to_4", "at_once_to_4", "rolling_to_4", "adapters_to_4"."""
+    """GB/s delivered to all receivers together: series "raw_to_4", "at_once_to_4", "rolling_to_4", "adapters_to_4"."""
     address = f"file://{config.folder / 'fan-out'}"
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:

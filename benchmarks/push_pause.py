@@ -85,7 +85,9 @@ class _Pushes:
             await asyncio.sleep(REST_S)
         disturbed, as_many = await running
         if abs(as_many - num_tokens) > 0.1 * num_tokens:
-            raise ValueError(f"the pushes changed what is sampled: {num_tokens} tokens without them, {as_many} with them")
+            raise ValueError(
+                f"the pushes changed what is sampled: {num_tokens} tokens without them, {as_many} with them"
+            )
         return (disturbed - undisturbed) / num_pushes
 
     async def _generate(self, prompt: Prompt) -> tuple[float, int]:

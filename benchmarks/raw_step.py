@@ -32,7 +32,7 @@ Engine = Peer[GenerateJob, Generated]
 
 @dataclass
 class RawStep:
-    """`measure()` gives samples/s of each part, named as in `WHAT`, alone on the machine; every call has new prompts."""
+    """`measure()` gives samples/s of each part, as `WHAT` names it, alone on the machine, with new prompts."""
 
     engines: Mapping[str, Sequence[Engine]]  # way to lay engines over the machine -> engines
     trainer: Peer[StepJob, float]

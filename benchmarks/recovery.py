@@ -177,5 +177,7 @@ def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> 
 
 def _lost(watch: _Watch, steps: Sequence[StepRecord]) -> dict[str, int]:
     """What became of the tokens under way at the lost engine, as the leases count it."""
-    first, last = (step.counters.get(CounterName.RESUMED, {}) for step in (steps[watch.num_steps_before - 1], steps[-1]))
+    first, last = (
+        step.counters.get(CounterName.RESUMED, {}) for step in (steps[watch.num_steps_before - 1], steps[-1])
+    )
     return {f"resumed_{what}": last.get(what, 0) - first.get(what, 0) for what in (PROMPTS, TOKENS_KEPT, TOKENS_LOST)}

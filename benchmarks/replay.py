@@ -147,7 +147,7 @@ class _Wire:
     buffer: RestoringReplay
 
     async def through_buffer(self, round_number: int) -> float:
-        """Producer returns groups; driver puts references, takes and hands them on; consumer fetches; driver releases."""
+        """Producer returns groups; driver puts references, takes, hands them on; consumer fetches; driver releases."""
 
         async def produce(trip: int, index: int) -> ScoredGroup:
             group_id = f"{self.load.name}/{round_number}/{trip}/{index}"

@@ -52,8 +52,8 @@ REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
-    """A pool as a run starts it. Responses come by value, as rollout actors tell of them where they are few bytes; beside
-    it the latency of groups that workers have to fetch.
+    """A pool as a run starts it. Responses come by value, as rollout actors tell of them where they are few bytes;
+    beside it the latency of groups that workers have to fetch.
     """
     components = " ".join(COMPONENTS.replace("REST", REST).split())
     with scratch_config((*SETTINGS, components), overrides) as config, private_ray(config):

@@ -1,7 +1,7 @@
 """Rollout overhead: samples/s through our rollout actor over raw `LLM.generate` on the same prompts.
 
-What an actor adds, it adds to a prompt, whatever the length of its responses: it is measured with the few tokens that the
-digits job samples, and with as many as a short chain of thought has, which are reported while they are sampled.
+What an actor adds, it adds to a prompt, whatever the length of its responses: it is measured with the few tokens that
+the digits job samples, and with as many as a short chain of thought has, which are reported while they are sampled.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _findings(
 ) -> Findings:
     what = {
         "ours": "Ray actor with AsyncLLM, through RolloutFleet; pictures processed beforehand, by the driver",
-        "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures processed "
-        "within the clock",
+        "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures "
+        "processed within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
     }
     series: dict[str, Series] = {}

@@ -136,7 +136,7 @@ def _answer(chance: random.Random) -> str:
 def _run(words: Sequence[str], stdin: str) -> tuple[float, int]:
     """Wall seconds of a program, and the most memory that it and its processes had together, shared pages twice."""
     started = time.perf_counter()
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)  # noqa: S603
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     peak, is_over = [0], threading.Event()
     watch = threading.Thread(target=_watch, args=(psutil.Process(process.pid), peak, is_over))
     watch.start()

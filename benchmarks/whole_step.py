@@ -186,7 +186,9 @@ def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
         series[f"loop_{name}"] = Series(text, UNIT, blocks.rates)
         series[f"serial_{name}"] = Series("the serial sum of the raw parts around it", UNIT, blocks.serial)
     claims = [
-        Claim("loop / serial sum of raw parts", _share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET),
+        Claim(
+            "loop / serial sum of raw parts", _share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET
+        ),
         Claim(
             "loop with max_staleness=1 / serial sum", _share(found["staleness_1"].rates, found["staleness_1"].serial)
         ),

@@ -1,4 +1,4 @@
-"""How many groups run at once, found from what engines say of themselves: additive increase, multiplicative decrease."""
+"""How many groups run at once, found from what engines report: additive increase, multiplicative decrease."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Checkpoints: the driver's side of atomic run checkpoints. One is complete or it does not exist.
 
-    checkpoints/step-000040/learner/...     what the learner ranks wrote: model, optimizer, random states
-    checkpoints/step-000040/state.json      version, what the run is, and the state of each resumable part
-    checkpoints/step-000040/manifest.json   size and sha256 of every other file; written last
-    checkpoints/.tmp-40-<token>/            one that is being written; renamed when every byte is on disk
+checkpoints/step-000040/learner/...     what the learner ranks wrote: model, optimizer, random states
+checkpoints/step-000040/state.json      version, what the run is, and the state of each resumable part
+checkpoints/step-000040/manifest.json   size and sha256 of every other file; written last
+checkpoints/.tmp-40-<token>/            one that is being written; renamed when every byte is on disk
 """
 
 from __future__ import annotations

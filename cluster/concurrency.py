@@ -1,4 +1,4 @@
-"""Structured concurrency in one call: await several coroutines side by side, or one for as long as it makes progress."""
+"""Structured concurrency in one call: await several coroutines side by side, or one while it makes progress."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results in order. The first failure cancels the rest and is raised as itself, so that callers catch it by type."""
+    """Results in order. The first failure cancels the rest and is raised as itself: callers catch it by type."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]

@@ -156,9 +156,9 @@ class Crew:
             self._begin(member, self._refill(member))
 
     async def failed(self, place: Place, error: Lost) -> Lost | LostReplyError:
-        """A call to the worker ended so: whoever died or hangs is replaced. One that did not answer in time, and is done
-        with the call within another `alive_s`, is left alone: only its answer was lost, or late. Returns what befell the
-        work.
+        """A call to the worker ended so: whoever died or hangs is replaced. One that did not answer in time, and is
+        done with the call within another `alive_s`, is left alone: only its answer was lost, or late. Returns what
+        befell the work.
         """
         cause = error
         if isinstance(error, DeadlineError):

@@ -90,8 +90,8 @@ class Evaluator:
             await self.finish()
 
     async def maybe_run(self, version: int) -> None:
-        """Begin to evaluate `version`, whose push is the last one that was sent, if it is due and was not evaluated yet.
-        The last version is waited for: there is nothing to run beside.
+        """Begin to evaluate `version`, whose push is the last one that was sent, if it is due and was not evaluated
+        yet. The last version is waited for: there is nothing to run beside.
         """
         if not self._schedule.is_due(version) or version in self.results:
             return

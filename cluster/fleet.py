@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.concurrency import run_all
 from cluster.errors import DeadlineError, LostReplyError, MobulaError, WorkerDiedError, loss_kind
@@ -162,7 +162,7 @@ class RolloutFleet:
         """Sample one prompt on the engine with the fewest prompts in flight.
 
         Raises:
-            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced; or none served for `no_worker_s`.
+            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced; or none serves.
             LostReplyError: the engine did not answer in time, and is well.
             RolloutError: the engine could not do it.
         """

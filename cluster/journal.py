@@ -44,7 +44,7 @@ _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they chang
 
 
 def journal_identity(config: RunConfig) -> dict[str, Any]:
-    """What recorded groups and updates are a function of, as JSON: a journal of another identity is not gone on with."""
+    """What recorded groups and updates depend on, as JSON: a journal of another identity is not gone on with."""
     return {
         **run_identity(config),
         "num_steps": config.num_steps,
@@ -123,7 +123,7 @@ class Recovered:
 
     version: int
     steps: tuple[TrainedStep, ...] = ()  # that followed, without a gap
-    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in the order in which they finished
+    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in the order of their ends
     rejected: tuple[str, ...] = ()
     num_torn: int = 0  # segments whose end was lost
 
@@ -153,7 +153,7 @@ class Journal:
         return ledger.beyond(version)
 
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
-        """Those of the groups that are on disk, with the reference log-probs that they were trained with, if they were."""
+        """Those of the groups that are on disk, with the reference log-probs of their training, if there was one."""
         ledger = _Ledger()
         for segment in self._segments():
             ledger.add(segment, is_ours=self._is_ours(segment))
@@ -300,7 +300,7 @@ class _Ledger:
 
 
 class _Held:
-    """Which segment holds what, so that whole ones can be removed. Segments are opened in the order of their numbers."""
+    """Which segment holds what, so that whole ones can be removed. Segments are opened in their numbers' order."""
 
     def __init__(self) -> None:
         self._segments: dict[int, set[str]] = {}  # number -> finished groups that stand there

@@ -102,7 +102,7 @@ def segment_numbers(folder: Path) -> list[int]:
 
 
 def read_segment(folder: Path, number: int) -> Segment:
-    """Every record that is whole. The rows lie in the file's pages, mapped into memory: they are read when looked at."""
+    """Every record that is whole. Rows lie in the file's pages, mapped into memory: read when looked at."""
     path = segment_path(folder, number)
     size = path.stat().st_size
     if size == 0:

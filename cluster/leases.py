@@ -7,8 +7,8 @@ Whoever wants a prompt sampled holds its lease until the group is there, whoever
         attempt = lease.next_attempt()          # goes to the actor, with what earlier ones left
         lease.add(chunk)                        # for each chunk that the actor streams
 
-The tokens of an actor that is lost stay; the next one goes on from them. Nothing here survives the driver: a prompt that
-was in flight when the driver was killed is sampled anew.
+The tokens of an actor that is lost stay; the next one goes on from them. Nothing here survives the driver: a prompt
+that was in flight when the driver was killed is sampled anew.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Mending: finished groups that went with their node are made again, in the moment in which somebody misses them.
 
 A group of a rollout actor lives on that actor's node until the journal has fetched it. Nothing is copied ahead of need:
-whoever finds a group of a step missing has it taken from the journal, or sampled and scored once more if the journal has
-not got it. A step that was trained is only ever made again from the journal, or its weights would be others.
+whoever finds a group of a step missing has it taken from the journal, or sampled and scored once more if the journal
+has not got it. A step that was trained is only ever made again from the journal, or its weights would be others.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class GroupMender:
         timeout_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
-        """`sample_again(prompt_id)` gives a scored group; `timeout_s` bounds the look at one group. `on_lost` is told of
-        each group that is sampled again.
+        """`sample_again(prompt_id)` gives a scored group; `timeout_s` bounds the look at one group. `on_lost` is told
+        of each group that is sampled again.
         """
         self._keeper = keeper
         self._groups = groups

@@ -1,4 +1,4 @@
-"""Where a process can be met: the node's address, and rendezvous stores on sockets that are bound before they are named."""
+"""Where a process can be met: its node's address, and rendezvous stores on sockets bound before they are named."""
 
 from __future__ import annotations
 

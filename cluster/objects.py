@@ -31,7 +31,9 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
     except ObjectLostError as error:
-        raise LostObjectError(f"{what} cannot be had: the node that held it is gone ({type(error).__name__})") from error
+        raise LostObjectError(
+            f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
+        ) from error
     return [next(values) if isinstance(r, ray.ObjectRef) else r for r in references]
 
 

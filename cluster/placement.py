@@ -106,9 +106,7 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     placed: dict[str, list[_Space]] = {}
     for role in most_demanding:
         placed[role] = _place_role(role, asked[role], spaces, packed=role == "learner", preset=resources.preset)
-    return PlacementPlan(
-        tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role]))
-    )
+    return PlacementPlan(tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role])))
 
 
 def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequence[NodeResources]) -> None:
@@ -216,9 +214,7 @@ def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
     return max(fitting, key=lambda space: space.capacity(workers))
 
 
-def _preferred(
-    fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool
-) -> _Space:
+def _preferred(fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool) -> _Space:
     """A packed role stays where it is; a worker without GPU leaves GPU nodes alone; then the node with most CPUs."""
     return max(
         fitting,

@@ -96,10 +96,10 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
 def book_more(
     bundles: Sequence[Mapping[str, float]], *, name: str, timeout_s: float
 ) -> list[tuple[Booking, NodeResources]]:
-    """Reserve the resources of workers that belong together wherever they are free, on as few nodes as possible; returns
-    the place of each, and all that its node has.
+    """Reserve the resources of workers that belong together wherever they are free, on as few nodes as possible;
+    returns the place of each, and all that its node has.
 
-    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book at the same time.
+    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book as well.
 
     Raises:
         PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
@@ -109,8 +109,8 @@ def book_more(
     if not group.wait(math.ceil(timeout_s)):
         remove_placement_groups({name: bookings[0]})
         raise PlacementError(
-            f"waited {timeout_s:g} s for the cluster to reserve {name} ({len(bundles)} x {dict(bundles[0])}): something "
-            "else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
+            f"waited {timeout_s:g} s for the cluster to reserve {name} ({len(bundles)} x {dict(bundles[0])}): "
+            "something else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
     has = {node["NodeID"]: node["Resources"] for node in ray.nodes()}

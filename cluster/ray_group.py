@@ -92,7 +92,9 @@ async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: 
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
     except ObjectLostError as error:
-        raise WorkerDiedError(f"its actor's node is gone, and with it the answer while waiting for {what}: {error}") from error
+        raise WorkerDiedError(
+            f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"
+        ) from error
 
 
 def abandon(reference: ray.ObjectRef) -> None:
@@ -139,8 +141,8 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """`role` with a constructor that first claims its cores and at last freezes its heap, and a sign of life; everything
-    else is inherited.
+    """`role` with a constructor that first claims its cores and at last freezes its heap, and a sign of life;
+    everything else is inherited.
     """
 
     class Hosted(role):

@@ -104,8 +104,8 @@ class JournalRecovery:
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`learner` takes the steps again, `journalled` goes on in the loop. `metrics` has no record of some of them yet.
-        `on_recovered` is told how many steps and groups came back, and by reason what did not.
+        """`learner` takes the steps again, `journalled` goes on in the loop. `metrics` has no record of some of them
+        yet. `on_recovered` is told how many steps and groups came back, and by reason what did not.
         """
         self._journal = journal
         self._learner = learner
@@ -122,7 +122,8 @@ class JournalRecovery:
         await self._replay.resume(0, ())
 
     async def recover(self, version: int) -> int:
-        """Go on from the checkpoint of `version`, which learner and stream were restored from; returns the version reached.
+        """Go on from the checkpoint of `version`, which learner and stream were restored from; returns the version
+        reached.
 
         Raises:
             JournalError: a step cannot be taken again: its data have changed, or the checkpoint says that it was.
@@ -146,7 +147,9 @@ class JournalRecovery:
     async def _take_again(self, step: TrainedStep) -> None:
         closed = [group_id for group_id in step.group_ids if not self._stream.is_open(group_id)]
         if closed:
-            raise self._unfit(step, f"the checkpoint says that {', '.join(closed)} was trained on or rejected before it")
+            raise self._unfit(
+                step, f"the checkpoint says that {', '.join(closed)} was trained on or rejected before it"
+            )
         try:
             groups = await asyncio.to_thread(lambda: [self._groups.revive(recorded) for recorded in step.read()])
         except SkippedSample as error:

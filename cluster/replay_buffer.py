@@ -36,8 +36,8 @@ class _Entry:
 class ReplayBuffer:
     """Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
 
-    A finished group is reserved, which takes room of the byte budget and has it journalled in the background, and is put
-    once its step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit`
+    A finished group is reserved, which takes room of the byte budget and has it journalled in the background, and is
+    put once its step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit`
     returns once what is trained, and the groups it was trained on, are on disk. `clock` gives seconds that never run
     backwards.
     """

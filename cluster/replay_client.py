@@ -49,7 +49,9 @@ class ReplayClient:
         await self._call(self._handle.restore.remote(told), "take over the groups of the buffer before it")
 
     async def reserve(self, group: ScoredGroup) -> None:
-        await self._room(self._handle.reserve.remote(self._told(group)), f"make room for group {group.summary.group_id}")
+        await self._room(
+            self._handle.reserve.remote(self._told(group)), f"make room for group {group.summary.group_id}"
+        )
 
     async def reserve_all(self, groups: Sequence[ScoredGroup]) -> None:
         what = f"hold {len(groups)} groups for which there is room"
@@ -111,4 +113,6 @@ class ReplayClient:
         return await answer(reference, timeout_s=self._deadlines.call_s, what=f"replay/0 to {what}")
 
     async def _room(self, reference: Any, what: str) -> None:
-        await answer(reference, timeout_s=self._deadlines.reserve_s, what=f"replay/0 to {what} (timeouts.backpressure_s)")
+        await answer(
+            reference, timeout_s=self._deadlines.reserve_s, what=f"replay/0 to {what} (timeouts.backpressure_s)"
+        )

@@ -167,7 +167,7 @@ class RestoringLearner:
         return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
     def recall_with(self, recall: Recall) -> None:
-        """What makes the groups of a trained step anew that went with their node; without it their loss ends the run."""
+        """What makes groups of a trained step anew that went with their node; without it their loss ends the run."""
         self._recall = recall
 
     async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:

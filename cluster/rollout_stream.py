@@ -138,8 +138,8 @@ class RolloutStream:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
-        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained on,
-        and why; `on_lost` the kind of each loss of a group that was not scored yet.
+        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained
+        on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
         """
         self._prompts = prompts
         self._gate = gate

@@ -1,6 +1,6 @@
 """What an engine has sampled of a response, whole or in part, and how parts travel and are put together again.
 
-    sequence.until(k).followed_by(sequence.since(k)) == sequence      for every k
+sequence.until(k).followed_by(sequence.since(k)) == sequence      for every k
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class SampledSequence:
     def followed_by(self, more: SampledSequence) -> SampledSequence:
         """This stretch and the next one as one; spans of one version that meet become one."""
         if self.is_finished:
-            raise ValueError(f"a response that ended ({self.finish_reason}) cannot go on: {more.num_tokens} more tokens")
+            raise ValueError(
+                f"a response that ended ({self.finish_reason}) cannot go on: {more.num_tokens} more tokens"
+            )
         if self.num_tokens == 0:
             return more
         return SampledSequence(
@@ -58,9 +60,7 @@ class SampledSequence:
 
     def until(self, end: int) -> SampledSequence:
         """The first `end` tokens, as if no more were known."""
-        return SampledSequence(
-            self.token_ids[:end], self.logprobs[:end], clipped(self.weight_spans, 0, end), None
-        )
+        return SampledSequence(self.token_ids[:end], self.logprobs[:end], clipped(self.weight_spans, 0, end), None)
 
 
 NOTHING = SampledSequence(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), None)

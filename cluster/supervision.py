@@ -109,7 +109,9 @@ class Supervisor:
                 async with asyncio.timeout(self._deadline_s):
                     await role.ping()
             except TimeoutError as error:
-                self._lost(role, DeadlineError(f"{role.name} did not answer a ping within {self._deadline_s:g} s"), error)
+                self._lost(
+                    role, DeadlineError(f"{role.name} did not answer a ping within {self._deadline_s:g} s"), error
+                )
             except Exception as error:
                 self._lost(role, WorkerDiedError(f"{role.name} died: {error}"), error)
 

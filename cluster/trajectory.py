@@ -134,7 +134,7 @@ class Answers:
         return tuple(f"{self.prompt.prompt_id}#{sibling}" for sibling in self.siblings)
 
     def lean(self, *, with_media: bool) -> Answers:
-        """The same without the prompt's tokens, which no reward function reads, and its media unless they are wanted."""
+        """The same without the prompt's tokens, which no reward function reads, and without media unless wanted."""
         media = self.prompt.media if with_media else ()
         prompt = replace(self.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS, media=media, media_spans=())
         return replace(self, prompt=prompt)
@@ -200,7 +200,7 @@ class TrajectoryGroup:
         return self.prompt.prompt_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels: its siblings share one array of each kind, for every array takes longer than its few bytes."""
+        """How it travels: siblings share one array of each kind, for every array takes longer than its few bytes."""
         siblings = self.trajectories
         if not siblings:
             return TrajectoryGroup, (self.prompt, ())
@@ -257,9 +257,7 @@ def _put_together(
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
     columns = (TokenActions.unpacked(actions, num_steps), stretches(logprobs, num_steps), stretches(masks, num_steps))
     trajectories = []
-    for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(
-        *columns, rest, strict=True
-    ):
+    for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(*columns, rest, strict=True):
         trajectory = object.__new__(Trajectory)
         vars(trajectory).update(
             trajectory_id=trajectory_id,

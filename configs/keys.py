@@ -73,7 +73,8 @@ def find(name: str) -> Key | None:
 def _fits(key: Key, parts: Sequence[str]) -> bool:
     pattern = key.name.split(".")
     return len(pattern) == len(parts) and all(
-        wanted in (part, ENTRY) or (wanted == ITEM and part.isdecimal()) for wanted, part in zip(pattern, parts, strict=True)
+        wanted in (part, ENTRY) or (wanted == ITEM and part.isdecimal())
+        for wanted, part in zip(pattern, parts, strict=True)
     )
 
 

@@ -122,7 +122,9 @@ def _changed(values: Mapping[Any, Any], overrides: Sequence[str]) -> Any:
         override = _parsed(text)
         name = override.key_or_group
         if name in groups():
-            raise ConfigError(f"{text!r} chooses a group, and this run has chosen: set single keys, as {name}.KEY=VALUE")
+            raise ConfigError(
+                f"{text!r} chooses a group, and this run has chosen: set single keys, as {name}.KEY=VALUE"
+            )
         try:
             OmegaConf.update(changed, name, override.value(), force_add=True)
         except (OmegaConfBaseException, IndexError, ValueError) as error:
@@ -212,7 +214,7 @@ def _without_missing(values: Any) -> Any:
 
 
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
-    """One validation error in the user's words; `prefix` is where in a run's configuration the validated part stands."""
+    """One validation error in the user's words; `prefix` is where in a run's configuration the part stands."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
     name = prefix + ".".join(str(part) for part in detail["loc"])
@@ -221,7 +223,9 @@ def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
         return _unknown(name, list(keys.known_keys()))
     if detail["type"] == "missing":
         return f"{name} is missing, expected {key.expected}: give {name}=VALUE"
-    quoting = f"; quote a text that looks like a number: {name}=\"'{_as_typed(detail)}'\"" if _is_unquoted(detail) else ""
+    quoting = (
+        f"; quote a text that looks like a number: {name}=\"'{_as_typed(detail)}'\"" if _is_unquoted(detail) else ""
+    )
     return f"{name} got {_shown(detail['input'])}, expected {key.expected}: set {name}=VALUE{quoting}"
 
 

@@ -105,7 +105,9 @@ def spawn_training(
     )
     replay = replay_buffer(config, spawner, on_lost)
     reference = reference_pool(config, spawner, banned, on_lost=on_lost, on_retry=on_rescore)
-    scorers = [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
+    scorers = (
+        [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
+    )
     return Training(
         ranks=ranks,
         learner=learner,

@@ -1,7 +1,8 @@
 """What dead runs left behind: processes and Ray session folders on this machine, placement groups on a cluster.
 
 A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since, or if it writes
-into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each leftover has an id that names this one thing and nothing that comes after it.
+into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each
+leftover has an id that names this one thing and nothing that comes after it.
 """
 
 from __future__ import annotations

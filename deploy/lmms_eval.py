@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import PIPE, Popen, TimeoutExpired, run
+from subprocess import Popen, TimeoutExpired, run
 from typing import Any
 
 import psutil
@@ -204,8 +204,12 @@ def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]
     ask = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
     try:
         told = run(
-            [str(python), "-c", ask, *PACKAGES], env=variables, stdout=PIPE, stderr=PIPE, text=True,
-            timeout=VERSIONS_WITHIN_S, check=False,
+            [str(python), "-c", ask, *PACKAGES],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=VERSIONS_WITHIN_S,
+            check=False,
         )
     except TimeoutExpired as error:
         raise DeadlineError(f"waited {VERSIONS_WITHIN_S:g} s for {python} to tell its versions") from error

@@ -10,7 +10,7 @@ import os
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-from ray._private import services  # noqa: E402
+from ray._private import services
 
 
 def _as_it_is(host: str) -> str:

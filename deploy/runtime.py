@@ -174,9 +174,7 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
         roles = scalable_roles(inference, training)
-        control = control_loop(
-            cluster.prepared.config, spawner, roles, inference.leases, training.replay, metrics
-        )
+        control = control_loop(cluster.prepared.config, spawner, roles, inference.leases, training.replay, metrics)
         async with control.running():
             try:
                 await run_all(training.ranks.start(), inference.rollouts.start())

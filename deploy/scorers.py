@@ -39,9 +39,7 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
     )
 
 
-def reward_pool(
-    config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None
-) -> RewardPool:
+def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
     """Start the reward workers of every service; they build themselves in the background.
 
     `on_lost` is told the kind of each loss.

@@ -98,8 +98,9 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
 
 @contextmanager
 def _beyond_our_signals() -> Iterator[None]:
-    """Ray's own processes that start in the body get process groups of their own: who stops a run by signalling its whole
-    group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end in order.
+    """Ray's own processes that start in the body get process groups of their own: who stops a run by signalling its
+    whole group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end
+    in order.
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)

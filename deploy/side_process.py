@@ -18,9 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_side_process(
-    work: Callable[P, T], timeout_s: float, what: str, *args: P.args, **kwargs: P.kwargs
-) -> T:
+def in_side_process(work: Callable[P, T], timeout_s: float, what: str, *args: P.args, **kwargs: P.kwargs) -> T:
     """`work(*args, **kwargs)`, a function of some module, and its result or the `MobulaError` that it raised.
 
     Raises:

@@ -99,7 +99,7 @@ class Spawner:
             return self._book(role, [index])[0]
 
     def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
-        """The places of the plan's workers of a role that share one booking; if the node of one is gone, all get others.
+        """Places of the plan's workers of a role that share one booking; if the node of one is gone, all get others.
 
         Raises:
             PlacementError: what they need was not free within a deadline.

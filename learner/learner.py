@@ -19,9 +19,9 @@ from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
 from learner.algorithms.advantages import ADVANTAGES
-from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals
 from learner.backends import build_backend
 from learner.backends.base import Optimizer
+from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
@@ -41,7 +41,7 @@ COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class Learner:
-    """Trains the policy. Every method but `rendezvous_address`, `finish_save` and `close` is collective: all ranks call it alike.
+    """Trains the policy. Every method but `rendezvous_address`, `finish_save` and `close` needs all ranks to call it.
 
     Example:
         address = ranks[0].rendezvous_address()
@@ -104,9 +104,7 @@ class Learner:
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         parts = [part for part in minibatches(items, algorithm.num_minibatches) if totals(part).num_tokens > 0]
         meter = Meter()
-        grad_norms = [
-            self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)
-        ]
+        grad_norms = [self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)]
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
         skipped = algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
@@ -220,9 +218,7 @@ class Learner:
     def _gradient_step(self, optimizer: Optimizer) -> GradientStep:
         return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)
 
-    def _metrics(
-        self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]
-    ) -> dict[str, float]:
+    def _metrics(self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]) -> dict[str, float]:
         """Means over minibatches, over all ranks; maxima and counts over all of the step."""
         reduced = meter.reduce()
         per_step = ("logprob_gap_mean", "logprob_gap_max", "ratio_max")

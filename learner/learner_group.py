@@ -71,7 +71,9 @@ class LearnerGroup:
         """
         calls = [w.update.remote(groups, self.version + 1) for w in self._workers]
         try:
-            report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {self.version + 1}")
+            report: UpdateReport = await self._all(
+                calls, self._timeouts.update_s, f"to make version {self.version + 1}"
+            )
         except LostObjectError as error:
             await self._refuse_if_apart(calls, error)
             raise

@@ -51,15 +51,11 @@ class PolicyObjective:
     def _by_age(self, loss: torch.Tensor, output: PolicyOutput, batch: LearnerBatch) -> torch.Tensor:
         config = self._config
         cap = config.over_age.weight_cap
-        over_age = truncated_importance(
-            output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap
-        )
+        over_age = truncated_importance(output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap)
         ages, limits = batch.ages, {"max_staleness": config.max_staleness, "max_age": config.max_trained_age}
         return by_age(loss, over_age, ages, **limits)
 
-    def _kl_term(
-        self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter
-    ) -> torch.Tensor | float:
+    def _kl_term(self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> torch.Tensor | float:
         if batch.reference_logprobs is None:
             if self._config.kl.coef > 0:
                 raise ValueError(

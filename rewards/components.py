@@ -97,6 +97,4 @@ def _build(component: RewardComponent, tools: Tools) -> Component:
         function = build_function(component.function, component.options, tools)
     except ValueError as error:
         raise ValueError(f"rewards.components[{component.name}]: {error}") from error
-    return Component(
-        component.name, function, retries=component.retries, cache_entries=component.cache_entries
-    )
+    return Component(component.name, function, retries=component.retries, cache_entries=component.cache_entries)

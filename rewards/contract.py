@@ -120,9 +120,7 @@ def evaluate_batch(
         return (Failure(failure_kind(error), str(error)),) * len(requests)
     except Exception as error:  # as in `evaluate`
         return (Failure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
-    return tuple(
-        result if isinstance(result, Failure) else _outcome(checked, result) for result in results
-    )
+    return tuple(result if isinstance(result, Failure) else _outcome(checked, result) for result in results)
 
 
 def checked(result: float | Score) -> Score:

@@ -46,9 +46,7 @@ class Scoring:
             known = [ChainMap(own, dict(others)) for own, others in zip(found, earlier, strict=True)]
         for component in self.components:
             wanted = [
-                i
-                for i, recipe in enumerate(recipes)
-                if recipe is not None and recipe.wants(component.name, known[i])
+                i for i, recipe in enumerate(recipes) if recipe is not None and recipe.wants(component.name, known[i])
             ]
             for i, outcome in zip(wanted, component.evaluate([requests[i] for i in wanted]), strict=True):
                 found[i][component.name] = outcome

@@ -182,14 +182,14 @@ class RewardService:
                     waiting.result.set_result(result)
 
     def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
-        """Queue groups that were not answered before all others, unless too many workers or answers were lost over them."""
+        """Queue groups that were not answered before all others, unless too many workers or answers went with them."""
         for waiting in reversed(batch):
             waiting.lost.append(str(error))
             if len(waiting.lost) < self._settings.max_attempts:
                 self._queue.appendleft(waiting)
             else:
-                said = f"{len(waiting.lost)} {self._role} workers, or their answers, were lost over one group; last: {error}"
-                _fail([waiting], UnscoredGroupError(said))
+                who = f"{len(waiting.lost)} {self._role} workers, or their answers,"
+                _fail([waiting], UnscoredGroupError(f"{who} were lost over one group; last: {error}"))
         self._carry(is_urgent=True)
 
     async def _ask(self, place: Place, batch: Sequence[_Waiting]) -> list[GroupOutcomes]:

@@ -56,7 +56,9 @@ def _plain(outcome: Outcome) -> Any:
     return outcome
 
 
-def _group_outcomes(label: str, trajectory_ids: tuple[str, ...], plain: Sequence[Any], num_retried: int) -> GroupOutcomes:
+def _group_outcomes(
+    label: str, trajectory_ids: tuple[str, ...], plain: Sequence[Any], num_retried: int
+) -> GroupOutcomes:
     outcomes = tuple(said if said is None else {name: _outcome(o) for name, o in said.items()} for said in plain)
     return GroupOutcomes(label, trajectory_ids, outcomes, num_retried)
 

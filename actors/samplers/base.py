@@ -88,7 +88,7 @@ class Sampler(Protocol):
         ...
 
     async def wake_up(self, tag: str) -> None:
-        """Take memory again: `weights`, then `kv_cache`. At `sleep_level` 2 the weights are dead until the next push."""
+        """Take memory again: `weights`, then `kv_cache`. At `sleep_level` 2 weights are dead until the next push."""
         ...
 
     def load(self, name: str) -> EngineLoad:
@@ -112,7 +112,9 @@ class Sampler(Protocol):
         """
         ...
 
-    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
         """The same from packed buckets in hand: the way of a late joiner, who is in no transfer group yet."""
         ...
 

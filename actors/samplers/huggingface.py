@@ -165,7 +165,9 @@ class HuggingFaceSampler:
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
-        reader = _Reader(self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._served.number, progress)
+        reader = _Reader(
+            self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._served.number, progress
+        )
         output = self._model.generate(
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,
@@ -236,7 +238,7 @@ class _Reader(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def read(self, input_ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> None:
-        """Take what is new: `input_ids` [n, P + T] with the prompt, `scores` T times [n, V], bans and temperature in."""
+        """Take what is new: `input_ids` [n, P + T] with the prompt, `scores` T times [n, V], bans, temperature in."""
         start, self._num_read = self._num_read, len(scores)
         if start == len(scores):
             return

@@ -151,7 +151,9 @@ class VLLMSampler:
                 await self._in_flight.drained(DRAIN_S)
             return await self._replace_weights(update, version)
 
-    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
         packed = [bucket.tobytes() for bucket in buckets]
         update = self._update(manifest, bucket_bytes) | {"buckets": packed}
         with _named(f"load version {version}"):
@@ -165,7 +167,7 @@ class VLLMSampler:
         self._engine.shutdown()
 
     async def _watch(self) -> None:
-        """Fail the calls that wait for a core that died: vLLM fails the requests of a dead process, and forgets these."""
+        """Fail the calls that wait for a dead core: vLLM fails the requests of a dead process, and forgets these."""
         while not self._engine.errored:
             await asyncio.sleep(CORE_WATCH_S)
         for call in self._engine.engine_core.utility_results.values():
@@ -182,9 +184,9 @@ class VLLMSampler:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
 
         `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
-        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. What comes to a frozen
-        engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its weights
-        are neither old nor new.
+        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. What comes to a
+        frozen engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its
+        weights are neither old nor new.
         """
         self._is_replacing = True
         self._load.expect_push()
@@ -194,7 +196,8 @@ class VLLMSampler:
         self._num_replaced += 1
         self._is_replacing = False
         self._served.set(version)
-        await asyncio.gather(  # the core takes calls in order; each that is waited for by itself is a way there and back
+        # The core takes calls in order; each that is waited for by itself is a way there and back.
+        await asyncio.gather(
             self._engine.start_weight_update(),
             self._engine.update_weights(WeightTransferUpdateRequest(update)),
         )
@@ -281,8 +284,8 @@ class VLLMSampler:
         )
 
     def _fields(self, features: BatchFeature) -> Any:
-        """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by their
-        pixels. It takes longer to work out than all else about an input, and sizes come again and again.
+        """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
+        their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
         """
         layout = tuple(
             (name, tensor.shape, None if tensor.is_floating_point() else tensor.numpy().tobytes())

@@ -192,7 +192,7 @@ class InProcessClient(AsyncMPClient):
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self, cause: Exception) -> None:
-        """Requests end with the core's death; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
+        """Requests end with the core; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
         self.resources.engine_dead = True
         dead = EngineDeadError()
         dead.__cause__ = cause
@@ -201,7 +201,7 @@ class InProcessClient(AsyncMPClient):
 
 @contextmanager
 def _made_by(client: type, outputs: type) -> Iterator[None]:
-    """AsyncLLM has no parameter for its client or its output side: it makes them so, and nothing else by these names."""
+    """AsyncLLM has no parameter for its client or output side: it makes them so, and nothing else by these names."""
     make_client, make_outputs = EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor
     EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(client), outputs
     try:

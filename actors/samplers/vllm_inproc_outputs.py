@@ -1,8 +1,8 @@
 """vLLM's output side for an engine core on a thread of this process: responses grow on that thread.
 
 `AsyncLLM` processes the outputs of every step in its event loop. Where the core is a thread, the two then take the
-interpreter from each other step after step, only to note one more token of each response. So the core's own thread notes
-them, and the event loop hears of a response when there is something to report: its end, or so many more tokens of it.
+interpreter from each other step after step, only to note one more token of each response. So the core's own thread
+notes them, and the event loop hears of a response when there is something to report: its end, or a chunk of it.
 """
 
 from __future__ import annotations

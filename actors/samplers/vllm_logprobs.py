@@ -1,7 +1,7 @@
 """vLLM's output side, in the actor's process: of a request that wants the log-probs of what it samples, it keeps these.
 
-vLLM 0.32 keeps for each token the ids, log-probs, ranks and texts of all alternatives that were asked for, in six lists,
-also if none was. That is half of what its output side does with a token, on the core on which the engine computes.
+vLLM 0.32 keeps for each token the ids, log-probs, ranks and texts of all alternatives that were asked for, in six
+lists, also if none was. That is half of what its output side does with a token, on the engine's own core.
 """
 
 from __future__ import annotations

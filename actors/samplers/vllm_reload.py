@@ -1,10 +1,10 @@
 """Runs inside vLLM's worker process: a push of all weights to an engine in host memory loads as the first load did.
 
 vLLM's layer-wise reload gives every layer new tensors, counts what is written into them and copies the result to where
-the kernels (and graphs that were captured of them) expect it. In host memory nothing was captured; there the layers only
-hold their weights packed. So they get room for plain weights again, the model loads them, and they are packed once more,
-by vLLM's own functions throughout. It takes half the time where layers are small, and the room of all plain weights for
-as long as it lasts.
+the kernels (and graphs that were captured of them) expect it. In host memory nothing was captured; there the layers
+only hold their weights packed. So they get room for plain weights again, the model loads them, and they are packed once
+more, by vLLM's own functions throughout. It takes half the time where layers are small, and the room of all plain
+weights for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def can_load_again(model_config: ModelConfig, device: torch.device) -> bool:
     return device.type == "cpu" and model_config.quantization is None
 
 
-def load_again(
-    model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def load_again(model: torch.nn.Module, model_config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load all weights, in checkpoint format, into a model that has packed those it had.
 
     Raises:

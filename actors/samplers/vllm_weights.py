@@ -92,7 +92,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 self._load_by_layers(tensors)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a push brings over the transfer group, each tensor in memory of its own: layers need several at a time."""
+        """What a push brings over the group, each tensor in memory of its own: layers need several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=True)

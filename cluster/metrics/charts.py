@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from cluster.metrics.chart_scales import Scale, linear_scale, log_scale, step_scale, step_ticks, write_number
@@ -103,7 +104,7 @@ def thin(points: Sequence[Point], keeps_peaks: bool) -> list[Point]:
     if len(points) <= MAX_POINTS:
         return list(points)
     bounds = [round(i * len(points) / MAX_POINTS) for i in range(MAX_POINTS + 1)]
-    return [_merge(points[a:b], keeps_peaks) for a, b in zip(bounds, bounds[1:])]
+    return [_merge(points[a:b], keeps_peaks) for a, b in pairwise(bounds)]
 
 
 def _merge(points: Sequence[Point], keeps_peaks: bool) -> Point:
@@ -128,7 +129,9 @@ def _value_scale(chart: Chart, series: Sequence[Series]) -> tuple[Scale, str]:
 
 def _stack_scale(series: Sequence[Series]) -> tuple[Scale, str]:
     """One slow step (the first, as a rule) may not flatten all others: the axis ends above the usual ones."""
-    heights = sorted(math.fsum(p.value for p in column if p.is_finite) for column in zip(*(s.points for s in series)))
+    heights = sorted(
+        math.fsum(p.value for p in column if p.is_finite) for column in zip(*(s.points for s in series), strict=True)
+    )
     usual = heights[int(0.9 * (len(heights) - 1))]
     if heights[-1] <= 3 * usual or usual <= 0:
         return linear_scale(heights, from_zero=True), ""
@@ -156,15 +159,16 @@ def _line_paths(series: Sequence[Series], x: Scale, y: Scale) -> list[tuple[str,
 
 def _area_paths(series: Sequence[Series], x: Scale, y: Scale) -> list[tuple[str, str]]:
     """Stacked bars without gaps: step s fills the axis from s - 1/2 to s + 1/2 (thinned: up to its neighbours)."""
-    columns = list(zip(*(s.points for s in series)))
+    columns = list(zip(*(s.points for s in series), strict=True))
     steps = [column[0].step for column in columns]
-    middles = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
+    middles = [(a + b) / 2 for a, b in pairwise(steps)]
     edges = [x.low, *middles, x.high]
     floors = [0.0] * len(columns)
     paths = []
     for s in series:
-        tops = [floor + (p.value if p.is_finite else 0.0) for floor, p in zip(floors, s.points)]
-        bars = [_bar(a, b, low, top, x, y) for a, b, low, top in zip(edges, edges[1:], floors, tops) if top > low]
+        tops = [floor + (p.value if p.is_finite else 0.0) for floor, p in zip(floors, s.points, strict=True)]
+        columns_of_s = zip(pairwise(edges), floors, tops, strict=True)
+        bars = [_bar(a, b, low, top, x, y) for (a, b), low, top in columns_of_s if top > low]
         paths.append((f"area c{s.colour}", "".join(bars)))
         floors = tops
     return paths

@@ -109,7 +109,9 @@ METRICS: Mapping[str, Metric] = {
     MetricName.TOKENS_PER_S: Metric("tokens/s", "Generated tokens trained on per second of the whole step"),
     MetricName.BYTES_PER_TRAJECTORY: Metric("B", "Bytes of one trajectory in the object store, media excluded"),
     MetricName.MEDIA_BYTES_UNIQUE: Metric("B", "Bytes of all media stored so far, each counted once"),
-    MetricName.MEDIA_BYTES_REFERENCED: Metric("B", "Bytes that the media of the trained samples would have taken with one copy a sample"),
+    MetricName.MEDIA_BYTES_REFERENCED: Metric(
+        "B", "Bytes that the media of the trained samples would have taken with one copy a sample"
+    ),
     MetricName.QUEUE_READY: Metric("", "Groups in the replay buffer that wait for a step"),
     MetricName.QUEUE_TAKEN: Metric("", "Groups in the replay buffer that a step has leased"),
     MetricName.QUEUE_BYTES: Metric("B", "Bytes of the groups in the replay buffer"),

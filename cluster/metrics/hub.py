@@ -1,9 +1,9 @@
 """Metrics: where the loop's numbers come together, become one record a step, and leave for the sinks.
 
-    with metrics.step(version + 1) as step:
-        with step.timed("update"):
-            update = await learner.update(groups)
-        step.record(groups, update, await replay.stats())
+with metrics.step(version + 1) as step:
+    with step.timed("update"):
+        update = await learner.update(groups)
+    step.record(groups, update, await replay.stats())
 """
 
 from __future__ import annotations

@@ -53,10 +53,7 @@ def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
 
 def phases_chart(steps: Sequence[StepRecord]) -> Drawing | None:
     """Seconds of each phase, stacked."""
-    series = [
-        curve(phase_label(name), colour, values, form="area")
-        for name, colour, values in _phase_seconds(steps)
-    ]
+    series = [curve(phase_label(name), colour, values, form="area") for name, colour, values in _phase_seconds(steps)]
     text = "Wall time of each step, split by what it was spent on."
     return draw(Chart("seconds", "Seconds per phase", text, series, "s"))
 

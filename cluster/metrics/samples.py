@@ -199,9 +199,7 @@ def read_samples(path: Path) -> SampleFile:
     )
 
 
-def _choose(
-    kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random, known: set[str]
-) -> _Candidate | None:
+def _choose(kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random, known: set[str]) -> _Candidate | None:
     """One response of this step for a bucket that does not hold its prompt yet; None if there is no such response.
 
     `best` lies in the upper half of the step's rewards and `worst` in the lower: where all are equal there is neither.

@@ -1,7 +1,7 @@
 """The manifest: which tensors a push carries, in which order, and how they are packed into buckets.
 
 Names are the checkpoint's own (what is in the safetensors files), never those of one library's modules. The receiver
-compares the sender's manifest with what its own checkpoint promises; a difference refuses the push before the first byte.
+compares the sender's manifest with what its own checkpoint promises; a difference refuses the push before a byte.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 _Found = Mapping[Receiver, Exception | None]  # what became of receivers
 
-LOST = (WorkerDiedError, DeadlineError, RolloutError)  # who fails a push like this is gone; else it may be a peer's fault
+LOST = (WorkerDiedError, DeadlineError, RolloutError)  # who fails so is gone; else it may be a peer's fault
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class WeightSync:
         canary_tolerance: float,
         probe: Prompt,
     ) -> None:
-        """`wave_size` 0 is all at once; `max_attempts` bounds how often a wave is sent to, and a receiver given weights,
-        in one push.
+        """`wave_size` 0 is all at once; `max_attempts` bounds how often a wave is sent to, and a receiver given
+        weights, in one push.
         """
         self._sender = sender
         self._members = members

@@ -2,6 +2,7 @@
 
 from configs.schema.learner import AlgorithmConfig, KLConfig, LearnerConfig, OverAgeConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
+from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from configs.schema.rollout import (
     DataConfig,
     DataKind,
@@ -10,7 +11,6 @@ from configs.schema.rollout import (
     SamplerConfig,
     SamplerKind,
 )
-from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from configs.schema.run import (
     CheckpointConfig,
     ConcurrencyConfig,

@@ -44,14 +44,16 @@ def _stragglers_can_be_overtaken(config: RunConfig) -> str | None:
     if algorithm.stragglers == "wait" or algorithm.max_staleness > 0:
         return None
     return (
-        "algorithm.stragglers=overtake needs groups beyond those of the step, and algorithm.max_staleness=0 admits none: "
-        "set algorithm.max_staleness=1 or more, or algorithm.stragglers=wait"
+        "algorithm.stragglers=overtake needs groups beyond those of the step, and algorithm.max_staleness=0 admits "
+        "none: set algorithm.max_staleness=1 or more, or algorithm.stragglers=wait"
     )
 
 
 def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
     found, most = config.concurrency, config.algorithm.max_concurrent_groups
-    if found.kind == "fixed" or (found.min_groups <= found.start_groups <= most and found.calm_kv_usage <= found.high_kv_usage):
+    if found.kind == "fixed" or (
+        found.min_groups <= found.start_groups <= most and found.calm_kv_usage <= found.high_kv_usage
+    ):
         return None
     return (
         f"concurrency.kind=aimd needs min_groups <= start_groups <= algorithm.max_concurrent_groups, got "
@@ -65,7 +67,7 @@ def _backoff_grows(config: RunConfig) -> str | None:
     if first <= longest:
         return None
     return (
-        f"supervision.backoff_s={first:g} is the pause before a first restart and supervision.max_backoff_s={longest:g} "
+        f"supervision.backoff_s={first:g} is the pause before a first restart, supervision.max_backoff_s={longest:g} "
         "the longest one: lower the one or raise the other"
     )
 
@@ -291,8 +293,7 @@ def _device_has_its_gpus(config: RunConfig) -> str | None:
 def _transport_fits_device(config: RunConfig) -> str | None:
     if config.resources.transport == "nccl" and config.resources.device == "cpu":
         return (
-            "resources.transport=nccl moves weights between GPUs but resources.device=cpu: "
-            "set resources.transport=gloo"
+            "resources.transport=nccl moves weights between GPUs but resources.device=cpu: set resources.transport=gloo"
         )
     return None
 

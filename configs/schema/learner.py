@@ -24,8 +24,8 @@ class OverAgeConfig(Section):
     """Tokens that are more than `max_staleness` versions behind when their step trains."""
 
     action: Literal["mask", "reweight", "drop"]
-    """`mask`: no loss; `reweight`: truncated importance weights instead of a clipped ratio; `drop`: their whole group is
-    not trained, which favours short responses. A group with nothing left to train is dropped in any case."""
+    """`mask`: no loss; `reweight`: truncated importance weights instead of a clipped ratio; `drop`: their whole group
+    is not trained, which favours short responses. A group with nothing left to train is dropped in any case."""
     reweighted_versions: PositiveInt
     """`reweight` goes so many versions beyond `max_staleness`; what is still older is masked."""
     weight_cap: PositiveFloat
@@ -98,7 +98,7 @@ class LearnerConfig(Section):
     tokens_per_microbatch: PositiveInt
     """Padded tokens in one forward and backward pass of one rank."""
     zero_stage: Literal[2, 3]
-    """What DeepSpeed shards: 2 is gradients and optimizer state, 3 the parameters too. FSDP2 always shards all three."""
+    """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
 
 
 class WarmStartConfig(Section):

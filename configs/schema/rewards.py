@@ -124,7 +124,7 @@ class RewardsConfig(Section):
             CycleError: gates make services wait for each other.
         """
         service = {component.name: component.service for component in self.components}
-        sorter: TopologicalSorter[str] = TopologicalSorter({name: () for name in self.services})
+        sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(self.services, ()))
         for gate in (gate for recipe in self.active_recipes.values() for gate in recipe.gates):
             if service[gate.component] != service[gate.needs]:
                 sorter.add(service[gate.component], service[gate.needs])

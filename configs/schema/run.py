@@ -80,8 +80,8 @@ class WeightSyncConfig(Section):
     """How the learner's weights reach the rollout actors."""
 
     payload: Literal["weights", "adapters"]
-    """What a push carries: all weights (adapters merged into them), or the adapters alone, which the receiver merges into
-    the weights of its own checkpoint."""
+    """What a push carries: all weights (adapters merged into them), or the adapters alone, which the receiver merges
+    into the weights of its own checkpoint."""
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: Seconds
@@ -103,8 +103,8 @@ class ConcurrencyConfig(Section):
     """How many groups run at once."""
 
     kind: Literal["fixed", "aimd"]
-    """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm and
-    falls by a factor when one is overloaded, up to the same number."""
+    """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm
+    and falls by a factor when one is overloaded, up to the same number."""
     start_groups: PositiveInt
     """Limit at the beginning."""
     min_groups: PositiveInt

@@ -13,9 +13,7 @@ from torch import Tensor
 from learner.algorithms.policy_losses import MAX_LOG_RATIO
 
 
-def truncated_importance(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float
-) -> Tensor:
+def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float) -> Tensor:
     """-w A logprobs with the constant w = min(exp(logprobs - old_logprobs), weight_cap): REINFORCE on tokens of another
     policy. A clipped ratio would give old tokens no gradient at all where the two policies differ; here none is lost,
     and the cap bounds the variance.
@@ -25,7 +23,8 @@ def truncated_importance(
         old_logprobs: [B, T], of the policy that sampled.
         advantages: [B, T], or [B, 1] for one number a response.
 
-    Source: the truncated weights of IMPALA, arXiv:1802.01561, section 4.1; as a loss of tokens: CISPO, arXiv:2506.13585.
+    Source: the truncated weights of IMPALA, arXiv:1802.01561, section 4.1; as a loss of tokens: CISPO,
+    arXiv:2506.13585.
     """
     ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return -ratio.clamp(max=weight_cap) * advantages * logprobs

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,8 +102,9 @@ class DeepSpeedBackend:
         found = json.loads((folder / RANKS_FILE).read_text())
         if found != self._layout():
             raise CheckpointError(
-                f"{folder} was written with {_shown(found)} and is to be read with {_shown(self._layout())}: ZeRO states "
-                "are read as they were written, so set resources.learner.num_workers and learner.zero_stage as before"
+                f"{folder} was written with {_shown(found)} and is to be read with {_shown(self._layout())}: ZeRO "
+                "states are read as they were written: set resources.learner.num_workers and learner.zero_stage as "
+                "before"
             )
         self._turn = optimizer
         _, client_state = self._engine.load_checkpoint(str(folder), TAG, load_module_strict=False)

@@ -24,7 +24,8 @@ def add_adapters(model: PreTrainedModel, modules: Collection[str], config: LoRAC
     Raises:
         ValueError: a module is no linear layer, or is the output layer, which may share its weight.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, and loads half the field: not without adapters
+    # It takes seconds, and loads half the field: not without adapters.
+    from peft import LoraConfig, inject_adapter_in_model
 
     for name in modules:
         module = model.get_submodule(name)

@@ -1,8 +1,8 @@
 """Low-rank adapters as tensors: which weights have one, how it travels, and how it is merged.
 
-An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; what computes is W + scale * B @ A. Names are those
-of the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` travels as `...q_proj.lora_A.weight` and
-`...q_proj.lora_B.weight`. Learner and engines work out by the same rule, each from its own model, what is adapted.
+An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; what computes is W + scale * B @ A. Names are
+those of the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` travels as `...q_proj.lora_A.weight`
+and `...q_proj.lora_B.weight`. Learner and engines work out by the same rule, each from its own model, what is adapted.
 Source: arXiv:2106.09685.
 """
 
@@ -57,7 +57,8 @@ def adapted_modules(manifest: Manifest, policy: PolicyConfig) -> dict[str, tuple
     """Name of every module with an adapter -> shape of its weight, in the manifest's order.
 
     Raises:
-        ValueError: `policy.lora.target_modules` names what the model does not have, or `policy.freeze` leaves none of it.
+        ValueError: `policy.lora.target_modules` names what the model does not have, or `policy.freeze` leaves none of
+            it.
     """
     matrices = [spec for spec in manifest.tensors if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")]
     kinds = {_kind(spec.name) for spec in matrices}

@@ -11,7 +11,8 @@ _TALK = frozenset(
     " are aren't wrong false incorrect untrue mistaken right true too few many several hundred hundreds thousand"
     " thousands million millions billion billions trillion dozen dozens half third quarter double twice triple times"
     " plus minus negative positive squared cubed factorial base mod bmod pmod modulo remainder except if unless but"
-    " maybe perhaps possibly cannot can't undefined unknown infinity infinite impossible wait rather instead question".split()
+    " maybe perhaps possibly cannot can't undefined unknown infinity infinite impossible wait rather instead"
+    " question".split()
 )
 _LISTING = frozenset({"or", "and"})  # between values, where the reference has several as well
 _COMMAND = re.compile(

@@ -20,7 +20,7 @@ _WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
 
 MAX_MARKS = 30  # accents in a row
 GRAPHEME_JOINER = "\N{COMBINING GRAPHEME JOINER}"
-_RUN = re.compile(r"[^\w\s\x00-\x7f]{%d,}" % (MAX_MARKS + 1))  # no accent is a word character
+_RUN = re.compile(rf"[^\w\s\x00-\x7f]{{{MAX_MARKS + 1},}}")  # no accent is a word character
 _FEW_PLACES = 32
 
 

@@ -62,6 +62,4 @@ def _refuse_constant(name: str) -> Any:
     raise _NotStrictError(f"{name} is no number")
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=str, parse_float=str, parse_constant=_refuse_constant
-)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=str, parse_float=str, parse_constant=_refuse_constant)

@@ -99,9 +99,7 @@ class Row:
 
 def join_rows(rows: Sequence[Row]) -> bytes:
     """Rows as one request body."""
-    columns = (
-        b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns
-    )
+    columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
     return b"{" + b",".join(columns) + b"}"
 
 

@@ -186,9 +186,7 @@ def _verdict(verdict: str) -> Extractor:
         raise ValueError(f"options.verdict={verdict!r} has no group (?P<score>...): add it")
 
     def find(text: str) -> tuple[str, str]:
-        found = None
-        for found in expression.finditer(text):
-            pass
+        found = [None, *expression.finditer(text)][-1]
         return ((found["score"] or "").strip(), "") if found else ("", "nothing matches the verdict's expression")
 
     return find

@@ -48,8 +48,8 @@ class RowGroup:
         return f"row group {self.index} of {self.path}"
 
     def batches(self, *, with_metadata: bool) -> Iterator[Batch]:
-        """Batches of at most `BATCH_ROWS` rows and about `BATCH_BYTES`, so that a file of one row group need not fit into
-        memory, however large its pictures are.
+        """Batches of at most `BATCH_ROWS` rows and about `BATCH_BYTES`, so that a file of one row group need not fit
+        into memory, however large its pictures are.
         """
         read = [column for column, field in self.columns.items() if with_metadata or field not in _PICTURES]
         with pq.ParquetFile(self.path, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:

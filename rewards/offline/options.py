@@ -30,8 +30,8 @@ class Options:
         """Refuses what would give a number without a meaning.
 
         Raises:
-            ValueError: the pattern is no regular expression, a weight has no component, a count is negative, a number is
-                not finite.
+            ValueError: the pattern is no regular expression, a weight has no component, a count is negative, a number
+                is not finite.
         """
         unknown = set(self.weights) ^ set(COMPONENTS)
         if unknown:

@@ -15,9 +15,7 @@ from rewards.offline.tally import TOTAL
 MANUAL_METHOD = "manual_contains_reference"
 
 
-def build_report(
-    whole: Partial, scorer: Scorer, options: Options, source: Source, *, primary: str
-) -> dict[str, Any]:
+def build_report(whole: Partial, scorer: Scorer, options: Options, source: Source, *, primary: str) -> dict[str, Any]:
     """The results of the `primary` scheme on top, the others under `others`, their disagreement under `differences`.
 
     Without any record it is aeroRL's report of nothing: zeros and empty lists, no threshold and no weights.

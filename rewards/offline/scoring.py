@@ -96,7 +96,8 @@ class Scorer:
             results.worst = batch.examples(worst[::-1])
             if results.tally.num_false_passes and self._options.max_ids:
                 caught = {
-                    code for code in totals
+                    code
+                    for code in totals
                     if passes_manually(batch.outcomes[code]) and totals[code] < scheme.pass_threshold
                 }
                 results.false_pass_ids = sorted(batch.ids(caught))[: self._options.max_ids]

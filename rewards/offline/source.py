@@ -46,7 +46,9 @@ def open_source(path: Path) -> Source:
 
             return Source(path, *columnar.parts_of(path))
         if not path.is_file() and path.exists():
-            raise PreflightError(f"{path} is a pipe or a device, which cannot be read in parts: write it to a file first")
+            raise PreflightError(
+                f"{path} is a pipe or a device, which cannot be read in parts: write it to a file first"
+            )
         return Source(path, "jsonl", "bytes", stretches(path))
     except OSError as error:
         reason = error.strerror or error

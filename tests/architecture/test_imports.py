@@ -5,7 +5,6 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 import pytest
-
 from sources import PACKAGES, Source, parse, sources
 
 # What each package may import of the project, itself aside. DESIGN: configs <- cluster <- siblings <- deploy.

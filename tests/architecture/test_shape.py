@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-
 from sources import ROOT, Source, parse, sources
 
 ROOMS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "learner", "rewards", "tests"}

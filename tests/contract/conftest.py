@@ -23,7 +23,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
         folder = tmp_path_factory.mktemp(name)
         write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name == "tied")
         kv_cache, concurrency = ("keep", "aimd") if name == "tied" else ("recompute", "fixed")
-        found[name] = open_model(folder / "model", f"weight_sync.kv_cache={kv_cache}", f"concurrency.kind={concurrency}")
+        found[name] = open_model(
+            folder / "model", f"weight_sync.kv_cache={kv_cache}", f"concurrency.kind={concurrency}"
+        )
     return found
 
 

@@ -1,5 +1,5 @@
-"""An engine whose core is a process of its own, as on GPUs: it computes what the learner computes, dies, hangs, is slow,
-and never outlives the actor that started it."""
+"""An engine whose core is a process of its own, as on GPUs: it computes what the learner computes, dies, hangs, is
+slow, and never outlives the actor that started it."""
 
 from __future__ import annotations
 

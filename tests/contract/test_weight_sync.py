@@ -1,4 +1,4 @@
-"""After a push every engine computes what the learner computes; a push that cannot be right is refused or ends in time."""
+"""After a push every engine computes what the learner computes; one that cannot be right is refused or ends."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ async def test_a_push_over_gloo_brings_a_gpu_engine_to_the_learners_weights(shar
 
 @pytest.mark.parametrize("preset", ["gpu_1", "gpu_1_colocated", pytest.param("gpu_2", marks=two_gpus)])
 def test_the_main_job_runs_on_gpus_and_every_push_arrives(tmp_path: Path, preset: str) -> None:
-    """gpu_1 pushes over gloo, with engine and learner at the same time or in turns; gpu_2 over NCCL, from one GPU to the
-    other."""
+    """gpu_1 pushes over gloo, with engine and learner at the same time or in turns; gpu_2 over NCCL, from one GPU to
+    the other."""
     words = ("experiment=digits", f"resources={preset}", f"data.path={tmp_path / 'digits'}", "num_steps=3")
     sampler = ("sampler.kv_cache_bytes=1073741824", "sampler.enforce_eager=true")
     job = Job(tmp_path, (*words, *sampler, "weight_sync.canary_interval=1"))

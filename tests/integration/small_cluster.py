@@ -121,7 +121,12 @@ class SmallRun:
     """The real loop over small roles. Make another on the same folder to resume."""
 
     def __init__(
-        self, folder: Path, shape: Shape, *, on_version: Callable[[int], Awaitable[None]], metrics: RunMetrics | None = None
+        self,
+        folder: Path,
+        shape: Shape,
+        *,
+        on_version: Callable[[int], Awaitable[None]],
+        metrics: RunMetrics | None = None,
     ) -> None:
         self.folder = folder
         self.shape = shape
@@ -326,7 +331,14 @@ class SmallRun:
     async def _spawn_engine(self, index: int) -> RolloutClient:
         name = f"rollout/{index}"
         handle = self._spawn(SmallRollout, name, self.shape.token_s, self.shape.answer_bytes, max_concurrency=32)
-        deadlines = {"start_s": START_S, "rollout_s": 6, "sync_s": 2 * TRANSFER_S, "sign_s": 2, "probe_s": 4, "stop_s": 1}
+        deadlines = {
+            "start_s": START_S,
+            "rollout_s": 6,
+            "sync_s": 2 * TRANSFER_S,
+            "sign_s": 2,
+            "probe_s": 4,
+            "stop_s": 1,
+        }
         return RolloutClient(handle, name, leases=self.leases, **deadlines)
 
     def _spawn_ranks(self) -> list[Any]:

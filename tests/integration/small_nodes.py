@@ -1,5 +1,5 @@
-"""A small run on a cluster of three nodes, to two of which a signal comes (SIGKILL: dead, SIGSTOP: silent, SIGCONT: slow),
-each at a moment:
+"""A small run on a cluster of three nodes, to two of which a signal comes (SIGKILL: dead, SIGSTOP: silent, SIGCONT:
+slow), each at a moment:
 
     python tests/integration/small_nodes.py FOLDER SIGNAL MOMENT MOMENT
 
@@ -24,7 +24,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 SIGNS = "40" if "SIGCONT" in sys.argv else "3"  # that a node may fail to give before it is taken for dead
 os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": SIGNS}
 
-import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+import deploy.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402

@@ -26,7 +26,7 @@ from statistics import median
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
-import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+import deploy.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from fakes import FakePrompts, FakeStep  # noqa: E402
 from sabotage import SLOW_S  # noqa: E402
@@ -155,7 +155,10 @@ async def soak(folder: Path, seconds: float, seed: int) -> Outcome:
             raise _Over
 
     run = SmallRun(folder, SHAPE, on_version=until_over, metrics=outcome.ledger)
-    beside = [asyncio.create_task(_sabotage(run, outcome, random.Random(seed))), asyncio.create_task(_look(run, outcome))]
+    beside = [
+        asyncio.create_task(_sabotage(run, outcome, random.Random(seed))),
+        asyncio.create_task(_look(run, outcome)),
+    ]
     going = asyncio.create_task(run.go())
     try:
         await asyncio.wait({going, *beside}, return_when=asyncio.FIRST_COMPLETED)

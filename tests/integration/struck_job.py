@@ -19,7 +19,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
-import deploy.ray_defaults  # noqa: E402, F401  what ray reads while it is imported
+import deploy.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from struck_roles import CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
 from waiting import until  # noqa: E402
 

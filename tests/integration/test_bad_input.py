@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: one clear message before training starts, or the sample is skipped, counted and named."""
+"""Whatever is wrong with the input: one clear message before training, or the sample is skipped and named."""
 
 from __future__ import annotations
 

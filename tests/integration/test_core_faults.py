@@ -1,5 +1,5 @@
-"""Real vLLM engines whose cores are processes of their own, as on GPUs: whatever happens to a core, at whichever moment,
-the run trains what it would have trained."""
+"""Real vLLM engines whose cores are processes of their own, as on GPUs: whatever happens to a core, at whichever
+moment, the run trains what it would have trained."""
 
 from __future__ import annotations
 

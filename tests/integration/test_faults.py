@@ -4,8 +4,8 @@ Each run takes several faults, one or two at a time, each at an exact moment (`s
 of all groups in the order in which they were trained; at staleness 0 it must be the state of the run without faults.
 
 The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
-every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`; those
-of an engine's core are in `test_core_faults.py`.
+every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`;
+those of an engine's core are in `test_core_faults.py`.
 """
 
 from __future__ import annotations

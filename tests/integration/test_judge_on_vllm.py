@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_reward_models import picture
 
 from cluster.trajectory import Response
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -22,7 +23,6 @@ from rewards.contract import Failure, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolated import IsolatedProcess
 from rewards.tools import Tools
-from tiny_reward_models import picture
 
 START_S = 280.0
 ENVIRONMENT = {

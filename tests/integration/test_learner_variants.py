@@ -54,7 +54,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def engine_process(job: Job) -> int:
     """The only vLLM engine: on CPU its core is a thread of the rollout actor, so both die together."""
-    [process_id] = [number for number, command in marked(job.marks[-1]).items() if command.startswith("ray::RolloutActor")]
+    [process_id] = [
+        number for number, command in marked(job.marks[-1]).items() if command.startswith("ray::RolloutActor")
+    ]
     return process_id
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a long group: another actor goes on from the last chunk, and nothing else is sampled again."""
+"""SIGKILL in the middle of a long group: another actor goes on from the last chunk; no more is sampled again."""
 
 from __future__ import annotations
 

@@ -126,7 +126,9 @@ def test_an_orphan_in_a_session_of_its_own_is_found_by_its_mark_and_ended_by_its
     assert Path(session.what).parent == ray_folder and Path(session.what).is_dir()
 
     [(_, refusal)] = free([session.id], [session], timeout_s=5)
-    assert f"used by processes {killed.pid}:" in refusal and Path(session.what).is_dir(), "what is still used is not taken away"
+    assert f"used by processes {killed.pid}:" in refusal and Path(session.what).is_dir(), (
+        "what is still used is not taken away"
+    )
 
     listed = CliRunner().invoke(app, ["doctor", "--leftovers"])
     assert (listed.exit_code, process.id in listed.stdout, session.id in listed.stdout) == (0, True, True)
@@ -164,7 +166,9 @@ def test_placement_groups_of_dead_drivers_alone_are_leftovers(local_ray: str) ->
     [found] = [leftover for leftover in find_leftovers(address=address) if leftover.id.startswith("group-")]
     assert (found.run, found.what) == ("gone", "what was reserved for reward/0")
     assert [refusal for _, refusal in free([found.id], [found], timeout_s=5)] == [""]
-    wait_until(lambda: [name for _, name in groups_of_dead_drivers()] == ["somebody else's"], 30, groups_of_dead_drivers)
+    wait_until(
+        lambda: [name for _, name in groups_of_dead_drivers()] == ["somebody else's"], 30, groups_of_dead_drivers
+    )
     for group_id, _ in groups_of_dead_drivers():
         remove_group(group_id)
     ray.util.remove_placement_group(living)

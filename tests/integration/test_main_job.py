@@ -134,14 +134,26 @@ def test_a_run_that_is_done_leaves_no_process_behind(on_policy: Job) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """transformers as the engine, two pictures a prompt, max_staleness=1; the driver is killed after step 3 of 6 and the
-    same command is given again at once."""
+    """transformers as the engine, two pictures a prompt, max_staleness=1; the driver is killed after step 3 of 6 and
+    the same command is given again at once."""
     folder = tmp_path_factory.mktemp("resumed")
     data = f"data.path={few_rows(folder / 'sums')}"
     job = Job(
         folder,
-        ("resources=laptop", "data=jsonl", data, "data.max_skipped_fraction=0.3", "data.prompt_suffix=''", "sampler=huggingface")
-        + ("sampler.max_tokens=8", "learner.learning_rate=5e-4", "algorithm.max_staleness=1", f"num_steps={RESUMED_STEPS}")
+        (
+            "resources=laptop",
+            "data=jsonl",
+            data,
+            "data.max_skipped_fraction=0.3",
+            "data.prompt_suffix=''",
+            "sampler=huggingface",
+        )
+        + (
+            "sampler.max_tokens=8",
+            "learner.learning_rate=5e-4",
+            "algorithm.max_staleness=1",
+            f"num_steps={RESUMED_STEPS}",
+        )
         + ("resume=auto", "checkpoints.interval_steps=2", "replay.trajectory_log=true")
         + ("resources.rollout.num_workers=1",),
     )
@@ -214,7 +226,9 @@ def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
 
 def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:
     assert resumed.steps == list(range(1, RESUMED_STEPS + 1))
-    evaluated = [r.version for r in read_records(resumed.run_folder / "metrics.jsonl") if isinstance(r, EvaluationRecord)]
+    evaluated = [
+        r.version for r in read_records(resumed.run_folder / "metrics.jsonl") if isinstance(r, EvaluationRecord)
+    ]
     assert evaluated == [0, RESUMED_STEPS]
 
 

@@ -57,7 +57,7 @@ def test_the_report_says_how_well_how_fast_and_on_what(written: tuple[Path, dict
 
 
 def test_the_records_are_the_responses_as_generated_and_score_again_to_the_same(
-    written: tuple[Path, dict[str, Any]]
+    written: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, matrix = written
     [run] = matrix["runs"]

@@ -51,7 +51,7 @@ class Browser:
             os.dup2(writing, 4)
 
         command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
-        self._process = subprocess.Popen(  # noqa: S603
+        self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, close_fds=False, preexec_fn=attach
         )
         os.close(commands)
@@ -193,8 +193,10 @@ def test_text_has_the_contrast_that_reading_needs(browser: Browser, page: str) -
 
 def test_the_pointer_and_the_arrow_keys_read_values_off_a_curve(browser: Browser, page: str) -> None:
     browser.open(page)
-    box = browser.evaluate("(({x, y, width, height}) => [x, y, width, height])"
-                           "(document.querySelector('#chart-accuracy .plot').getBoundingClientRect())")
+    box = browser.evaluate(
+        "(({x, y, width, height}) => [x, y, width, height])"
+        "(document.querySelector('#chart-accuracy .plot').getBoundingClientRect())"
+    )
     x, y, width, height = box
     tip = "document.querySelector('#chart-accuracy .tip')"
     assert browser.evaluate(f"{tip}.hidden")
@@ -264,9 +266,10 @@ def test_the_score_page_draws_without_scripts_and_fits(
     assert len(bars) > 20
     assert max(bars) > 100
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert browser.evaluate("[...document.querySelectorAll('.answer')].map(a => a.textContent)").count(
-        hostile["response"]
-    ) == 1
+    assert (
+        browser.evaluate("[...document.querySelectorAll('.answer')].map(a => a.textContent)").count(hostile["response"])
+        == 1
+    )
     assert browser.evaluate("window.owned === undefined")
     assert (np.median(browser.screenshot()) < 60) == is_dark
     assert browser.complaints() == []

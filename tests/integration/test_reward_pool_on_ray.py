@@ -16,7 +16,7 @@ from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from rewards.worker import RewardWorker
 
-PLUGIN = '''
+PLUGIN = """
 import time
 
 def score(request):
@@ -26,7 +26,7 @@ def score(request):
         raise KeyError("a bug")
     time.sleep(0.05)
     return float(request.response.text)
-'''
+"""
 
 REWARDS = rewards_of(component("mine", "slow_plugin:score", 2.0))
 

@@ -1,4 +1,4 @@
-"""A run's control panel and its scaling on a real cluster: reward workers come and go under load, and nothing is lost."""
+"""Control panel and scaling on a real cluster: reward workers come and go under load, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from deploy.session import Session, run_record
 from deploy.spawner import Spawner
 from rewards.pool import RewardPool
 
-PLUGIN = '''
+PLUGIN = """
 import time
 
 def score(request, **options):
     time.sleep(0.02)
     return float(request.response.text)
-'''
+"""
 ASK_S = 60.0
 
 

@@ -67,7 +67,9 @@ class Setting:
         """The first prompts of the sequence that are worth a step, as many as all steps take."""
         prompts = FakePrompts(epoch_size=50)
         ids = (prompts.id_at(index) for index in range(10_000))
-        return sorted(id for _, id in zip(range(STEPS * self.size), (i for i in ids if not self.is_uniform(i)), strict=False))
+        return sorted(
+            id for _, id in zip(range(STEPS * self.size), (i for i in ids if not self.is_uniform(i)), strict=False)
+        )
 
     def _choose(self, prompt_id: str) -> random.Random:
         return random.Random(f"{self.seed}/{prompt_id}")
@@ -84,7 +86,7 @@ SETTINGS = st.builds(
 
 
 async def killed(run: Run, num_turns: int, folder: Path, left: Path) -> None:
-    """Let the run go on for so many turns of the event loop; `left` is what a kill leaves of `folder` at that moment."""
+    """Let the run go on for so many turns of the loop; `left` is what a kill leaves of `folder` at that moment."""
     going = asyncio.ensure_future(run.go())
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -98,7 +100,7 @@ async def killed(run: Run, num_turns: int, folder: Path, left: Path) -> None:
 
 
 def goes_on_from(before: Run, after: Run) -> None:
-    """Nothing that anybody could have seen of `before` is otherwise in `after`, and nothing finished is sampled again."""
+    """Nothing that could be seen of `before` is otherwise in `after`, and nothing finished is sampled again."""
     published = before.weights.published[-1] if before.weights.published else 0
     if after.weights.published:
         assert after.weights.published[0] >= published

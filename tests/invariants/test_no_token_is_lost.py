@@ -24,9 +24,9 @@ def settings(lengths: list[int]) -> SamplingSettings:
     return SamplingSettings(len(lengths), 0.0, max_tokens=40, seed=0)
 
 
-async def attempt(lease: Lease, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_heard: int) -> (
-    list[SampledSequence] | None
-):
+async def attempt(
+    lease: Lease, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_heard: int
+) -> list[SampledSequence] | None:
     """One try, on an engine that dies before its step `dies_at`; of what it reports the first `num_heard` arrive."""
     attempt, heard = lease.next_attempt(), []
 

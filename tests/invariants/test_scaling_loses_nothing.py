@@ -104,5 +104,3 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
     serving = [worker for worker in crew.status() if worker.state is WorkerState.SERVING]
     assert len(serving) == len(crew.status()) == wanted
     assert len(hosts.booked) == wanted, "a place was lost, or is booked for nobody"
-
-

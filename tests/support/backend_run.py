@@ -86,7 +86,8 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -
 
 
 def config_of(model: Path, *overrides: str) -> RunConfig:
-    """A large `adam_eps`: at 1e-8 Adam turns the rounding of a gradient near 0 into a step as large as the learning rate.
+    """A large `adam_eps`: at 1e-8 Adam turns the rounding of a gradient near 0 into a step as large as the learning
+    rate.
 
     All groups are of version 0, so that one is trained however old it is.
     """

@@ -143,7 +143,7 @@ async def until_grown(lease: Lease, running: asyncio.Future[TrajectoryGroup]) ->
 
 
 class LocalSender:
-    """A learner in this process as weight sync sees it; it works on a thread, so that receivers can answer meanwhile."""
+    """A learner in this process as weight sync sees it, on a thread, so that receivers can answer meanwhile."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner

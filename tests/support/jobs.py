@@ -58,8 +58,8 @@ class Job:
         return self.folder / "runs" / "job"
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """In a process group of its own, so that no signal of ours reaches anything else; `command` takes the words that
-        `mobula train` takes."""
+        """In a process group of its own, so that no signal of ours reaches anything else; `command` takes the words
+        that `mobula train` takes."""
         self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
         return self._start(*(command or (*MOBULA, "train")), *SMALL, *words)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ def _trajectory(
         actions=TokenActions(np.zeros(num_tokens, dtype=np.int32)),
         behavior_logprobs=np.zeros(num_tokens, dtype=np.float32),
         action_mask=np.ones(num_tokens, dtype=bool),
-        weight_spans=tuple(WeightSpan(v, a, b) for (v, _), a, b in zip(spans, bounds, bounds[1:])),
+        weight_spans=tuple(WeightSpan(v, a, b) for (v, _), (a, b) in zip(spans, pairwise(bounds), strict=True)),
         finish_reason=finish_reason,
         response=Response(text, num_tokens, finish_reason is FinishReason.LENGTH),
     )
@@ -161,9 +162,7 @@ def _course(num_steps: int, noise: random.Random) -> Iterator[tuple[int, float]]
         yield step, min(0.99, max(0.05, 0.52 + 0.44 * (1 - math.exp(-4 * step / num_steps)) + noise.gauss(0, 0.02)))
 
 
-def _one_step(
-    metrics: Metrics, clock: FakeClock, step: int, skill: float, noise: random.Random, response: str
-) -> None:
+def _one_step(metrics: Metrics, clock: FakeClock, step: int, skill: float, noise: random.Random, response: str) -> None:
     groups = []
     for i in range(4):
         digit = str(noise.randrange(10))

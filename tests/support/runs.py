@@ -35,7 +35,6 @@ from cluster.staleness import AgeLimit, StalenessGate, StepOrder
 from cluster.trajectory import GroupSummary
 from configs.schema.run import Resume
 
-
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
 
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wrong_answers import WRONG, garbage
+
 from cluster.trajectory import Response
 from rewards.contract import Failure, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolated import Isolated
 from rewards.isolated_pool import IsolatedPool
 from rewards.tools import Tools
-from wrong_answers import WRONG, garbage
 
 CORPUS = Path(__file__).parent / "reward_fixtures" / "corpus.jsonl"
 BATCH = 100

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes import NUM_SAMPLES, NUM_TOKENS, FakeRollouts, make_prompt
 
 from benchmarks.fan_out import RANK, adapters_of
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, rates, serial_rate
@@ -20,7 +21,6 @@ from benchmarks.weight_sync import MIB, transformer_manifest
 from benchmarks.whole_step import NUM_WARMUP_STEPS, PROMPTS, SAMPLES, STEPS_A_BLOCK, STEPS_AFTER_PAUSE, Blocks
 from cluster.metrics.records import StepRecord
 from configs.load import load_config
-from fakes import NUM_SAMPLES, NUM_TOKENS, FakeRollouts, make_prompt
 
 
 def series(*values: float, unit: str = "samples/s") -> Series:

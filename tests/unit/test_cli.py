@@ -261,7 +261,15 @@ def test_doctor_takes_no_cluster_but_to_look_for_leftovers() -> None:
 
 
 STATUS = RunStatus(
-    "digits", Progress(3, "update", 1.5), 10, InFlight(0, None, 0.0), None, (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),), 0, 1, 2.0
+    "digits",
+    Progress(3, "update", 1.5),
+    10,
+    InFlight(0, None, 0.0),
+    None,
+    (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
+    0,
+    1,
+    2.0,
 )
 DIGITS = RunAddress("digits", "10.0.0.1:6379", "digits")
 
@@ -329,7 +337,9 @@ def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.Mo
     assert "mobula scale rollout=4 reward=8" in result.stderr
 
 
-@pytest.mark.parametrize("words", ["rollout=0", "reward=10001", "rollout=99999999999999999999999", "reward=" + "9" * 5000])
+@pytest.mark.parametrize(
+    "words", ["rollout=0", "reward=10001", "rollout=99999999999999999999999", "reward=" + "9" * 5000]
+)
 def test_a_number_that_no_role_can_have_is_refused_before_the_run_is_asked(
     monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:

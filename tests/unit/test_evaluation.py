@@ -156,12 +156,18 @@ async def test_an_evaluation_without_any_score_is_an_error() -> None:
 
 
 async def test_an_accuracy_component_that_no_held_out_response_has_names_those_that_it_has() -> None:
-    with pytest.raises(RewardError, match=r"accuracy_component=correct is in the recipe of none of 20 .*\['accuracy'\]"):
+    with pytest.raises(
+        RewardError, match=r"accuracy_component=correct is in the recipe of none of 20 .*\['accuracy'\]"
+    ):
         await make_evaluator(FakeRollouts(), [], accuracy_component="correct").run(0)
 
 
 def test_the_accuracy_is_of_the_responses_whose_recipe_has_its_component() -> None:
-    rewards = [Reward(1.0, {"accuracy": 1.0}), Reward(0.5, {"boxes": 0.5}), Reward(0.5, {"accuracy": 0.5, "boxes": 0.5})]
+    rewards = [
+        Reward(1.0, {"accuracy": 1.0}),
+        Reward(0.5, {"boxes": 0.5}),
+        Reward(0.5, {"accuracy": 0.5, "boxes": 0.5}),
+    ]
     assert mean_of_component("accuracy", rewards) == (0.75, 2)
 
 

@@ -38,7 +38,9 @@ class Reader:
         keys = [handles[0].key for handles in wanted]
         if self._lost in keys:
             raise LostObjectError("some node is gone")
-        return [None if key == self._late else [h.reference for h in own] for key, own in zip(keys, wanted, strict=True)]
+        return [
+            None if key == self._late else [h.reference for h in own] for key, own in zip(keys, wanted, strict=True)
+        ]
 
 
 def picture(key: str) -> tuple[MediaHandle, ...]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from PIL import Image
 
 from cluster.trajectory import Response
-from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.http.endpoints import Endpoints
@@ -343,7 +343,7 @@ def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:
 def test_a_process_that_asked_ends_without_a_word(honest: str) -> None:
     code = (
         "import logging, sys; import test_http_rewards as t;"
-        "logging.getLogger('asyncio').setLevel('ERROR');"  # in dev mode it warns of what a busy machine took its time for
+        "logging.getLogger('asyncio').setLevel('ERROR');"  # in dev mode it warns of what took a busy machine long
         "print(t.values(t.ask([sys.argv[1]], t.requests('abc', 'd')))); ends = t.build_function("
         "'http', {**t.OPTIONS, 'urls': sys.argv[1]}, t.TOOLS); ends.score_batch(t.requests('x'))"
     )

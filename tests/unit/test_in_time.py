@@ -145,7 +145,9 @@ def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("releasing")
 def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
-    options = ServeOptions("127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32")
+    options = ServeOptions(
+        "127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
+    )
     scorer = RewardScorer(CONFIG, options)
 
     def kinds(*texts: str) -> list[str]:

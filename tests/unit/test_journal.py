@@ -142,7 +142,11 @@ def record_of_everything() -> list[Record]:
 
 
 def seen(folder: Path) -> list[str]:
-    return [f"{r.kind} {r.body} {r.rows.to_pylist()}" for n in segment_numbers(folder) for r in read_segment(folder, n).records]
+    return [
+        f"{r.kind} {r.body} {r.rows.to_pylist()}"
+        for n in segment_numbers(folder)
+        for r in read_segment(folder, n).records
+    ]
 
 
 def test_wherever_a_segment_is_cut_every_whole_record_before_the_cut_is_kept(tmp_path: Path) -> None:
@@ -198,7 +202,9 @@ def test_an_empty_file_of_a_killed_start_is_no_obstacle(tmp_path: Path) -> None:
     assert (waiting(recover(tmp_path)), recover(tmp_path).num_torn) == (["a/0/s"], 0)
 
 
-def test_a_full_disk_is_named_and_costs_nothing_that_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named_and_costs_nothing_that_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = journal(tmp_path)
     written.append([done("a/0/s")])
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from http_servers import CONNECTION, Reply, Scripted, serving
+from tiny_reward_models import picture
 
 from cluster.trajectory import Response
-from http_servers import CONNECTION, Reply, Scripted, serving
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolated import IsolatedProcess
 from rewards.tools import Tools
-from tiny_reward_models import picture
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 OPTIONS: dict[str, Any] = {
     "model": "judge-1",
     "system": "You grade.",
-    "template": "Q: {question}\nTruth: {references}\nA: {response}\nReply {\"score\": 1} to {\"score\": 5}.",
+    "template": 'Q: {question}\nTruth: {references}\nA: {response}\nReply {"score": 1} to {"score": 5}.',
     "pictures": "none",
     "verdict": r"regex:Score: (?P<score>\S+)",
     "minimum": 1,
@@ -61,8 +61,7 @@ def test_the_judge_is_asked_with_everything_put_in_once() -> None:
                 {"role": "system", "content": "You grade."},
                 {
                     "role": "user",
-                    "content": "Q: is it?\nTruth: yes\nja\nA: {references} yes\n"
-                    'Reply {"score": 1} to {"score": 5}.',
+                    "content": 'Q: is it?\nTruth: yes\nja\nA: {references} yes\nReply {"score": 1} to {"score": 5}.',
                 },
             ],
         }

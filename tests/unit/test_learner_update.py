@@ -60,9 +60,7 @@ def scored_by(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> lis
 def sampled(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[ScoredGroup]:
     """The groups as if the untrained policy had sampled them; it is their reference too."""
     scores = scored_by(config, folder, groups)
-    return [
-        dataclasses.replace(with_logprobs(g, s), reference_logprobs=s) for g, s in zip(groups, scores, strict=True)
-    ]
+    return [dataclasses.replace(with_logprobs(g, s), reference_logprobs=s) for g, s in zip(groups, scores, strict=True)]
 
 
 def examples(tokenizer, num: int) -> list[SupervisedExample]:

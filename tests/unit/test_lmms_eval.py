@@ -293,9 +293,7 @@ def test_an_end_without_results_is_a_failure_too(play: Path, asked: LmmsEval) ->
         evaluate(asked, lambda said: None)
 
 
-def test_a_score_without_its_samples_is_a_failure(
-    play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_without_its_samples_is_a_failure(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(play, monkeypatch, {"mini": {"acc,none": 0.5}}, {})
     with pytest.raises(HarnessError, match="task mini has a score, and no samples"):
         evaluate(asked, lambda said: None)

@@ -71,9 +71,7 @@ def test_only_adapters_are_trained_and_the_base_stays_as_it_was(folder: Path) ->
     learner = trained(folder)
     fresh = connected(tiny_config(folder, *LORA))
     moved, frozen = [], []
-    for (name, parameter), before in zip(
-        learner._policy.named_parameters(), fresh._policy.parameters(), strict=True
-    ):
+    for (name, parameter), before in zip(learner._policy.named_parameters(), fresh._policy.parameters(), strict=True):
         assert parameter.requires_grad == (".lora_" in name)
         (frozen if torch.equal(parameter, before) else moved).append(name)
     assert moved and all(".lora_" in name for name in moved)
@@ -144,8 +142,7 @@ def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
     everywhere = adapted_modules(plain, tiny_config(folder, *LORA).policy)
     text = adapted_modules(plain, tiny_config(folder, *LORA, "policy.freeze=[visual.]").policy)
     assert {name for name in everywhere if name.startswith("visual.blocks.0")} == {
-        f"visual.blocks.0.{name}"
-        for name in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        f"visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     }
     assert text.keys() == {name for name in everywhere if not name.startswith("visual.")}
     learner = trained(folder, "policy.freeze=[visual.]")
@@ -153,7 +150,9 @@ def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
 
 
 def test_a_target_that_is_nowhere_or_no_linear_layer_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="policy.lora.target_modules: no matrix of the model is called query; .*q_proj"):
+    with pytest.raises(
+        ValueError, match="policy.lora.target_modules: no matrix of the model is called query; .*q_proj"
+    ):
         connected(tiny_config(folder, *LORA, "policy.lora.target_modules=[q_proj,query]"))
     with pytest.raises(ValueError, match="takes away every layer"):
         connected(tiny_config(folder, *LORA, "policy.lora.target_modules=[qkv]", "policy.freeze=[visual.]"))

@@ -81,7 +81,9 @@ def test_a_manifest_survives_a_serializer_that_knows_only_json(tensors: list[Ten
 
 
 def test_a_checkpoint_promises_what_its_files_hold_in_the_dtype_of_the_run(tmp_path: Path) -> None:
-    save_file({"z": torch.zeros(2, 3), "a": torch.zeros(4)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"z": torch.zeros(2, 3), "a": torch.zeros(4)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"}
+    )
     save_file({"m": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
     found = checkpoint_manifest(tmp_path, "bfloat16")
     assert found == Manifest(

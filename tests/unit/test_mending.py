@@ -1,4 +1,4 @@
-"""A step that lost something is made whole from the journal where it has it, else by sampling again; no more than that."""
+"""A step that lost something is made whole from the journal where it has it, else by sampling again; no more."""
 
 from __future__ import annotations
 
@@ -183,6 +183,8 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
     with pytest.raises(JournalError, match="resume=auto"):
         await JournalledLearner(Learner(), bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
-    monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", lambda found, **rest: [there.get(one, one) for one in found])
+    monkeypatch.setattr(
+        "cluster.journal_writer.fetch_or_miss", lambda found, **rest: [there.get(one, one) for one in found]
+    )
     assert (await JournalledLearner(Learner(), bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

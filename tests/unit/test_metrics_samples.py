@@ -12,9 +12,7 @@ from cluster.metrics.samples import NUM_LOOKS, SampleKeeper, read_samples
 
 
 def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:
-    return SampleKeeper(
-        path, limit=limit, num_steps=num_steps, seed=1, version=version, fetch=fetch, timeout_s=1.0
-    )
+    return SampleKeeper(path, limit=limit, num_steps=num_steps, seed=1, version=version, fetch=fetch, timeout_s=1.0)
 
 
 def mixed(step: int) -> list:

@@ -23,7 +23,8 @@ def scores(row: dict[str, Any], chosen: Options | None = None) -> tuple[dict[str
         rules(chosen or options()).score(found, found.references, read_answer(found.response))
         for rules in (AeroRLRules, MobulaRules)
     )
-    return dict(zip(COMPONENTS, one, strict=True)), other if isinstance(other, str) else dict(zip(COMPONENTS, other))
+    ours = other if isinstance(other, str) else dict(zip(COMPONENTS, other, strict=True))
+    return dict(zip(COMPONENTS, one, strict=True)), ours
 
 
 @pytest.mark.parametrize(

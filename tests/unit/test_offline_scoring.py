@@ -97,7 +97,23 @@ def test_false_passes_are_all_counted_and_the_first_are_named(tmp_path: Path) ->
 
 
 # Words that meet each other in all the ways that the rules tell apart.
-WORDS = ("red", "Red", "the", "not", "nor", "14", "14.0", "1,400", "1400", "14%", "0.14", "page", "isn't", "a", r"\boxed{14}")
+WORDS = (
+    "red",
+    "Red",
+    "the",
+    "not",
+    "nor",
+    "14",
+    "14.0",
+    "1,400",
+    "1400",
+    "14%",
+    "0.14",
+    "page",
+    "isn't",
+    "a",
+    r"\boxed{14}",
+)
 GLUE = (" ", "-", ".", "", "  ", ", ", "'", "\n", "/", "s ")
 texts = st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(GLUE)), max_size=4).map(
     lambda pairs: "".join(word + glue for word, glue in pairs)
@@ -173,9 +189,7 @@ def test_thousands_of_corrupted_rows_score_as_in_plain_python(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("num_processes", "num_bytes"), [(1, 997), (1, 20_000), (2, 30_000), (3, 4_000)])
-def test_neither_processes_nor_stretches_change_the_report(
-    tmp_path: Path, num_processes: int, num_bytes: int
-) -> None:
+def test_neither_processes_nor_stretches_change_the_report(tmp_path: Path, num_processes: int, num_bytes: int) -> None:
     rows = [*known_rows(500), record("nothing", "", None), record(None, answer("x"), "x", latency_ms=777)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with path.open("a") as file:

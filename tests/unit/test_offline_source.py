@@ -61,7 +61,10 @@ def test_every_line_is_read_once_however_the_file_is_cut(tmp_path: Path, num_byt
         ('{"response": "x", "reference": ["x", {"a": 1}]}', "reference has an object, not a text"),
         ('{"response": "x", "metadata": {"claimed_entities": [["x"]]}}', "claimed_entities has a list, not a text"),
         ('{"response": ["x"], "reference": "x"}', "response is a list, not a text"),
-        ('{"response": "x", "prompt": {"text": "x"}}', "prompt is an object, neither a text nor a list of chat messages"),
+        (
+            '{"response": "x", "prompt": {"text": "x"}}',
+            "prompt is an object, neither a text nor a list of chat messages",
+        ),
         ('{"response": {"answer": "x"}, "reference": "x"}', "response is an object, not a text"),
         ('{"response": true, "reference": "True"}', "response is true, not a text"),
         ("[" * 100_000, "no JSON"),

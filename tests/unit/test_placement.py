@@ -23,7 +23,12 @@ def resources(*overrides: str) -> ResourcesConfig:
 
 def workers(num_workers: int, num_cpus: float, num_gpus: float = 0, bind_cores: bool = False) -> WorkerResources:
     return WorkerResources(
-        num_workers=num_workers, num_cpus=num_cpus, num_gpus=num_gpus, num_threads=1, bind_cores=bind_cores, first_core=0
+        num_workers=num_workers,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        num_threads=1,
+        bind_cores=bind_cores,
+        first_core=0,
     )
 
 
@@ -46,7 +51,10 @@ def test_bound_workers_of_one_role_have_their_own_cores_and_roles_take_turns_on_
 
 def test_roles_that_work_at_the_same_time_get_different_cores() -> None:
     plan = plan_placement(resources("resources=laptop_overlapped", "learner=single"), [LAPTOP], ALL_ROLES)
-    assert {worker.name: worker.cores for worker in plan.workers if worker.cores} == {"rollout/0": (0,), "learner/0": (1,)}
+    assert {worker.name: worker.cores for worker in plan.workers if worker.cores} == {
+        "rollout/0": (0,),
+        "learner/0": (1,),
+    }
 
 
 def test_cores_are_counted_node_by_node_and_start_again_beyond_the_last() -> None:

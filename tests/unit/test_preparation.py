@@ -56,7 +56,9 @@ def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -
 def test_a_place_where_nothing_can_be_written_is_named_with_its_key(shared: Path, tmp_path: Path, key: str) -> None:
     (tmp_path / "file").write_text("in the way")
     run = config(shared, tmp_path, f"{key}={tmp_path / 'file' / 'below'}")
-    with pytest.raises(PreflightError, match=rf"{key}=.*/file/below is not there and cannot be written .*: name a folder"):
+    with pytest.raises(
+        PreflightError, match=rf"{key}=.*/file/below is not there and cannot be written .*: name a folder"
+    ):
         prepare(run, lambda media: None)
 
 
@@ -88,7 +90,9 @@ def test_a_run_folder_that_cannot_be_written_is_named(shared: Path, tmp_path: Pa
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    with pytest.raises(PreflightError, match=r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"):
+    with pytest.raises(
+        PreflightError, match=r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"
+    ):
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 

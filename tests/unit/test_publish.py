@@ -78,7 +78,9 @@ class FakeReceiver:
         self._take(self._sender.weight, version)
         return self.version
 
-    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int) -> None:
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
         self._take(float(buckets[0][0]), version)
 
     async def weight_version(self) -> int:

@@ -55,13 +55,9 @@ def test_without_recipes_every_component_counts_with_its_own_weight() -> None:
 
 
 def test_the_label_chooses_the_recipe_and_components_run_only_where_they_are_needed() -> None:
-    rewards = config(
-        default=recipe("right"), shape=recipe("right", "boxed", weights={"boxed": 2.0, "right": 0.0})
-    )
+    rewards = config(default=recipe("right"), shape=recipe("right", "boxed", weights={"boxed": 2.0, "right": 0.0}))
     text = r"\boxed{7}"
-    plain, other, shaped = scored(
-        rewards, request(text), request(text, label="unknown"), request(text, label="shape")
-    )
+    plain, other, shaped = scored(rewards, request(text), request(text, label="unknown"), request(text, label="shape"))
     assert (plain.value, plain.components) == (1.0, {"right": 1.0})
     assert other == plain
     assert (shaped.value, shaped.components) == (2.0, {"right": 1.0, "boxed": 1.0})
@@ -115,7 +111,10 @@ def test_a_sum_that_is_not_finite_is_no_reward(weights: dict[str, float]) -> Non
     [
         ({"a": recipe("right", "nope")}, "rewards.recipes.a.components names nope: use right, boxed, tags"),
         ({"a": recipe("right", weights={"boxed": 1.0})}, "weights and gates name boxed"),
-        ({"a": recipe("boxed"), "b": recipe("tags")}, "no recipe of rewards.recipes has right, whose mean is the accuracy"),
+        (
+            {"a": recipe("boxed"), "b": recipe("tags")},
+            "no recipe of rewards.recipes has right, whose mean is the accuracy",
+        ),
         ({"a": recipe("right", weights={"right": 0.0})}, "gives no component a weight"),
         (
             {"a": recipe("right", "boxed", gates=(Gate(component="right", needs="boxed", at_least=1.0),))},

@@ -45,7 +45,9 @@ class RecordingStream:
 class Bench:
     """A journal in `folder`, written by one run and recovered by the next."""
 
-    def __init__(self, folder: Path, learner: LearnerRole, prompts: KnownPrompts, *, closed: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, learner: LearnerRole, prompts: KnownPrompts, *, closed: Sequence[str] = ()
+    ) -> None:
         self.journal = Journal(folder / "journal", {})
         self.replay = ReplayBuffer(journal=JournalWriter(Journal(folder / "journal", {}), timeout_s=5))
         self.stream = RecordingStream(closed)
@@ -79,7 +81,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
-async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(model: Path, tmp_path: Path) -> None:
+async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(
+    model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(4)]
     prompts = KnownPrompts(group for step in steps for group in step)
@@ -138,7 +142,9 @@ async def test_a_finished_group_whose_data_changed_is_counted_named_and_sampled_
     assert again.stream.told == (0, [], ["0/0/s0"])
     assert again.counts == {"steps": 0, "groups": 1, "changed_data": 1, "bad_media": 1}
     assert "prompt 0/1/s1 has other tokens than when it was sampled: restore the row s1" in caplog.text
-    assert [group.group_id for group in again.journal.recover(0).finished] == ["0/0/s0"], "a second kill does not bring it back"
+    assert [group.group_id for group in again.journal.recover(0).finished] == ["0/0/s0"], (
+        "a second kill does not bring it back"
+    )
 
 
 async def test_groups_of_lost_weights_or_beyond_the_bound_are_counted_and_sampled_again(tmp_path: Path) -> None:

@@ -249,7 +249,6 @@ async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
     assert bench.ranks.num_respawns == 0
 
 
-
 async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None:
     bench = Bench()
     await bench.save()

@@ -373,7 +373,9 @@ def test_whenever_it_dies_every_group_is_taken_once_and_in_order(seed: int, num_
                 if rng.random() < 0.5:
                     bench.process.is_dead = True
                 else:
-                    bench.process.dies_after = rng.choice(["reserve_all", "make_ready", "lease", "end_leases", "restore"])
+                    bench.process.dies_after = rng.choice(
+                        ["reserve_all", "make_ready", "lease", "end_leases", "restore"]
+                    )
                 if rng.random() < 0.5:
                     bench.replay.lose(WorkerDiedError("replay/0 died"))
                 await asyncio.sleep(0.001)

@@ -288,7 +288,7 @@ def test_a_prompt_without_reference_is_refused_not_scored_zero(references: tuple
         score(ExactMatch(NO_PROCESS, ignore_case=True, whole_response=True), "", *references)
 
 
-@given(st.integers(-10**30, 10**30), st.integers(-10**30, 10**30))
+@given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
 @example(0, -0)
 @example(7, 70)
 def test_whole_numbers_score_as_they_compare(answer: int, reference: int) -> None:

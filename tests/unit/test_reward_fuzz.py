@@ -7,15 +7,15 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import fuzz_rewards as fuzz
 import pytest
+from fuzz_rewards import MAY_BE_ONE, RULES, Findings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wrong_answers import WRONG
 
-import fuzz_rewards as fuzz
-from fuzz_rewards import MAY_BE_ONE, RULES, Findings
 from rewards.contract import FailureKind, RewardRequest, Score, evaluate_batch
 from rewards.isolated_pool import IsolatedPool
-from wrong_answers import WRONG
 
 CHEAP = [rule for rule in RULES if not rule.startswith(("math", "format_pattern"))]  # those without a process
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_reward_models import picture, write_clip, write_pair_model, write_text_model, write_vision_model
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
 
 from cluster.trajectory import Response
@@ -18,7 +19,6 @@ from rewards.contract import Failure, Outcome, RewardRequest, Score, evaluate_ba
 from rewards.functions import build_function
 from rewards.isolated import IsolatedProcess
 from rewards.tools import Tools
-from tiny_reward_models import picture, write_clip, write_pair_model, write_text_model, write_vision_model
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 QUESTION = r"user\n(?P<question>.*?)<\|im_end\|>"

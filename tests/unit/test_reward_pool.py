@@ -352,7 +352,9 @@ async def test_services_are_asked_in_the_order_of_gates_and_their_outcomes_merge
     gate = Gate(component="style", needs="accuracy", at_least=1.0)
     recipe = Recipe(components=("accuracy", "style"), weights={"style": 0.5}, gates=(gate,), normalise=False)
     config = rewards_of(
-        component("accuracy", "exact_match"), component_of("style", "model", service="judge"), recipes={"default": recipe}
+        component("accuracy", "exact_match"),
+        component_of("style", "model", service="judge"),
+        recipes={"default": recipe},
     )
     rules = FakeWorker(lambda group: said({"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}))
     judge = FakeWorker(lambda group: said({"style": Score(0.5)}, {}))

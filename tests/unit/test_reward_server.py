@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from http_servers import Running, Scorer, reward_app, serving
 from waiting import wait_until
+
 from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
 from rewards.http.lanes import BusyError, Lanes
 from rewards.http.lightrft import LightrftBody

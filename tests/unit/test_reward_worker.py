@@ -108,9 +108,7 @@ class OneWorker:
 def make_worker() -> Iterator[Callable[..., OneWorker]]:
     workers = []
 
-    def make(
-        *components: RewardComponent, function_timeout_s: float = 20, group_timeout_s: float = 120
-    ) -> OneWorker:
+    def make(*components: RewardComponent, function_timeout_s: float = 20, group_timeout_s: float = 120) -> OneWorker:
         config = rewards_of(*components)
         workers.append(
             RewardWorker(
@@ -184,7 +182,10 @@ def test_an_answer_that_hangs_computer_algebra_costs_its_timeout(make_worker: Ca
     worker = make_worker(component("accuracy", "math_answer", require_boxed=True), function_timeout_s=3)
     (score,) = worker.score(group(r"\boxed{\sqrt{49}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{\sqrt{49}}"))
     assert [r and r.value for r in score.rewards] == [1.0, None, 1.0, 1.0]
-    assert [error.kind for _, error in score.failures] in ([FailureKind.TIMED_OUT], [FailureKind.FAILED])  # time or memory
+    assert [error.kind for _, error in score.failures] in (
+        [FailureKind.TIMED_OUT],
+        [FailureKind.FAILED],
+    )  # time or memory
 
 
 def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., OneWorker]) -> None:
@@ -215,9 +216,7 @@ def test_groups_of_one_call_get_each_their_own(make_worker: Callable[..., OneWor
     assert [r and r.value for r in second.rewards] == [1.0]
 
 
-def test_pictures_come_to_the_components_that_look_at_them(
-    make_worker: Callable[..., OneWorker], plugin: str
-) -> None:
+def test_pictures_come_to_the_components_that_look_at_them(make_worker: Callable[..., OneWorker], plugin: str) -> None:
     media = ProcessedMedia("image", {}, file=b"12345")
     handle = MediaHandle("key", "image", media.num_bytes, media)
     asked = group("0")
@@ -298,7 +297,10 @@ def test_what_a_worker_says_arrives_as_it_was_said() -> None:
         outcomes=(
             {"accuracy": Score(1.0, "right", {"digits": 1.0}), "format": Score(0.5)},
             None,
-            {"accuracy": Failure(FailureKind.TIMED_OUT, "2 s"), "format": Score(0.0, breakdown=MappingProxyType({"a": 2.0}))},
+            {
+                "accuracy": Failure(FailureKind.TIMED_OUT, "2 s"),
+                "format": Score(0.0, breakdown=MappingProxyType({"a": 2.0})),
+            },
         ),
         num_retried=3,
     )

@@ -98,7 +98,9 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
     ],
 )
 async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
-    methods = "start generate prompt_logprobs check_manifest join_transfer receive_weights load_weights ping is_alive probe"
+    methods = (
+        "start generate prompt_logprobs check_manifest join_transfer receive_weights load_weights ping is_alive probe"
+    )
     silent = SimpleNamespace(**dict.fromkeys(methods.split(), never))
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, **dict.fromkeys(DEADLINES_S, 0.05)))

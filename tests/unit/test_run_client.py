@@ -92,7 +92,7 @@ def test_where_nothing_listens_the_run_is_over(address: str) -> None:
 def silence() -> Iterator[str]:
     """The address of something that listens and never says a word."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield "127.0.0.1:%d" % server.getsockname()[1]
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def test_a_cluster_that_says_nothing_costs_the_deadline(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_cluster_that_vanishes_while_it_is_asked_is_noticed(monkeypatch: pytes
             raise DeadlineError("waited 60 s")
 
         monkeypatch.setattr(run_client, "in_side_process", vanish)
-        run = RunAddress("digits", "127.0.0.1:%d" % server.getsockname()[1], "digits")
+        run = RunAddress("digits", f"127.0.0.1:{server.getsockname()[1]}", "digits")
         with pytest.raises(RunOverError, match="run digits is over: no Ray cluster answers"):
             run_client.scale(run, {"reward": 2}, timeout_s=60)
 

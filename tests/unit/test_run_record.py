@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from deploy.processes import ProcessId
-from deploy.run_record import DRIVER_VARIABLE, RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord, marking, recorded
+from deploy.run_record import (
+    DRIVER_VARIABLE,
+    RECORD_FILE,
+    RUN_VARIABLE,
+    SESSION_FILE,
+    RunMark,
+    RunRecord,
+    marking,
+    recorded,
+)
 
 
 def record(tmp_path: Path, *, is_private: bool = True) -> RunRecord:

@@ -1,4 +1,4 @@
-"""A run joins the cluster that it was submitted to, or starts a private one on the loopback; what it found it leaves."""
+"""A run joins the cluster it was submitted to, or starts a private one on the loopback; what it found it leaves."""
 
 from __future__ import annotations
 

@@ -157,7 +157,10 @@ def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(mon
     assert groups.removed == ["learner/0", "learner/1"]
     monkeypatch.setattr(spawner, "book_more", book_there)
     moved = joining.book_together("learner")
-    assert [(rank.name, rank.node_id, rank.cores) for rank in moved] == [("learner/0", "there", (0,)), ("learner/1", "there", (1,))]
+    assert [(rank.name, rank.node_id, rank.cores) for rank in moved] == [
+        ("learner/0", "there", (0,)),
+        ("learner/1", "there", (1,)),
+    ]
     assert joining.book_together("learner") == moved
 
 

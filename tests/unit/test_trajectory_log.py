@@ -100,7 +100,9 @@ def test_a_file_that_is_no_record_is_named_before_its_rows_are_read(
     log.check([1, 2])
     spoil(paths[1])
     log.check([1])
-    with pytest.raises(PreflightError, match=rf"step-000002\.parquet is no record of a step \(.*{problem}.*put it back"):
+    with pytest.raises(
+        PreflightError, match=rf"step-000002\.parquet is no record of a step \(.*{problem}.*put it back"
+    ):
         log.check([1, 2])
 
 

@@ -29,7 +29,9 @@ def log_in(folder: Path) -> TrajectoryLog:
     return TrajectoryLog(folder / "trajectories", timeout_s=5)
 
 
-def logged(learner: FakeLearner, log: TrajectoryLog, failures: list[str] | None = None, waiting: int = 2) -> LoggedLearner:
+def logged(
+    learner: FakeLearner, log: TrajectoryLog, failures: list[str] | None = None, waiting: int = 2
+) -> LoggedLearner:
     return LoggedLearner(learner, log, max_waiting=waiting, on_failed=(failures if failures is not None else []).append)
 
 

@@ -1,4 +1,4 @@
-"""Outputs that the core's thread notes: responses and pieces of them reach the event loop, texts go the way they went."""
+"""Outputs that the core's thread notes: responses and pieces of them reach the event loop, texts as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens alone are those that vLLM itself keeps; whoever asks for more gets what vLLM makes of it."""
+"""Log-probs of sampled tokens alone are those that vLLM itself keeps; who asks for more gets what vLLM makes."""
 
 from __future__ import annotations
 

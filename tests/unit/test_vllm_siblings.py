@@ -16,7 +16,9 @@ PICTURE = MultiModalFeatureSpec(data=None, modality="image", identifier="a", mm_
 
 
 def request(ids: list[int] | None, *pictures: MultiModalFeatureSpec) -> Any:
-    return SimpleNamespace(prompt_token_ids=ids, mm_features=list(pictures), mrope_positions=None, mrope_position_delta=0)
+    return SimpleNamespace(
+        prompt_token_ids=ids, mm_features=list(pictures), mrope_positions=None, mrope_position_delta=0
+    )
 
 
 @pytest.fixture

@@ -35,14 +35,13 @@ class ControlPanel:
     def __init__(self) -> None:
         self._status: RunStatus | None = None
         self._requests: list[ScaleRequest] = []
-        self._outcomes: OrderedDict[str, tuple[RoleOutcome, ...]] = OrderedDict()
+        self._outcomes: OrderedDict[str, tuple[RoleOutcome, ...] | None] = OrderedDict()
 
     def exchange(self, status: RunStatus, outcomes: Mapping[str, tuple[RoleOutcome, ...]]) -> list[ScaleRequest]:
         """The driver's visit: it leaves its status and what became of requests by id, and takes the new requests."""
         self._status = status
         self._outcomes.update(outcomes)
-        while len(self._outcomes) > OUTCOMES_KEPT:
-            self._outcomes.popitem(last=False)
+        self._forget_the_oldest()
         taken, self._requests = self._requests, []
         return taken
 
@@ -50,13 +49,21 @@ class ControlPanel:
         """The newest one; None before the driver's first visit."""
         return self._status
 
-    def ask(self, request: ScaleRequest) -> None:
-        """Leave a request for the driver's next visit."""
-        self._requests.append(request)
+    def ask(self, request: ScaleRequest) -> tuple[RoleOutcome, ...] | None:
+        """What became of a request; None as long as the driver has not said.
 
-    def outcome(self, request_id: str) -> tuple[RoleOutcome, ...] | None:
-        """What became of a request; None as long as the driver has not said."""
-        return self._outcomes[request_id] if request_id in self._outcomes else None
+        A request that is new is left for the driver's next visit. Who waits asks again and again: so a panel that took
+        the place of a lost one hears of it as well. It names a number of workers, and may be applied twice.
+        """
+        if request.request_id not in self._outcomes:
+            self._outcomes[request.request_id] = None
+            self._requests.append(request)
+            self._forget_the_oldest()
+        return self._outcomes[request.request_id]
+
+    def _forget_the_oldest(self) -> None:
+        while len(self._outcomes) > OUTCOMES_KEPT:
+            self._outcomes.popitem(last=False)
 
     def close(self) -> None:
         """Nothing to hand back."""

@@ -147,8 +147,7 @@ def _read_status(run: RunAddress, timeout_s: float) -> RunStatus:
 def _scale(run: RunAddress, request: ScaleRequest, timeout_s: float) -> tuple[RoleOutcome, ...]:
     with connected(run.address, run.namespace) as ray:
         panel = _Panel(ray, run, timeout_s)
-        panel.ask(lambda handle: handle.ask.remote(request))
-        return panel.ask_until_known(lambda handle: handle.outcome.remote(request.request_id), "apply the request")
+        return panel.ask_until_known(lambda handle: handle.ask.remote(request), "apply the request")
 
 
 class _Panel:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from reward_data import answers
 from waiting import until
 
-from cluster.control import CONTROL, ControlLoop
+from cluster.control import ControlLoop, ControlPanel
 from cluster.errors import RunOverError
 from cluster.leases import LeaseTable
 from cluster.placement import plan_placement
 from cluster.placement_groups import cluster_nodes, create_placement_groups
 from cluster.ray_group import spawn_named
 from cluster.roles import ReplayStats
-from cluster.status import Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from cluster.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
 from configs.load import load_config
 from configs.schema import RunConfig
+from deploy import scaling
 from deploy.run_client import RunAddress, find_run, read_status, scale
 from deploy.run_record import RECORD_FILE, marking, recorded
 from deploy.scaling import control_loop
@@ -171,18 +174,30 @@ async def test_what_does_not_fit_is_refused_with_what_is_free(
     assert "no role learner" in unknown.refusal
 
 
-async def test_the_status_is_found_by_the_run_folder_and_survives_the_death_of_the_panel(
+async def test_the_status_is_found_by_the_run_folder_and_what_is_asked_for_survives_the_death_of_the_panel(
     local_ray: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.run_folder.mkdir()
+    died = config.folder / "died"
+
+    class Dying(ControlPanel):
+        """Ends when the driver comes for the first request."""
+
+        def exchange(self, *args: Any) -> list[ScaleRequest]:
+            if self._requests and not died.exists():
+                died.touch()
+                os._exit(1)
+            return super().exchange(*args)
+
+    monkeypatch.setattr(scaling, "ControlPanel", Dying)
     async with parts(config, local_ray, monkeypatch) as run:
         with recorded(run_record(config, run.session)):
             async with run.control().running():
                 first = await asyncio.to_thread(read_status, find_run(None, config.run_folder, None), ASK_S)
                 assert (first.run, first.progress.phase, first.total_steps) == ("scaled", "update", config.num_steps)
                 assert first.replay == await FakeReplay().stats()
-                ray.kill(ray.get_actor(CONTROL))
-                await until(lambda: run.losses)
+                assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)
+                assert died.exists() and run.losses
                 second = await run.status()
             assert second.num_panels_lost >= 1 and second.posted_at > first.posted_at
             started = time.monotonic()

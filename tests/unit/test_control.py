@@ -76,8 +76,7 @@ async def outcome(desk: Desk, loop: ControlLoop, **wanted: int) -> tuple[RoleOut
     """What becomes of one request."""
     async with loop.running():
         panel = await until(lambda: desk.panels and desk.panels[-1])
-        panel.ask(ScaleRequest("a", wanted))
-        return await until(lambda: panel.outcome("a"))
+        return await until(lambda: panel.ask(ScaleRequest("a", wanted)))
 
 
 async def test_the_newest_status_names_phase_queue_and_workers() -> None:
@@ -165,7 +164,8 @@ async def test_a_panel_that_hangs_is_replaced_and_nothing_that_was_done_is_forgo
     panels = iter([Full, ControlPanel])
     desk, reward = Desk(lambda: next(panels)()), FakeRole("reward", 1)
     async with control(desk, reward, deadline_s=0.02).running():
-        assert await until(lambda: len(desk.panels) == 2 and desk.panels[1].outcome("a"))
+        await until(lambda: len(desk.panels) == 2 and reward.num_workers == 2)
+        assert await until(lambda: desk.panels[1].ask(ScaleRequest("a", {"reward": 2})))
     assert desk.losses == ["DeadlineError"] and reward.num_workers == 2
 
 
@@ -214,12 +214,14 @@ def test_the_panel_keeps_the_newest_outcomes() -> None:
     panel = ControlPanel()
     for index in range(OUTCOMES_KEPT + 5):
         panel.exchange(None, {str(index): (RoleOutcome("reward", index, ""),)})
-    assert panel.outcome("4") is None and panel.outcome("5") == (RoleOutcome("reward", 5, ""),)
+    assert panel.ask(ScaleRequest("5", {})) == (RoleOutcome("reward", 5, ""),)
+    assert panel.ask(ScaleRequest("4", {})) is None
 
 
-def test_a_request_is_taken_once() -> None:
-    panel = ControlPanel()
-    panel.ask(ScaleRequest("a", {"reward": 2}))
-    assert [request.request_id for request in panel.exchange(None, {})] == ["a"]
-    assert panel.exchange(None, {}) == []
-    assert panel.outcome("a") is None
+def test_a_request_is_taken_once_however_often_it_is_asked_for() -> None:
+    panel, request = ControlPanel(), ScaleRequest("a", {"reward": 2})
+    assert panel.ask(request) is panel.ask(request) is None
+    assert panel.exchange(None, {}) == [request]
+    assert panel.ask(request) is None
+    assert panel.exchange(None, {"a": (RoleOutcome("reward", 2, ""),)}) == []
+    assert panel.ask(request) == (RoleOutcome("reward", 2, ""),)

@@ -41,7 +41,8 @@ class ControlPanel:
         """The driver's visit: it leaves its status and what became of requests by id, and takes the new requests."""
         self._status = status
         self._outcomes.update(outcomes)
-        self._forget_the_oldest()
+        while len(self._outcomes) > OUTCOMES_KEPT:
+            self._outcomes.popitem(last=False)
         taken, self._requests = self._requests, []
         return taken
 
@@ -58,12 +59,7 @@ class ControlPanel:
         if request.request_id not in self._outcomes:
             self._outcomes[request.request_id] = None
             self._requests.append(request)
-            self._forget_the_oldest()
         return self._outcomes[request.request_id]
-
-    def _forget_the_oldest(self) -> None:
-        while len(self._outcomes) > OUTCOMES_KEPT:
-            self._outcomes.popitem(last=False)
 
     def close(self) -> None:
         """Nothing to hand back."""

@@ -167,8 +167,8 @@ def _area_paths(series: Sequence[Series], x: Scale, y: Scale) -> list[tuple[str,
     paths = []
     for s in series:
         tops = [floor + (p.value if p.is_finite else 0.0) for floor, p in zip(floors, s.points, strict=True)]
-        columns_of_s = zip(pairwise(edges), floors, tops, strict=True)
-        bars = [_bar(a, b, low, top, x, y) for (a, b), low, top in columns_of_s if top > low]
+        boxes = zip(pairwise(edges), floors, tops, strict=True)
+        bars = [_bar(a, b, low, top, x, y) for (a, b), low, top in boxes if top > low]
         paths.append((f"area c{s.colour}", "".join(bars)))
         floors = tops
     return paths

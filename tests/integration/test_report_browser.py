@@ -20,6 +20,7 @@ from http_servers import reward_app, serving
 from metrics_data import write_run
 from PIL import Image
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
+from waiting import wait_until
 
 from cluster.metrics.report import write_report
 from rewards.contract import Score
@@ -289,10 +290,7 @@ def test_the_reward_server_s_page_describes_every_path_without_the_network(brows
     with serving(reward_app(lambda request: Score(1.0), token="s3cret")) as running:
         browser.open(f"{running.url}/docs")
         shown = "[...document.querySelectorAll('.opblock-summary-path')].map(p => p.dataset.path)"
-        until = time.monotonic() + ANSWER_S
-        while not browser.evaluate(shown):
-            assert time.monotonic() < until, "the page stays empty"
-            time.sleep(0.1)
+        wait_until(lambda: browser.evaluate(shown), ANSWER_S, lambda: "the page stays empty")
         assert set(browser.evaluate(shown)) == {"/score", "/lightrft", "/health", "/metrics"}
         assert browser.complaints() == []
         assert all(url.startswith(running.url) for url in browser.requests()), browser.requests()

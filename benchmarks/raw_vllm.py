@@ -86,9 +86,9 @@ def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from actors.samplers.vllm import _engine_args, sampling_params  # see above
+    from actors.samplers.vllm_arguments import engine_args, sampling_params
 
-    args = _engine_args(settings)
+    args = engine_args(settings)
     args = replace(args, mm_processor_cache_gb=PROCESSOR_CACHE_GB, worker_extension_cls="", weight_transfer_config=None)
     llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
 

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import BatchFeature
-from vllm import AsyncEngineArgs, SamplingParams
-from vllm.config import WeightTransferConfig
+from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -31,11 +30,11 @@ from actors.samplers.base import EngineSettings
 from actors.samplers.in_flight import InFlight
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.served import ServedVersion
+from actors.samplers.vllm_arguments import engine_args, sampling_params
 from actors.samplers.vllm_inproc import InProcessClient, in_process_engine
 from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm_outputs import OutputReader
-from actors.samplers.vllm_weights import BACKEND
 from cluster.concurrency import run_all
 from cluster.errors import RolloutError, WeightSyncError
 from cluster.media import ProcessedMedia
@@ -44,7 +43,6 @@ from cluster.sampled import Attempt, Emit, SampledSequence
 from cluster.trajectory import MediaSpan, Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
-from learner.policies.logprobs import BAN_BIAS
 
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often to look whether the core lives
@@ -70,7 +68,7 @@ class VLLMSampler:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_tensor`
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
-        self._engine = start(_engine_args(self._settings), stat_loggers=loggers)
+        self._engine = start(engine_args(self._settings), stat_loggers=loggers)
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
         self._fields_by_layout: dict[Any, Any] = {}
@@ -325,53 +323,6 @@ def _failing(what: str) -> Iterator[None]:
         yield
     except (EngineDeadError, EngineGenerateError) as error:
         raise RolloutError(f"the engine failed {what}: {error!r}") from error
-
-
-def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
-    return AsyncEngineArgs(
-        model=settings.model,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        limit_mm_per_prompt={"image": settings.max_images_per_prompt, "video": 0},
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
-        block_size=settings.block_size,
-        enforce_eager=settings.enforce_eager,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
-        mm_processor_cache_gb=0,  # pictures arrive processed, ...
-        mm_device_do_normalize=False,  # ... normalised included
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls="actors.samplers.vllm_weights.WorkerExtension",
-        enable_sleep_mode=settings.sleep_level > 0 and settings.device == "cuda",
-        scheduling_policy="priority",  # held-out prompts after those of training
-        enable_log_requests=False,
-        disable_log_stats=True,
-    )
-
-
-def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
-    """What one request asks of the engine.
-
-    Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
-    """
-    is_reported = settings.max_tokens > engine.chunk_tokens
-    return SamplingParams(
-        n=settings.num_samples,
-        temperature=settings.temperature,
-        max_tokens=settings.max_tokens,
-        seed=settings.seed,
-        logprobs=0,
-        flat_logprobs=True,
-        logit_bias=dict.fromkeys(engine.banned_ids, BAN_BIAS),
-        stop_token_ids=list(engine.stop_ids),
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
-        stream_interval=engine.chunk_tokens,
-        skip_clone=True,  # made for this request alone
-    )
 
 
 def _placeholder(span: MediaSpan) -> PlaceholderRange:

@@ -4,7 +4,7 @@ None of vLLM's own transports works on CPU, and a bare `load_weights` is stale t
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
 tensors and processed again; in host memory by a shorter way (`vllm_reload`). Naming this module's `WorkerExtension` as
 `worker_extension_cls` makes vLLM import it in every worker, which registers the engine there, has pictures kept
-(`vllm_pictures`) and positions shared (`vllm_siblings`).
+(`vllm_pictures`), positions shared (`vllm_positions`) and seeds drawn in place (`vllm_seeds`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from actors.samplers.vllm_arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm_pictures import keep_pictures
+from actors.samplers.vllm_positions import share_positions
 from actors.samplers.vllm_reload import can_load_again, load_again
-from actors.samplers.vllm_siblings import share_positions
+from actors.samplers.vllm_seeds import draw_seeds_in_place
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.policies.lora import AdapterBase, changed_weights
-
-BACKEND = "mobula"
 
 
 @dataclass
@@ -129,6 +129,7 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, MobulaWeightTransferEngine)
+WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
 keep_pictures()
 share_positions()
+draw_seeds_in_place()

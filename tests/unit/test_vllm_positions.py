@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-from actors.samplers import vllm_siblings
+from actors.samplers import vllm_positions
 
 PICTURE = MultiModalFeatureSpec(data=None, modality="image", identifier="a", mm_position=PlaceholderRange(1, 4))
 
@@ -30,7 +30,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(request)
         request.mrope_positions, request.mrope_position_delta = torch.full((3, 2), len(seen)), -len(seen)
 
-    monkeypatch.setattr(vllm_siblings, "_compute", compute)
+    monkeypatch.setattr(vllm_positions, "_compute", compute)
     return seen
 
 
@@ -38,7 +38,7 @@ def test_siblings_have_the_positions_of_the_first(computed: list[Any]) -> None:
     runner = SimpleNamespace()
     siblings = [request([1, 2, 3], PICTURE) for _ in range(4)]
     for sibling in siblings:
-        vllm_siblings._shared(runner, sibling)
+        vllm_positions._shared(runner, sibling)
     assert computed == siblings[:1]
     assert all(sibling.mrope_positions is siblings[0].mrope_positions for sibling in siblings)
     assert [sibling.mrope_position_delta for sibling in siblings] == [-1] * 4
@@ -59,12 +59,12 @@ def test_siblings_have_the_positions_of_the_first(computed: list[Any]) -> None:
 def test_another_prompt_has_its_own(computed: list[Any], other: Any) -> None:
     runner, first = SimpleNamespace(), request([1, 2, 3], PICTURE)
     for asked in (first, other):
-        vllm_siblings._shared(runner, asked)
+        vllm_positions._shared(runner, asked)
     assert computed == [first, other]
     assert other.mrope_position_delta == -2
 
 
 def test_another_engine_has_its_own(computed: list[Any]) -> None:
     for _ in range(2):
-        vllm_siblings._shared(SimpleNamespace(), request([1, 2, 3], PICTURE))
+        vllm_positions._shared(SimpleNamespace(), request([1, 2, 3], PICTURE))
     assert len(computed) == 2

@@ -66,7 +66,8 @@ class RolloutActor:
 
         Two results, so that the bytes can stay where they were made: the group, and what the driver is told of it.
         """
-        media = await self._media.read(prompt.media)
+        with self._sampler.coming():
+            media = await self._media.read(prompt.media)
         sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, (group.summary(), group.small_responses())

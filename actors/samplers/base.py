@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,10 @@ class Sampler(Protocol):
 
     async def start(self) -> None:
         """Load the model. Must be awaited before anything else."""
+        ...
+
+    def coming(self) -> AbstractContextManager[None]:
+        """A prompt is on its way while the body runs: an engine that is idle need not begin without it."""
         ...
 
     async def sample(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,9 @@ class HuggingFaceSampler:
         self._model = model.to(self._device).eval()
         names = checkpoint_names(self._model)
         self._parameters = {names[name]: p for name, p in self._model.named_parameters() if name in names}
+
+    def coming(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def sample(
         self,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -65,7 +65,7 @@ class VLLMSampler:
 
     async def start(self) -> None:
         keep_sampled_logprobs_alone()
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_tensor`
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_in_a_row`
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         self._engine = start(engine_args(self._settings), stat_loggers=loggers)
@@ -74,6 +74,10 @@ class VLLMSampler:
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
+
+    def coming(self) -> AbstractContextManager[None]:
+        core = self._engine.engine_core
+        return core.coming() if isinstance(core, InProcessClient) else nullcontext()
 
     async def sample(
         self,
@@ -272,22 +276,22 @@ class VLLMSampler:
         salt = self._cache_salt()
         if not media:
             return tokens_input(ids, cache_salt=salt)
-        features = BatchFeature({key: _tensor([m.inputs[key] for m in media]) for key in media[0].inputs})
+        arrays = {key: _in_a_row([m.inputs[key] for m in media]) for key in media[0].inputs}
+        features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
         return mm_input(
             ids,
-            MultiModalKwargsItems.from_hf_inputs(features, self._fields(features)),
+            MultiModalKwargsItems.from_hf_inputs(features, self._fields(features, arrays)),
             mm_hashes={"image": [handle.key for handle in prompt.media]},
             mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
             cache_salt=salt,
         )
 
-    def _fields(self, features: BatchFeature) -> Any:
+    def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray]) -> Any:
         """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
         their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
         """
         layout = tuple(
-            (name, tensor.shape, None if tensor.is_floating_point() else tensor.numpy().tobytes())
-            for name, tensor in features.items()
+            (name, array.shape, None if array.dtype.kind == "f" else array.tobytes()) for name, array in arrays.items()
         )
         if layout not in self._fields_by_layout:
             if len(self._fields_by_layout) >= MAX_LAYOUTS:
@@ -296,11 +300,11 @@ class VLLMSampler:
         return self._fields_by_layout[layout]
 
 
-def _tensor(arrays: Sequence[np.ndarray]) -> torch.Tensor:
+def _in_a_row(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write; vLLM shares
     processed pictures among requests, so it only reads them.
     """
-    return torch.from_numpy(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ class ThreadedCore(EngineCoreProc):
     """The loop of an engine core between an input queue and a function that takes outputs."""
 
     last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue says so
+    num_coming = 0  # requests that are known of, and not in the queue yet
 
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
         self.input_queue = queue.Queue()
@@ -70,9 +71,13 @@ class ThreadedCore(EngineCoreProc):
         super()._process_input_queue()
         if was_idle and self.has_work():
             latest = time.monotonic() + BURST_S
-            while not self._is_full() and (wait_s := min(self.last_came + BURST_GAP_S, latest) - time.monotonic()) > 0:
+            while not self._is_full() and (wait_s := min(self._gap_end(), latest) - time.monotonic()) > 0:
                 time.sleep(wait_s)
             super()._process_input_queue()
+
+    def _gap_end(self) -> float:
+        """Until when the next request of a burst would come."""
+        return (time.monotonic() if self.num_coming else self.last_came) + BURST_GAP_S
 
     def _is_full(self) -> bool:
         """Whether as many requests have come as a step can take."""
@@ -130,6 +135,16 @@ class InProcessClient(AsyncMPClient):
         if isinstance(outputs, Exception):
             raise outputs
         return outputs
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A request is on its way while the body runs, and about to be added when it ends."""
+        self._core.num_coming += 1
+        try:
+            yield
+        finally:
+            self._core.num_coming -= 1
+            self._core.last_came = time.monotonic()
 
     async def add_request_async(self, request: Any) -> None:
         self.ensure_alive()

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.outputs import RequestOutput
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -21,6 +22,8 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
+
+from actors.samplers.vllm_logprobs import SampledLogprobs
 
 
 class ThreadedOutputs(OutputProcessor):
@@ -34,16 +37,20 @@ class ThreadedOutputs(OutputProcessor):
     def note(self, outputs: EngineCoreOutputs) -> None:
         """On the core's thread: take those outputs of one step that grow here; the others are left in `outputs`."""
         with self._lock:
-            ours, others = [], []
+            told, others = [], []
             for output in outputs.outputs:
-                (ours if self._grows_here(output.request_id) else others).append(output)
+                state = self.request_states.get(output.request_id)
+                if state is None or not _grows_here(state):
+                    others.append(output)
+                elif _grows_silently(state, output):
+                    if outputs.weight_version is not None:
+                        state.track_weight_version(outputs.weight_version)
+                    state.detokenizer.update(output.new_token_ids, False)
+                    state.logprobs_processor.update_from_output(output)
+                else:
+                    told.append(output)
             outputs.outputs = others
-            super().process_outputs(ours, outputs.timestamp, None, outputs.weight_version)
-
-    def _grows_here(self, request_id: str) -> bool:
-        """Whether nothing is wanted of the request but tokens; texts, which may end it, are the event loop's."""
-        state = self.request_states.get(request_id)
-        return state is not None and type(state.detokenizer) is IncrementalDetokenizer
+            super().process_outputs(told, outputs.timestamp, None, outputs.weight_version)
 
     def add_request(
         self, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None
@@ -68,6 +75,24 @@ class ThreadedOutputs(OutputProcessor):
     def get_num_queued_tokens(self) -> int:
         with self._lock:
             return super().get_num_queued_tokens()
+
+
+def _grows_here(state: RequestState) -> bool:
+    """Whether nothing is wanted of the request but tokens; texts, which may end it, are the event loop's."""
+    return type(state.detokenizer) is IncrementalDetokenizer
+
+
+def _grows_silently(state: RequestState, output: EngineCoreOutput) -> bool:
+    """Whether nobody is told of these tokens yet, as of most: then all that vLLM does besides is to see that."""
+    if output.finish_reason is not None or state.is_prefilling or not output.new_token_ids:
+        return False
+    if type(state.logprobs_processor) is not SampledLogprobs:
+        return False
+    if state.output_kind is RequestOutputKind.FINAL_ONLY:
+        return True
+    num_untold = len(state.detokenizer.token_ids) + len(output.new_token_ids) - state.sent_tokens_offset
+    is_delta = state.output_kind is RequestOutputKind.DELTA
+    return is_delta and state.sent_tokens_offset > 0 and num_untold < state.stream_interval
 
 
 class _Handover:

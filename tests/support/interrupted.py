@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 from fakes import turns
@@ -40,6 +41,9 @@ class KnownSampler:
         self._before_step = before_step
 
     async def start(self) -> None: ...
+
+    def coming(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     async def sample(
         self,

@@ -78,3 +78,23 @@ def test_a_full_step_and_a_busy_engine_wait_for_nobody(monkeypatch: pytest.Monke
     assert full.begin(monkeypatch) == [0.0, 0.0] and full.now == 0.0
     busy = Burst([0.0, BURST_GAP_S / 2], is_busy=True)
     assert busy.begin(monkeypatch) == [0.0] and busy.now == 0.0
+
+
+def test_a_request_that_is_on_its_way_is_waited_for_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Arriving(Burst):
+        """The one request that is known of comes at `comes_at`."""
+
+        def __init__(self, times: list[float], comes_at: float) -> None:
+            self._comes_at = comes_at
+            super().__init__(times)
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            self.num_coming = int(self.now < self._comes_at)
+
+    late = 5 * BURST_GAP_S
+    burst = Arriving([0.0, late], comes_at=late)
+    assert burst.begin(monkeypatch) == [0.0, late]
+    assert burst.now == pytest.approx(late + BURST_GAP_S)
+    never = Arriving([0.0], comes_at=2 * BURST_S)
+    assert never.begin(monkeypatch) == [0.0] and never.now == pytest.approx(BURST_S)

@@ -9,7 +9,7 @@ import pytest
 from vllm.v1.engine.core import EngineShutdownState
 
 from actors.samplers import vllm_inproc
-from actors.samplers.vllm_inproc import BURST_GAP_S, BURST_S, ThreadedCore
+from actors.samplers.vllm_inproc import BURST_GAP_S, BURST_S, InProcessClient, ThreadedCore
 
 LONG_AGO_S = 10.0
 
@@ -98,3 +98,14 @@ def test_a_request_that_is_on_its_way_is_waited_for_but_not_for_ever(monkeypatch
     assert burst.now == pytest.approx(late + BURST_GAP_S)
     never = Arriving([0.0], comes_at=2 * BURST_S)
     assert never.begin(monkeypatch) == [0.0] and never.now == pytest.approx(BURST_S)
+
+
+def test_what_is_coming_counts_until_it_is_there_or_given_up() -> None:
+    client = object.__new__(InProcessClient)
+    client._core = core = SimpleNamespace(num_coming=0, last_came=0.0)
+    with client.coming():
+        with client.coming(), pytest.raises(OSError, match="unreadable"), client.coming():
+            assert core.num_coming == 3
+            raise OSError("unreadable")
+        assert core.num_coming == 1
+    assert core.num_coming == 0 and core.last_came > 0.0, "it is about to be added: the gap begins now"

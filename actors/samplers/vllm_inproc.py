@@ -43,7 +43,7 @@ def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | N
 class ThreadedCore(EngineCoreProc):
     """The loop of an engine core between an input queue and a function that takes outputs."""
 
-    last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue says so
+    last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue, or is about to, says so
     num_coming = 0  # requests that are known of, and not in the queue yet
 
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:

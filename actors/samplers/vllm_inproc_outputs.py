@@ -83,7 +83,7 @@ def _grows_here(state: RequestState) -> bool:
 
 
 def _grows_silently(state: RequestState, output: EngineCoreOutput) -> bool:
-    """Whether nobody is told of these tokens yet, as of most: then all that vLLM does besides is to see that."""
+    """Whether nobody is told of these tokens yet, as is so of most: then to note them is all there is to do."""
     if output.finish_reason is not None or state.is_prefilling or not output.new_token_ids:
         return False
     if type(state.logprobs_processor) is not SampledLogprobs:

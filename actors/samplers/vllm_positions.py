@@ -31,8 +31,8 @@ class _Positions:
         return request.prompt_token_ids == self.input_ids and _pictures(request) == self.pictures
 
 
-def share_positions() -> None:
-    """Siblings come one after the other: to remember the last prompt is enough."""
+def compute_positions_once() -> None:
+    """Of a prompt and of a step. Siblings come one after the other: to remember the last prompt is enough."""
     GPUModelRunner._init_mrope_positions = _shared
     GPUModelRunner._calc_mrope_positions = _filled
 

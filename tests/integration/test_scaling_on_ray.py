@@ -149,7 +149,10 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         assert await run.scale(reward=3) == (RoleOutcome("reward", 3, ""),)
         await until(lambda: list(states(run.rewards.services["reward"].status()).values()) == [WorkerState.SERVING] * 3)
         await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].status()))
-        assert states((await run.status()).workers) == {f"reward/{i}": WorkerState.SERVING for i in range(3)}
+        everybody = {f"reward/{i}": WorkerState.SERVING for i in range(3)}
+        async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago
+            while states((await run.status()).workers) != everybody:
+                pass
         ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)

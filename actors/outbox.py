@@ -1,39 +1,51 @@
-"""Outbox: what the prompts of one actor have to report, on its way to whoever listens."""
+"""Outbox: what the requests of one actor have to report, on its way to whoever listens."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
+from actors.news import Ended, News
 from cluster.sampled import TokenChunk
+from cluster.trajectory import TrajectoryGroup
 
 
 class Outbox:
-    """One stream for all prompts of an actor: what is put while a batch is on its way travels together in the next one.
+    """One stream for all requests of an actor: what is put while news are on their way travels together in the next.
 
-    It keeps nothing until somebody has listened once, and from then on everything until somebody listens again.
+    It keeps everything until somebody listens.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[TokenChunk] = []
+        self._chunks: list[TokenChunk] = []
+        self._ended: list[Ended] = []
+        self._groups: list[TrajectoryGroup] = []
         self._has_news = asyncio.Event()
         self._num_listeners = 0  # that have come so far; the newest one gets everything
 
     def put(self, chunks: Sequence[TokenChunk]) -> None:
-        if self._num_listeners:
-            self._waiting.extend(chunks)
-            self._has_news.set()
+        self._chunks += chunks
+        self._has_news.set()
 
-    async def batches(self, num_batches: int) -> AsyncIterator[list[TokenChunk]]:
-        """What is put, in order, in `num_batches` batches; it ends before them when another listener comes."""
+    def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
+        """A request is over; `group` is what came of it unless it failed."""
+        assert (group is None) == (ended.error is not None), f"{ended.request_id}: a group or an error"
+        self._ended.append(ended)
+        if group is not None:
+            self._groups.append(group)
+        self._has_news.set()
+
+    async def news(self) -> AsyncIterator[tuple[News, list[TrajectoryGroup]]]:
+        """What is put, in order, with the groups that follow the news; it ends when another listener comes."""
         self._num_listeners += 1
         listener = self._num_listeners
         self._has_news.set()  # who listened before learns that he is let go
-        for _ in range(num_batches):
-            while not self._waiting:
+        while True:
+            while not (self._chunks or self._ended):
                 self._has_news.clear()
                 await self._has_news.wait()
                 if listener != self._num_listeners:
                     return
-            batch, self._waiting = self._waiting, []
-            yield batch
+            news, groups = News(self._chunks, self._ended), self._groups
+            self._chunks, self._ended, self._groups = [], [], []
+            yield news, groups

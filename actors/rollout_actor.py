@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from transformers import AutoTokenizer
 
 from actors.gathered_reads import GatheredReads
-from actors.outbox import Outbox
+from actors.prompt_desk import PromptDesk
 from actors.samplers import build_sampler
 from actors.samplers.base import EngineSettings
 from cluster.actions import TokenActions
@@ -23,16 +23,16 @@ from cluster.weight_sync.transport import Rendezvous
 MEDIA_IN_MEMORY = 512  # processed pictures that one actor keeps at hand; each is also in the object store
 
 
-class RolloutActor:
+class RolloutActor(PromptDesk):
     """Samples groups with an engine of its own, and takes new weights between or within them.
 
     Runs as an asyncio actor: many prompts are in flight at a time and the engine batches them.
     """
 
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
+        super().__init__()
         self._sampler = build_sampler(sampler, settings)
         self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
-        self._outbox = Outbox()
         self._media = GatheredReads(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
@@ -72,11 +72,6 @@ class RolloutActor:
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, (group.summary(), group.small_responses())
 
-    async def chunks(self, num_batches: int) -> AsyncIterator[list[TokenChunk]]:
-        """What all running prompts report, as it comes, until there were so many batches or somebody else asks."""
-        async for batch in self._outbox.batches(num_batches):
-            yield batch
-
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
         return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
@@ -102,7 +97,7 @@ class RolloutActor:
     def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         """Responses that have ended travel as text as well: they can be scored before their group is there."""
         ended = {chunk.sibling: self._response(siblings[chunk.sibling]) for chunk in news if chunk.tokens.is_finished}
-        self._outbox.put([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in news])
+        self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in news])
 
     def _response(self, sequence: SampledSequence) -> Response:
         text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from actors.chunk_listener import ChunkListener
+from actors.correspondence import Correspondence
+from actors.news import GroupRequest
 from cluster.concurrency import Patience
-from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.leases import LeaseTable
-from cluster.ray_group import abandon, answer, patient_answer, stop
+from cluster.ray_group import answer, stop
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import TokenChunk
 from cluster.trajectory import Generated, Prompt
@@ -42,7 +41,7 @@ class RolloutClient:
         self.name = name
         self._handle = handle
         self._leases = leases
-        self._chunks = ChunkListener(handle, name)
+        self._prompts = Correspondence(handle, name, timeout_s=rollout_s)
         self._version = -1  # the newest that it is known to serve
         self._held: list[Patience] = []  # of prompts that wait in the actor for the end of a push
         self._start_s = start_s
@@ -62,24 +61,15 @@ class RolloutClient:
         that needs the weights of a push has its time from the end of that push.
         """
         lease, patience = self._leases.of(prompt, settings), self._patience(settings.min_version)
-        attempt = lease.next_attempt()
 
         def take(chunk: TokenChunk) -> None:
             lease.add(chunk)
             patience.renew()
 
-        is_reported = settings.max_tokens > self._leases.chunk_tokens
-        with self._chunks.heard(attempt.request_id, take) if is_reported else nullcontext():
-            group, told = self._handle.generate.options(num_returns=2).remote(prompt, settings, attempt)
+        with self._prompts.asked(GroupRequest(prompt, settings, lease.next_attempt()), take) as answered:
             what = f"{self.name} to generate prompt {prompt.prompt_id}"
-            try:
-                return Generated.of(prompt, group, await patient_answer(told, patience=patience, what=what))
-            except WorkerDiedError:
-                await self._chunks.drain(self._sign_s)  # what it had sent before it died
-                raise
-            except DeadlineError:
-                abandon(told)  # a prompt that goes elsewhere takes no slot here
-                raise
+            group, told = await patience.wait_for(answered, what)
+        return Generated.of(prompt, group, told)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
@@ -126,7 +116,7 @@ class RolloutClient:
 
     async def close(self) -> None:
         """End the process, whatever state it is in."""
-        self._chunks.close()
+        self._prompts.close()
         await stop(self._handle, timeout_s=self._stop_s, what=self.name)
 
     async def weight_version(self) -> int:

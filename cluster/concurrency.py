@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
+from cluster.errors import DeadlineError
+
 
 async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results in order. The first failure cancels the rest and is raised as itself: callers catch it by type."""
@@ -34,11 +36,16 @@ class Patience:
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
-    async def wait_for(self, awaitable: Awaitable[Any]) -> Any:
-        """Raises: TimeoutError."""
+    async def wait_for(self, awaitable: Awaitable[Any], what: str) -> Any:
+        """Raises: DeadlineError, which names `what`; whatever `awaitable` raises."""
+        deadline = self._deadline = asyncio.timeout(None if self._is_held else self.timeout_s)
         try:
-            async with asyncio.timeout(None if self._is_held else self.timeout_s) as self._deadline:
+            async with deadline:
                 return await awaitable
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"waited {self.timeout_s:g} s for {what}") from error
         finally:
             self._deadline = None
 

@@ -133,6 +133,11 @@ class JournalError(MobulaError):
     """The journal cannot be written, or a step that it holds cannot be trained again."""
 
 
+def as_raised_by_role(error: Exception) -> Exception:
+    """What a role raised, as its caller takes it: who waited in vain, or lost somebody, is not the one to replace."""
+    return DependencyError(str(error)) if isinstance(error, (DeadlineError, WorkerDiedError)) else error
+
+
 def loss_kind(error: Exception) -> str:
     """How an engine was lost, as a word to count by."""
     match error:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.concurrency import Patience
-from cluster.errors import DeadlineError, DependencyError, WorkerDiedError
+from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from cluster.heap import freeze_heap
 from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
@@ -76,19 +75,13 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
         DependencyError: the role itself waited in vain, or lost somebody: it is not the one to replace.
         Exception: whatever else the role raised, as it raised it.
     """
-    return await patient_answer(reference, patience=Patience(timeout_s), what=what)
-
-
-async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: str) -> Any:
-    """`answer`, whose deadline is put off whenever somebody renews `patience`."""
     try:
-        return await patience.wait_for(asyncio.wrap_future(reference.future()))
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(reference.future())
     except RayTaskError as error:  # first: it may be an instance of its cause's class as well
-        if isinstance(error.cause, (DeadlineError, WorkerDiedError)):
-            raise DependencyError(str(error.cause)) from None
-        raise error.as_instanceof_cause() from None
+        raise as_raised_by_role(error.as_instanceof_cause()) from None
     except TimeoutError as error:
-        raise DeadlineError(f"waited {patience.timeout_s:g} s for {what}") from error
+        raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
     except RayActorError as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
     except ObjectLostError as error:
@@ -97,18 +90,16 @@ async def patient_answer(reference: ray.ObjectRef, *, patience: Patience, what: 
         ) from error
 
 
-def abandon(reference: ray.ObjectRef) -> None:
-    """Have the actor break off a call whose answer nobody waits for any more; needs an asyncio actor."""
-    ray.cancel(reference, recursive=False)
-
-
 def beside(method: Any) -> Any:
     """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
     return method.options(concurrency_group=BESIDE)
 
 
-async def items(stream: ray.ObjectRefGenerator, *, what: str) -> AsyncIterator[Any]:
-    """The values of a call that streams, as they come; they are the caller's and outlive the actor.
+async def with_attachments(
+    stream: ray.ObjectRefGenerator, num_attached: Callable[[Any], int], *, what: str
+) -> AsyncIterator[tuple[Any, list[ray.ObjectRef]]]:
+    """The values of a call that streams, as they come, each with references to the `num_attached(value)` values that
+    follow it and belong to it. Those stay where they are; all are the caller's and outlive the actor.
 
     Waits without a deadline, for nobody may depend on it: who needs the values has a deadline.
 
@@ -118,11 +109,25 @@ async def items(stream: ray.ObjectRefGenerator, *, what: str) -> AsyncIterator[A
     """
     try:
         async for reference in stream:
-            yield await asyncio.wrap_future(reference.future())
+            value = await asyncio.wrap_future(reference.future())
+            attached: list[ray.ObjectRef] = []
+            while len(attached) < num_attached(value):
+                attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
+            yield value, attached
     except RayTaskError as error:
         raise error.as_instanceof_cause() from None
     except (RayActorError, ObjectLostError) as error:
         raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
+
+
+async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:
+    """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
+    reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
+    if reference is None or reference == stream.completed():
+        for reason in (before, stream.completed()):  # what a role raised is its last value, what befell it is not
+            await asyncio.wrap_future(reason.future())
+        raise RuntimeError("a stream ended before all that belongs to its last value had come")
+    return reference
 
 
 async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:

@@ -26,7 +26,7 @@ from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
-CONTROL_CALLS = 16  # of a rollout actor, beside the prompts in flight: they must never queue behind those
+CALLS_AT_A_TIME = 16  # that a rollout actor answers; none of them waits for a prompt
 
 
 def rollout_fleet(
@@ -88,7 +88,7 @@ def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -
         object_timeout_s=config.timeouts.object_s,
         worker=worker,
         env=engine_environment(config, worker),
-        max_concurrency=config.algorithm.max_concurrent_groups + CONTROL_CALLS,
+        max_concurrency=CALLS_AT_A_TIME,
     )
 
 

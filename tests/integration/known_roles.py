@@ -11,7 +11,7 @@ import numpy as np
 from interrupted import KnownSampler
 
 from actors.gathered_reads import GatheredReads
-from actors.outbox import Outbox
+from actors.prompt_desk import PromptDesk
 from actors.rollout_actor import RolloutActor
 from cluster.media import MediaReader
 
@@ -27,12 +27,12 @@ class KnownRollout(RolloutActor):
     """The real actor but for its engine. The first one of a folder dies before its step `dies_at`."""
 
     def __init__(self, folder: Path, lengths: tuple[int, ...], chunk_tokens: int, dies_at: int, token_s: float) -> None:
+        PromptDesk.__init__(self)
         self._folder = folder
         self._dies_at = dies_at
         self._token_s = token_s
         self._sampler = KnownSampler(lengths, chunk_tokens, self._before_step)
         self._tokenizer = Digits()
-        self._outbox = Outbox()
         self._media = GatheredReads(MediaReader(timeout_s=10, max_items=1))
 
     async def ping(self) -> int:

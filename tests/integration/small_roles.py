@@ -20,6 +20,7 @@ from fakes import make_group
 from sabotage import Saboteur
 from small_workers import OBJECT_S
 
+from actors.prompt_desk import PromptDesk
 from cluster.objects import fetch_or_miss
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.sampled import Attempt
@@ -34,13 +35,14 @@ PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly
 TRANSFER_S = 5.0
 
 
-class SmallRollout:
+class SmallRollout(PromptDesk):
     """An engine that samples three tokens, one every `token_s`, and really takes part in broadcasts.
 
     Each answer has `answer_bytes`; an object of more than 100 KB lives on the node that made it.
     """
 
     def __init__(self, name: str, folder: Path, token_s: float, answer_bytes: int) -> None:
+        super().__init__()
         self._saboteur = Saboteur(folder)
         self._saboteur.enlist(name)
         self._token_s = token_s

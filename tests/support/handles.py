@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -24,14 +25,16 @@ class LocalMethod:
     """`handle.method`. As in Ray, several results are taken apart and a single one is left as it is."""
 
     function: Callable[..., Any]
+    streams: list[LocalStream]  # of the handle
     num_returns: int | str = 1
 
     def options(self, *, num_returns: int | str) -> LocalMethod:
-        return LocalMethod(self.function, num_returns)
+        return replace(self, num_returns=num_returns)
 
     def remote(self, *args: Any) -> Any:
         if self.num_returns == "streaming":
-            return self._stream(args)
+            self.streams.append(LocalStream(self.function(*args)))
+            return self.streams[-1]
         whole = asyncio.ensure_future(self._call(args))
         if self.num_returns == 1:
             return LocalReference(whole)
@@ -41,16 +44,58 @@ class LocalMethod:
         result = self.function(*args)
         return await result if inspect.isawaitable(result) else result
 
-    async def _stream(self, args: tuple[Any, ...]) -> AsyncIterator[LocalReference]:
-        async for item in self.function(*args):
-            found = asyncio.get_running_loop().create_future()
-            found.set_result(item)
-            yield LocalReference(found)
-
     async def _part(self, whole: asyncio.Future[Any], index: int) -> Any:
         results = await whole
         assert len(results) == self.num_returns, f"{len(results)} results, {self.num_returns} were asked for"
         return results[index]
+
+
+class LocalStream:
+    """What a call that streams returns. As in Ray, values come as fast as they are made."""
+
+    def __init__(self, values: AsyncIterator[Any]) -> None:
+        self._ready: deque[LocalReference] = deque()
+        self._has_news = asyncio.Event()
+        self._making = asyncio.ensure_future(self._make(values))
+        self._death: Exception | None = None
+
+    def die(self, error: Exception) -> None:
+        """Whoever makes the values dies of `error`; what was made has been sent."""
+        self._death = error
+        self._making.cancel()
+
+    def __aiter__(self) -> LocalStream:
+        return self
+
+    async def __anext__(self) -> LocalReference:
+        while not self._ready and not self._making.done():
+            self._has_news.clear()
+            await self._has_news.wait()
+        if self._ready:
+            return self._ready.popleft()
+        if self._death is not None:
+            raise self._death
+        await self._making
+        raise StopAsyncIteration
+
+    def __next__(self) -> LocalReference:
+        return self._ready.popleft()
+
+    def next_ready(self) -> bool:
+        return bool(self._ready)
+
+    def completed(self) -> LocalReference:
+        return LocalReference(self._making)
+
+    async def _make(self, values: AsyncIterator[Any]) -> None:
+        try:
+            async for value in values:
+                found = asyncio.get_running_loop().create_future()
+                found.set_result(value)
+                self._ready.append(LocalReference(found))
+                self._has_news.set()
+        finally:
+            self._has_news.set()
 
 
 class LocalHandle:
@@ -58,9 +103,15 @@ class LocalHandle:
 
     def __init__(self, role: Any) -> None:
         self._role = role
+        self._streams: list[LocalStream] = []
 
     def __getattr__(self, name: str) -> LocalMethod:
-        return LocalMethod(getattr(self._role, name))
+        return LocalMethod(getattr(self._role, name), self._streams)
+
+    def die(self, error: Exception) -> None:
+        """Every stream of the role ends with `error`, after what was sent."""
+        for stream in self._streams:
+            stream.die(error)
 
 
 async def never(*args: Any) -> None:

@@ -11,8 +11,7 @@ from fakes import make_prompt
 from handles import LocalHandle
 from interrupted import KnownSampler, content, for_ever, token_at
 
-from actors import chunk_listener
-from actors.outbox import Outbox
+from actors.prompt_desk import PromptDesk
 from actors.rollout_client import RolloutClient
 from benchmarks.virtual_time import run_virtually
 from cluster.errors import DeadlineError, RolloutError, WorkerDiedError
@@ -21,8 +20,6 @@ from cluster.roles import SamplingSettings
 from cluster.rollout_stream import RetryingRollouts
 from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import FinishReason, Prompt, WeightSpan
-
-pytestmark = pytest.mark.usefixtures("abandoned")
 
 PROMPT = make_prompt("0/0/s0")
 SETTINGS = SamplingSettings(num_samples=2, temperature=0.0, max_tokens=20, seed=1)
@@ -99,24 +96,25 @@ def test_the_table_names_the_prompt_that_is_in_flight_for_longest() -> None:
     assert leases.in_flight().num_prompts == 0
 
 
-class Actor:
-    """The streaming half of a rollout actor around a sampler; it dies when the sampler says so."""
+class Actor(PromptDesk):
+    """A rollout actor around a sampler; it dies when the sampler says so."""
 
     def __init__(self, sampler: KnownSampler) -> None:
+        super().__init__()
         self.attempts: list[Attempt] = []
+        self.handle = LocalHandle(self)
         self._sampler = sampler
-        self._outbox = Outbox()
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt) -> tuple[list, tuple]:
         self.attempts.append(attempt)
-        return await self._sampler.sample(prompt, (), settings, attempt, self._report), ("summary", None)
+        try:
+            return await self._sampler.sample(prompt, (), settings, attempt, self._tell), ("summary", None)
+        except WorkerDiedError as error:
+            self.handle.die(error)
+            raise
 
-    def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
-        self._outbox.put(news)
-
-    async def chunks(self, num_batches: int):
-        async for batch in self._outbox.batches(num_batches):
-            yield batch
+    def _tell(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+        self.report(news)
 
 
 class Engines:
@@ -130,7 +128,7 @@ class Engines:
 
 
 def client(actor: Actor, leases: LeaseTable, **deadlines: float) -> RolloutClient:
-    return RolloutClient(LocalHandle(actor), "rollout/0", leases=leases, **DEADLINES_S | deadlines)
+    return RolloutClient(actor.handle, "rollout/0", leases=leases, **DEADLINES_S | deadlines)
 
 
 async def dies(step: int) -> None:
@@ -173,61 +171,3 @@ def test_a_rollout_that_makes_progress_is_not_late(chunk_tokens: int, is_late: b
             run_virtually(go())
     else:
         assert [sequence.num_tokens for sequence in run_virtually(go())] == [20, 20]
-
-
-async def test_short_answers_open_no_stream() -> None:
-    class Mute(Actor):
-        def chunks(self, num_batches: int):
-            raise AssertionError("nobody should listen")
-
-    leases = LeaseTable(SETTINGS.max_tokens)
-    mute = Mute(KnownSampler((3, 3), SETTINGS.max_tokens))
-    reference, *_ = await client(mute, leases).generate(PROMPT, SETTINGS)
-    assert [sequence.num_tokens for sequence in await reference.future()] == [3, 3]
-
-
-async def test_the_newest_listener_gets_the_chunks_and_the_one_before_is_let_go() -> None:
-    outbox, got = Outbox(), []
-    attempt = Attempt("a")
-
-    async def listen(name: str) -> None:
-        async for batch in outbox.batches(100):
-            got.append((name, [news.start for news in batch]))
-
-    outbox.put([chunk(attempt, 0, 1)])  # nobody has asked yet: nobody may ever take it
-    old = asyncio.create_task(listen("old"))
-    await asyncio.sleep(0)
-    outbox.put([chunk(attempt, 1, 1)])
-    outbox.put([chunk(attempt, 2, 1)])
-    await asyncio.sleep(0.01)
-    new = asyncio.create_task(listen("new"))
-    await asyncio.wait_for(old, 1)
-    outbox.put([chunk(attempt, 3, 1)])
-    await asyncio.sleep(0.01)
-    new.cancel()
-    assert got == [("old", [1, 2]), ("new", [3])]
-
-
-async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_listener, "BATCHES_A_STREAM", 2)
-    leases = LeaseTable(1)
-    streaming = client(Actor(KnownSampler((20, 13), 1)), leases)
-    with leases.held(PROMPT, SETTINGS) as lease:
-        await streaming.generate(PROMPT, SETTINGS)
-        await asyncio.sleep(0.01)
-        assert [sibling.num_tokens for sibling in lease.siblings] == [19, 13]
-
-
-async def test_a_stream_that_broke_off_fails_the_next_prompt_by_its_own_error() -> None:
-    class Doubling(Actor):
-        async def chunks(self, num_batches: int):
-            async for batch in super().chunks(num_batches):
-                yield [*batch, *batch]
-
-    leases = LeaseTable(CHUNK)
-    doubling = client(Doubling(KnownSampler((17, 17), CHUNK)), leases)
-    with leases.held(PROMPT, SETTINGS):
-        await doubling.generate(PROMPT, SETTINGS)
-        await asyncio.sleep(0.01)
-        with pytest.raises(RolloutError, match="chunks were lost or came twice"):
-            await doubling.generate(PROMPT, SETTINGS)

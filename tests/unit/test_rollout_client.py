@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fakes import SETTINGS, make_group, make_prompt
-from handles import LocalHandle, LocalReference, never
+from handles import LocalHandle, never
+from waiting import until
 
+from actors.prompt_desk import PromptDesk
 from actors.rollout_client import RolloutClient
 from cluster.errors import DeadlineError
 from cluster.leases import LeaseTable
@@ -20,27 +23,31 @@ from cluster.trajectory import Answers, Prompt, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
-pytestmark = pytest.mark.usefixtures("abandoned")
-
 PROMPT = make_prompt("0/0/s0")
 DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s"), 5.0)
 RENDEZVOUS = Rendezvous("host", 1, 1, 2, "gloo", 5.0)
 
 
-class FakeActor:
+class FakeActor(PromptDesk):
     """A rollout actor that answers at once, or when `gate` opens."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = asyncio.Event()
         self.gate.set()
         self.prompts: list[str] = []
+        self.broken_off: list[str] = []
         self.calls: list[tuple] = []
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, Told]:
         self.prompts.append(prompt.prompt_id)
-        await self.gate.wait()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.broken_off.append(prompt.prompt_id)
+            raise
         group = make_group(prompt)
         return group, (group.summary(), group.small_responses())
 
@@ -56,6 +63,11 @@ class FakeActor:
 
     async def load_weights(self, *args: object) -> None:
         self.calls.append(args)
+
+
+async def no_news(num_values: int) -> AsyncIterator[None]:
+    await asyncio.Event().wait()
+    yield
 
 
 def client(
@@ -99,22 +111,25 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
 )
 async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
     methods = (
-        "start generate prompt_logprobs check_manifest join_transfer receive_weights load_weights ping is_alive probe"
+        "start begin break_off prompt_logprobs check_manifest join_transfer receive_weights load_weights ping is_alive "
+        "probe"
     )
-    silent = SimpleNamespace(**dict.fromkeys(methods.split(), never))
+    silent = SimpleNamespace(**dict.fromkeys(methods.split(), never), news=no_news)
     with pytest.raises(DeadlineError, match=said):
         await call(client(silent, **dict.fromkeys(DEADLINES_S, 0.05)))
 
 
-async def test_an_actor_stops_what_nobody_waits_for_any_more(abandoned: list[LocalReference]) -> None:
+async def test_an_actor_stops_what_nobody_waits_for_any_more() -> None:
     actor = FakeActor()
     asked = client(actor, rollout_s=0.05)
     await asked.generate(PROMPT, SETTINGS)
-    assert abandoned == []
     actor.gate.clear()
     with pytest.raises(DeadlineError):
-        await asked.generate(PROMPT, SETTINGS)
-    assert len(abandoned) == 1
+        await asked.generate(make_prompt("0/1/s1"), SETTINGS)
+    asking = asyncio.create_task(asked.generate(make_prompt("0/2/s2"), SETTINGS))
+    await until(lambda: len(actor.prompts) == 3)
+    asking.cancel()
+    await until(lambda: actor.broken_off == ["0/1/s1", "0/2/s2"])
 
 
 async def test_a_prompt_that_waits_for_a_push_has_its_time_from_the_end_of_the_push() -> None:

@@ -14,7 +14,7 @@ from interrupted import KnownSampler, token_at
 from reward_data import answers, component, component_of, pool_over, rewards_of
 
 from actors.gathered_reads import GatheredReads
-from actors.outbox import Outbox
+from actors.prompt_desk import PromptDesk
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from cluster.errors import LostObjectError, RewardError, WorkerDiedError
@@ -154,9 +154,9 @@ class Rollout(RolloutActor):
     """The real actor but for its engine."""
 
     def __init__(self, sampler: KnownSampler) -> None:
+        PromptDesk.__init__(self)
         self._sampler = sampler
         self._tokenizer = Words()
-        self._outbox = Outbox()
         self._media = GatheredReads(MediaReader(timeout_s=1, max_items=1))
 
 

@@ -1,0 +1,132 @@
+"""Correspondence: all that a driver asks one rollout actor about prompts, and hears of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from actors.news import Ended, GroupRequest, News
+from cluster.errors import MobulaError, as_raised_by_role
+from cluster.ray_group import answer, with_attachments
+from cluster.sampled import TokenChunk
+from cluster.trajectory import Told
+
+Take = Callable[[TokenChunk], None]
+
+VALUES_A_STREAM = 4000  # Ray keeps about 100 bytes for each value of a stream until the stream ends
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Who waits for one request."""
+
+    take: Take
+    group: asyncio.Future[tuple[Any, Told]]
+
+    def fail(self, error: Exception) -> None:
+        if not self.group.done():
+            self.group.set_exception(error)
+
+
+class Correspondence:
+    """Requests that are made at one moment go out in one call; one stream brings what comes of all of them.
+
+    The stream is opened before the first request, and again after it broke off.
+    """
+
+    def __init__(self, handle: Any, name: str, *, timeout_s: float) -> None:
+        """`handle` is the Ray handle of a `PromptDesk` named `name`, which takes requests in within `timeout_s`."""
+        self._handle = handle
+        self._name = name
+        self._timeout_s = timeout_s
+        self._asked: dict[str, _Asked] = {}  # by request id
+        self._unsent: list[GroupRequest] = []
+        self._listening: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, Told]]]:
+        """A reference to the group and what is told of it, to be awaited in the body; `take` is given each chunk.
+
+        Whoever leaves the body before the request has ended breaks it off. The future raises:
+            WorkerDiedError: the actor died; all that it had reported has been taken.
+            DependencyError: the actor itself waited in vain.
+            Exception: whatever else the actor or `take` raised.
+        """
+        self._listen()
+        waiting = _Asked(take, asyncio.get_running_loop().create_future())
+        self._asked[request.request_id] = waiting
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._unsent.append(request)
+        try:
+            yield waiting.group
+        finally:
+            if self._asked.pop(request.request_id, None) is not None:
+                self._handle.break_off.remote([request.request_id])  # it takes no slot of the engine any more
+
+    def close(self) -> None:
+        for task in (self._listening, *self._sending):
+            if task is not None:
+                task.cancel()
+
+    def _send(self) -> None:
+        requests = [request for request in self._unsent if request.request_id in self._asked]
+        self._unsent = []
+        if requests:
+            sending = asyncio.create_task(self._hand_over(requests), name=f"send prompts to {self._name}")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+
+    async def _hand_over(self, requests: Sequence[GroupRequest]) -> None:
+        what = f"{self._name} to take {len(requests)} prompts"
+        try:
+            await answer(self._handle.begin.remote(requests), timeout_s=self._timeout_s, what=what)
+        except Exception as error:  # each of those who wait is told
+            self._fail([request.request_id for request in requests], error)
+
+    def _listen(self) -> None:
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._hear(self._stream()), name=f"listen to {self._name}")
+
+    def _stream(self) -> Any:
+        return self._handle.news.options(num_returns="streaming").remote(VALUES_A_STREAM)
+
+    async def _hear(self, stream: Any) -> None:
+        what = f"news of {self._name}"
+        try:
+            while True:
+                async for news, groups in with_attachments(stream, _num_groups, what=what):
+                    self._take(news, groups)
+                stream = self._stream()
+        except Exception as error:  # each of those who wait is told
+            self._fail(list(self._asked), error)
+
+    def _take(self, news: News, groups: Sequence[Any]) -> None:
+        for chunk in news.chunks:
+            if (waiting := self._asked.get(chunk.request_id)) is not None:
+                try:
+                    waiting.take(chunk)
+                except MobulaError as error:  # of this request alone
+                    waiting.fail(error)
+        whole = iter(groups)
+        for ended in news.ended:
+            self._end(ended, None if ended.error else next(whole))
+
+    def _end(self, ended: Ended, group: Any) -> None:
+        if ended.error is not None:
+            self._fail([ended.request_id], as_raised_by_role(ended.error))
+        elif (waiting := self._asked.pop(ended.request_id, None)) is not None and not waiting.group.done():
+            waiting.group.set_result((group, ended.told))
+
+    def _fail(self, request_ids: Sequence[str], error: Exception) -> None:
+        for request_id in request_ids:
+            if (waiting := self._asked.pop(request_id, None)) is not None:
+                waiting.fail(error)
+
+
+def _num_groups(news: News) -> int:
+    return news.num_groups

@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.news import Ended, GroupRequest, News
 from cluster.errors import MobulaError, as_raised_by_role
-from cluster.ray_group import answer, with_attachments
+from cluster.ray_group import on_failure, with_attachments
 from cluster.sampled import TokenChunk
 from cluster.trajectory import Told
 
@@ -37,15 +37,13 @@ class Correspondence:
     The stream is opened before the first request, and again after it broke off.
     """
 
-    def __init__(self, handle: Any, name: str, *, timeout_s: float) -> None:
-        """`handle` is the Ray handle of a `PromptDesk` named `name`, which takes requests in within `timeout_s`."""
+    def __init__(self, handle: Any, name: str) -> None:
+        """`handle` is the Ray handle of a `PromptDesk` named `name`."""
         self._handle = handle
         self._name = name
-        self._timeout_s = timeout_s
         self._asked: dict[str, _Asked] = {}  # by request id
         self._unsent: list[GroupRequest] = []
         self._listening: asyncio.Task[None] | None = None
-        self._sending: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, Told]]]:
@@ -69,24 +67,19 @@ class Correspondence:
                 self._handle.break_off.remote([request.request_id])  # it takes no slot of the engine any more
 
     def close(self) -> None:
-        for task in (self._listening, *self._sending):
-            if task is not None:
-                task.cancel()
+        if self._listening is not None:
+            self._listening.cancel()
 
     def _send(self) -> None:
         requests = [request for request in self._unsent if request.request_id in self._asked]
         self._unsent = []
         if requests:
-            sending = asyncio.create_task(self._hand_over(requests), name=f"send prompts to {self._name}")
-            self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
-
-    async def _hand_over(self, requests: Sequence[GroupRequest]) -> None:
-        what = f"{self._name} to take {len(requests)} prompts"
-        try:
-            await answer(self._handle.begin.remote(requests), timeout_s=self._timeout_s, what=what)
-        except Exception as error:  # each of those who wait is told
-            self._fail([request.request_id for request in requests], error)
+            ids, loop = [request.request_id for request in requests], asyncio.get_running_loop()
+            on_failure(
+                self._handle.begin.remote(requests),
+                lambda error: loop.call_soon_threadsafe(self._fail, ids, error),
+                what=f"{self._name} to take {len(ids)} prompts",
+            )
 
     def _listen(self) -> None:
         if self._listening is None or self._listening.done():

@@ -41,7 +41,7 @@ class RolloutClient:
         self.name = name
         self._handle = handle
         self._leases = leases
-        self._prompts = Correspondence(handle, name, timeout_s=rollout_s)
+        self._prompts = Correspondence(handle, name)
         self._version = -1  # the newest that it is known to serve
         self._held: list[Patience] = []  # of prompts that wait in the actor for the end of a push
         self._start_s = start_s

@@ -10,23 +10,27 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
 import ray
 
+from actors.prompt_desk import PromptDesk
+from actors.rollout_client import RolloutClient
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave
 from benchmarks.replay import Load, make_group
 from benchmarks.simulated_engines import summary
 from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
-from cluster.ray_group import answer
+from cluster.fleet import HealthChecks, RolloutFleet
+from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout_stream import RolloutStream
+from cluster.sampled import Attempt
 from cluster.staleness import StalenessGate
 from cluster.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
 from configs.schema import Recipe, RunConfig
@@ -49,6 +53,8 @@ NUM_SIBLINGS = 8
 NUM_TOKENS = 2048  # of a trajectory: a group is too large to travel inside an answer
 REWARD_S = 0.005
 TIMEOUT_S = 120.0
+NUM_ENGINES = 4
+NO_RESTARTS = RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0)
 MAX_MS = 1.0
 FLAT = 1.5
 UNIT = "CPU ms/trajectory"
@@ -74,24 +80,35 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
     async with staged(config, ROLES) as stage:
-        others = ray.remote(_Others).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
-        rewards = _reward_pool(others, config)
+        scorers = ray.remote(_Scorers).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
+        engines = [ray.remote(_Engine).options(num_cpus=0, max_concurrency=16).remote() for _ in range(NUM_ENGINES)]
+        fleet = _fleet(engines)
+        await fleet.start()
+        rewards = _reward_pool(scorers, config)
         replay = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
-        return await interleave(_sides("ray", lambda mean_s: _Roles(_Engines(others, mean_s), rewards, replay)), effort)
+
+        async def roles(mean_s: float) -> _Roles:
+            await asyncio.gather(*(engine.pace.remote(mean_s) for engine in engines))
+            return _Roles(fleet, rewards, replay)
+
+        found = await interleave(_sides("ray", roles), effort)
+        await fleet.close()
+        return found
 
 
-def _local_roles(mean_s: float) -> _Roles:
+async def _local_roles(mean_s: float) -> _Roles:
     return _Roles(_SleepingEngines(mean_s), DelayedRewards(REWARD_S, NUM_SIBLINGS), ReplayBuffer())
 
 
-def _sides(name: str, roles: Callable[[float], _Roles]) -> dict[str, Side]:
+def _sides(name: str, roles: Callable[[float], Awaitable[_Roles]]) -> dict[str, Side]:
     """`roles` is given the mean seconds of a group in its engine."""
 
     def side(num_in_flight: int) -> Side:
         async def run(round_number: int) -> float:
             prompts = NumberedPrompts(f"{num_in_flight}/{round_number}/")  # a buffer takes no id twice
             num_measured = NUM_GROUPS[name] * STEPS_IN_FLIGHT // num_in_flight
-            return await _cpu_ms(roles(num_in_flight / GROUPS_PER_S[name]), prompts, num_in_flight, num_measured)
+            found = await roles(num_in_flight / GROUPS_PER_S[name])
+            return await _cpu_ms(found, prompts, num_in_flight, num_measured)
 
         return run
 
@@ -143,16 +160,35 @@ class _SleepingEngines:
         return Generated(prompt.prompt_id, _summary(prompt))
 
 
-class _Others:
-    """Any number of engines and reward workers in one process of their own."""
+class _Engine(PromptDesk):
+    """A rollout actor without an engine: its groups are there after a while."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._group = make_group(Load("group", num_groups=1, num_tokens=NUM_TOKENS, num_trips=1))
         self._responses = self._group.small_responses()
+        self._mean_s = 0.0
 
-    async def generate(self, prompt: Prompt, mean_s: float) -> tuple[TrajectoryGroup, Told]:
-        await asyncio.sleep(_sleep_s(prompt, mean_s))
+    async def start(self) -> None: ...
+
+    async def ping(self) -> int:
+        return 0
+
+    async def pace(self, mean_s: float) -> None:
+        """From now on a group takes so many seconds in the mean."""
+        self._mean_s = mean_s
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, Told]:
+        await asyncio.sleep(_sleep_s(prompt, self._mean_s))
         return replace(self._group, prompt=prompt), (_summary(prompt), self._responses)
+
+    async def close(self) -> None: ...
+
+
+class _Scorers:
+    """Any number of reward workers in one process."""
 
     async def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
         await asyncio.sleep(REWARD_S)
@@ -160,16 +196,24 @@ class _Others:
         return [GroupOutcomes("default", ids, ({"accuracy": Score(0.0)},) * NUM_SIBLINGS)] * len(questions)
 
 
-class _Engines:
-    """`_Others` as the driver sees it; groups stay where they are and the driver holds references."""
+def _fleet(engines: Sequence[ray.actor.ActorHandle]) -> RolloutFleet:
+    """The engines as a run's driver sees them; groups stay where they are and the driver holds references."""
+    leases = LeaseTable(NUM_TOKENS)
+    calls = ("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s")
 
-    def __init__(self, handle: ray.actor.ActorHandle, mean_s: float) -> None:
-        self._handle = handle
-        self._mean_s = mean_s
+    async def spawn(index: int) -> RolloutClient:
+        return RolloutClient(engines[index], f"rollout/{index}", leases=leases, **dict.fromkeys(calls, TIMEOUT_S))
 
-    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        group, told = self._handle.generate.options(num_returns=2).remote(prompt, self._mean_s)
-        return Generated.of(prompt, group, await answer(told, timeout_s=TIMEOUT_S, what=f"prompt {prompt.prompt_id}"))
+    return RolloutFleet(
+        spawn,
+        len(engines),
+        release=_NoHosts().release,
+        policy=NO_RESTARTS,
+        health=HealthChecks(
+            interval_s=TIMEOUT_S, probe_interval_s=TIMEOUT_S, max_failures_in_a_row=1, no_worker_s=TIMEOUT_S
+        ),
+        on_lost=lambda kind: None,
+    )
 
 
 def _reward_pool(handle: ray.actor.ActorHandle, config: RunConfig) -> RewardPool:
@@ -187,7 +231,7 @@ def _reward_pool(handle: ray.actor.ActorHandle, config: RunConfig) -> RewardPool
         SHARED_SERVICE,
         [handle] * 8,
         hosts=_NoHosts(),
-        restarts=RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0),
+        restarts=NO_RESTARTS,
         settings=settings,
         on_lost=losses.count_loss,
     )
@@ -239,5 +283,6 @@ def _findings(found: Mapping[str, tuple[float, ...]]) -> Findings:
         "max_staleness": MAX_STALENESS,
         "groups_in_one_measurement": NUM_GROUPS,
         "groups_per_s": GROUPS_PER_S,
+        "engines": NUM_ENGINES,
     }
     return Findings(settings, series, tuple(claims))

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
@@ -78,16 +79,39 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
-    except RayTaskError as error:  # first: it may be an instance of its cause's class as well
-        raise as_raised_by_role(error.as_instanceof_cause()) from None
+    except RayError as error:  # first: it may be an instance of its cause's class as well
+        raise _as_seen_here(error, what) from None
     except TimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
-    except RayActorError as error:
-        raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
-    except ObjectLostError as error:
-        raise WorkerDiedError(
-            f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"
-        ) from error
+
+
+def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, what: str) -> None:
+    """Have `tell` told, on another thread, if the call fails; one that succeeds costs no more than itself.
+
+    Waits without a deadline, for nobody may depend on it. `tell` is given what `answer` would raise.
+    """
+
+    def look(call: Future[Any]) -> None:
+        if (error := call.exception()) is not None:
+            tell(_as_seen_here(error, what))
+
+    reference.future().add_done_callback(look)
+
+
+def _as_seen_here(error: Exception, what: str) -> Exception:
+    """What Ray says of a call or a stream, in terms of `cluster.errors`."""
+    match error:
+        case RayTaskError():
+            seen = as_raised_by_role(error.cause)
+            return error.as_instanceof_cause() if seen is error.cause else seen
+        case RayActorError():
+            return WorkerDiedError(f"its actor died while waiting for {what}: {error}")
+        case ObjectLostError():
+            return WorkerDiedError(
+                f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"
+            )
+        case _:
+            return error
 
 
 def beside(method: Any) -> Any:
@@ -114,10 +138,8 @@ async def with_attachments(
             while len(attached) < num_attached(value):
                 attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
             yield value, attached
-    except RayTaskError as error:
-        raise error.as_instanceof_cause() from None
-    except (RayActorError, ObjectLostError) as error:
-        raise WorkerDiedError(f"its actor died while waiting for {what}: {error}") from error
+    except RayError as error:
+        raise _as_seen_here(error, what) from None
 
 
 async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:

@@ -64,7 +64,7 @@ class Desk(PromptDesk):
 
 
 def heard(desk: Desk) -> Correspondence:
-    return Correspondence(LocalHandle(desk), "rollout/0", timeout_s=5.0)
+    return Correspondence(LocalHandle(desk), "rollout/0")
 
 
 async def ask(asked: Correspondence, number: int, take: Callable[[TokenChunk], None] = lambda chunk: None) -> Any:
@@ -169,7 +169,7 @@ async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -
     taken: list[TokenChunk] = []
     desk = Desk(num_chunks=3, befalls=lambda request_id: asyncio.Event().wait())
     handle = LocalHandle(desk)
-    asked = Correspondence(handle, "rollout/0", timeout_s=5.0)
+    asked = Correspondence(handle, "rollout/0")
     waiting = [asyncio.create_task(ask(asked, number, taken.append)) for number in range(2)]
     await until(lambda: desk.calls)
     for _ in range(3):
@@ -183,14 +183,17 @@ async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -
     assert [news.start for news in taken if news.request_id == "r0"] == [0, 1, 2, 3]
 
 
-async def test_requests_that_an_actor_does_not_take_in_are_told_so() -> None:
-    class Deaf(Desk):
+async def test_requests_that_an_actor_cannot_take_in_are_told_so() -> None:
+    class Choosy(Desk):
         async def begin(self, requests: Sequence[GroupRequest]) -> None:
-            await asyncio.Event().wait()
+            if len(requests) > 1:
+                raise MemoryError(f"{len(requests)} are too many")
+            await super().begin(requests)
 
-    asked = Correspondence(LocalHandle(Deaf()), "rollout/0", timeout_s=0.05)
-    with pytest.raises(DeadlineError, match="waited 0.05 s for rollout/0 to take 1 prompts"):
-        await ask(asked, 0)
+    asked = heard(Choosy())
+    failed = await asyncio.gather(*(ask(asked, number) for number in range(3)), return_exceptions=True)
+    assert [str(error) for error in failed] == ["3 are too many"] * 3
+    await ask(asked, 3)
 
 
 async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -77,6 +77,12 @@ def rates(ours: Series, raw: Series) -> float:
     if ours.unit != raw.unit:
         raise ValueError(f"a ratio of {ours.unit} and {raw.unit} means nothing: measure both sides in one unit")
     return ours.median / raw.median
+
+
+def share(ours: Sequence[float], other: Sequence[float]) -> float:
+    """What ours reached of the other, measured round by round in turn: the median of the rounds' ratios. The machine
+    may be twice as fast in one round as in the next, and either side then has its medians in rounds of its own."""
+    return median(own / others for own, others in zip(ours, other, strict=True))
 
 
 def serial_rate(rates_per_s: tuple[float, ...]) -> float:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import mean
 from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks.measure import Claim, Effort, Findings, Series, serial_rate
+from benchmarks.measure import Claim, Effort, Findings, Series, serial_rate, share
 from benchmarks.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
 from benchmarks.stage import private_ray, scratch_config, staged
 from cluster.errors import MobulaError
@@ -186,19 +186,15 @@ def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
         series[f"loop_{name}"] = Series(text, UNIT, blocks.rates)
         series[f"serial_{name}"] = Series("the serial sum of the raw parts around it", UNIT, blocks.serial)
     claims = [
-        Claim(
-            "loop / serial sum of raw parts", _share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET
-        ),
-        Claim(
-            "loop with max_staleness=1 / serial sum", _share(found["staleness_1"].rates, found["staleness_1"].serial)
-        ),
+        Claim("loop / serial sum of raw parts", share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET),
+        Claim("loop with max_staleness=1 / serial sum", share(found["staleness_1"].rates, found["staleness_1"].serial)),
     ]
     if "overlapped" in found:
         blocks = found["overlapped"]
         series["limit_overlapped"] = Series("the overlapped limit of the raw parts around it", UNIT, blocks.limit)
-        share = _share(blocks.rates, blocks.limit)
-        claims.append(Claim("overlapped loop / overlapped limit of raw parts", share, OVERLAPPED_TARGET))
-        claims.append(Claim("overlapped loop / serial sum", _share(blocks.rates, blocks.serial)))
+        reached = share(blocks.rates, blocks.limit)
+        claims.append(Claim("overlapped loop / overlapped limit of raw parts", reached, OVERLAPPED_TARGET))
+        claims.append(Claim("overlapped loop / serial sum", share(blocks.rates, blocks.serial)))
     steps = {name: [step for block in blocks.steps for step in block] for name, blocks in found.items()}
     settings = {
         "prompts": PROMPTS,
@@ -210,11 +206,6 @@ def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
         "seconds_of_a_step": {name: _mean_phases(records) for name, records in steps.items()},
     }
     return Findings(settings, series, tuple(claims))
-
-
-def _share(ours: Sequence[float], raw: Sequence[float]) -> float:
-    """The median of what each block reached of the raw parts around it."""
-    return median(own / other for own, other in zip(ours, raw, strict=True))
 
 
 def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from actors.news import Ended, GroupRequest, News
@@ -74,12 +75,9 @@ class Correspondence:
         requests = [request for request in self._unsent if request.request_id in self._asked]
         self._unsent = []
         if requests:
-            ids, loop = [request.request_id for request in requests], asyncio.get_running_loop()
-            on_failure(
-                self._handle.begin.remote(requests),
-                lambda error: loop.call_soon_threadsafe(self._fail, ids, error),
-                what=f"{self._name} to take {len(ids)} prompts",
-            )
+            ids = [request.request_id for request in requests]
+            what = f"{self._name} to take {len(ids)} prompts"
+            on_failure(self._handle.begin.remote(requests), partial(self._fail, ids), what=what)
 
     def _listen(self) -> None:
         if self._listening is None or self._listening.done():

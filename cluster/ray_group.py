@@ -86,14 +86,15 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
 
 
 def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, what: str) -> None:
-    """Have `tell` told, on another thread, if the call fails; one that succeeds costs no more than itself.
+    """Have `tell` told, in this event loop, if the call fails; one that succeeds wakes nobody.
 
     Waits without a deadline, for nobody may depend on it. `tell` is given what `answer` would raise.
     """
+    loop = asyncio.get_running_loop()
 
-    def look(call: Future[Any]) -> None:
-        if (error := call.exception()) is not None:
-            tell(_as_seen_here(error, what))
+    def look(call: Future[Any]) -> None:  # on a thread of Ray's
+        if (error := call.exception()) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(tell, _as_seen_here(error, what))
 
     reference.future().add_done_callback(look)
 

@@ -26,7 +26,7 @@ from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
-CALLS_AT_A_TIME = 16  # that a rollout actor answers; none of them waits for a prompt
+CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups are in its news, so they take none
 
 
 def rollout_fleet(

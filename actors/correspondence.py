@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from actors.news import Ended, GroupRequest, News
-from cluster.errors import MobulaError, as_raised_by_role
+from cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
 from cluster.ray_group import on_failure, with_attachments
 from cluster.sampled import TokenChunk
 from cluster.trajectory import Told
@@ -51,7 +51,7 @@ class Correspondence:
         """A reference to the group and what is told of it, to be awaited in the body; `take` is given each chunk.
 
         Whoever leaves the body before the request has ended breaks it off. The future raises:
-            WorkerDiedError: the actor died; all that it had reported has been taken.
+            WorkerDiedError: the actor died, and all that it had reported has been taken; or it is ended.
             DependencyError: the actor itself waited in vain.
             Exception: whatever else the actor or `take` raised.
         """
@@ -68,8 +68,10 @@ class Correspondence:
                 self._handle.break_off.remote([request.request_id])  # it takes no slot of the engine any more
 
     def close(self) -> None:
+        """The actor is about to be ended: whoever waits for it is told so at once."""
         if self._listening is not None:
             self._listening.cancel()
+        self._fail(list(self._asked), WorkerDiedError(f"{self._name} is ended"))
 
     def _send(self) -> None:
         requests = [request for request in self._unsent if request.request_id in self._asked]

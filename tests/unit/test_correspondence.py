@@ -183,6 +183,17 @@ async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -
     assert [news.start for news in taken if news.request_id == "r0"] == [0, 1, 2, 3]
 
 
+async def test_whoever_waits_for_an_actor_that_is_ended_is_told_so_at_once() -> None:
+    desk = Desk(befalls=lambda request_id: asyncio.Event().wait())
+    asked = heard(desk)
+    waiting = asyncio.create_task(ask(asked, 0))
+    await until(lambda: desk.calls)
+    asked.close()
+    with pytest.raises(WorkerDiedError, match="rollout/0 is ended"):
+        async with asyncio.timeout(5):
+            await waiting
+
+
 async def test_requests_that_an_actor_cannot_take_in_are_told_so() -> None:
     class Choosy(Desk):
         async def begin(self, requests: Sequence[GroupRequest]) -> None:

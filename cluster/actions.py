@@ -8,6 +8,11 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+Column = np.ndarray | list[np.ndarray]
+"""What siblings have of one kind, on its way: all in a row, or an array each."""
+
+MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
+
 
 @dataclass(frozen=True)
 class TokenActions:
@@ -24,14 +29,28 @@ class TokenActions:
         return int(self.token_ids.shape[0])
 
     @classmethod
-    def packed(cls, siblings: Sequence[TokenActions]) -> np.ndarray:
-        """int32 [sum of T]: one array for all `siblings`, which travels as fast as one of them."""
-        return np.concatenate([actions.token_ids for actions in siblings])
+    def packed(cls, siblings: Sequence[TokenActions]) -> Column:
+        """int32: the actions of all `siblings` as they travel."""
+        return packed([actions.token_ids for actions in siblings])
 
     @classmethod
-    def unpacked(cls, packed: np.ndarray, num_steps: Sequence[int]) -> list[TokenActions]:
-        """The siblings of `packed`, which have `num_steps` each."""
-        return [cls(token_ids) for token_ids in stretches(packed, num_steps)]
+    def unpacked(cls, column: Column, num_steps: Sequence[int]) -> list[TokenActions]:
+        """The siblings of `column`, which have `num_steps` each."""
+        return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
+
+
+def packed(arrays: Sequence[np.ndarray]) -> Column:
+    """One array [T] a sibling as they travel. Few bytes go as one array, for an array takes longer than its few bytes;
+    many go as they are, for to copy them takes longer than that.
+    """
+    if sum(array.nbytes for array in arrays) > MAX_BYTES_PACKED:
+        return list(arrays)
+    return np.concatenate(arrays)
+
+
+def unpacked(column: Column, lengths: Sequence[int]) -> list[np.ndarray]:
+    """The arrays that were `packed`."""
+    return column if isinstance(column, list) else stretches(column, lengths)
 
 
 def stretches(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

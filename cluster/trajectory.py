@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cluster.actions import TokenActions, stretches
+from cluster.actions import Column, TokenActions, packed, unpacked
 from cluster.media import MediaHandle
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
@@ -200,7 +200,7 @@ class TrajectoryGroup:
         return self.prompt.prompt_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels: siblings share one array of each kind, for every array takes longer than its few bytes."""
+        """How it travels: column by column, and siblings share an array where it is few bytes (`actions.packed`)."""
         siblings = self.trajectories
         if not siblings:
             return TrajectoryGroup, (self.prompt, ())
@@ -214,8 +214,8 @@ class TrajectoryGroup:
             for t in siblings
         ]
         actions = TokenActions.packed([t.actions for t in siblings])
-        logprobs = np.concatenate([t.behavior_logprobs for t in siblings])
-        masks = np.concatenate([t.action_mask for t in siblings])
+        logprobs = packed([t.behavior_logprobs for t in siblings])
+        masks = packed([t.action_mask for t in siblings])
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
 
     def small_responses(self) -> tuple[Response, ...] | None:
@@ -249,13 +249,13 @@ class TrajectoryGroup:
 def _put_together(
     prompt: Prompt,
     num_steps: Sequence[int],
-    actions: np.ndarray,
-    logprobs: np.ndarray,
-    masks: np.ndarray,
+    actions: Column,
+    logprobs: Column,
+    masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
-    columns = (TokenActions.unpacked(actions, num_steps), stretches(logprobs, num_steps), stretches(masks, num_steps))
+    columns = (TokenActions.unpacked(actions, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
     trajectories = []
     for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(*columns, rest, strict=True):
         trajectory = object.__new__(Trajectory)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from group_data import assert_equal, picture_prompt
 
-from cluster.actions import TokenActions
+from cluster.actions import MAX_BYTES_PACKED, TokenActions
 from cluster.media import MediaHandle
 from cluster.trajectory import (
     MAX_CHARACTERS_BY_VALUE,
@@ -59,6 +59,20 @@ def test_siblings_share_their_arrays_on_the_way() -> None:
         return len(buffers)
 
     assert num_buffers(16) == num_buffers(1)
+
+
+def test_long_responses_are_not_copied_on_the_way() -> None:
+    num_tokens = (
+        MAX_BYTES_PACKED // 2
+    )  # of each of four: their masks, of a byte a token, are too long for one array too
+    left = group(*[num_tokens] * 4)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(left, protocol=5, buffer_callback=buffers.append)
+    sent = [np.frombuffer(buffer.raw(), dtype=np.uint8) for buffer in buffers]
+    for own in left.trajectories:
+        for array in (own.actions.token_ids, own.behavior_logprobs, own.action_mask):
+            assert sum(np.shares_memory(array, travelling) for travelling in sent) == 1
+    assert_equal(pickle.loads(data, buffers=buffers), left)
 
 
 def test_ids_of_another_width_arrive_as_the_same_ids() -> None:

@@ -76,10 +76,15 @@ class Correspondence:
     def _send(self) -> None:
         requests = [request for request in self._unsent if request.request_id in self._asked]
         self._unsent = []
-        if requests:
-            ids = [request.request_id for request in requests]
-            what = f"{self._name} to take {len(ids)} prompts"
-            on_failure(self._handle.begin.remote(requests), partial(self._fail, ids), what=what)
+        if not requests:
+            return
+        ids = [request.request_id for request in requests]
+        try:
+            call = self._handle.begin.remote(requests)
+        except Exception as error:  # what cannot be sent; each of those who wait is told
+            self._fail(ids, error)
+        else:
+            on_failure(call, partial(self._fail, ids), what=f"{self._name} to take {len(ids)} prompts")
 
     def _listen(self) -> None:
         if self._listening is None or self._listening.done():

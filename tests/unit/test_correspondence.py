@@ -207,6 +207,20 @@ async def test_requests_that_an_actor_cannot_take_in_are_told_so() -> None:
     await ask(asked, 3)
 
 
+async def test_requests_that_cannot_be_sent_are_told_so() -> None:
+    class Wire(LocalHandle):
+        """Takes nothing."""
+
+        @property
+        def begin(self) -> Any:
+            raise TypeError("cannot pickle a lock")
+
+    asked = Correspondence(Wire(Desk()), "rollout/0")
+    with pytest.raises(TypeError, match="cannot pickle a lock"):
+        async with asyncio.timeout(5):
+            await ask(asked, 0)
+
+
 async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correspondence, "VALUES_A_STREAM", 3)
     desk, taken = Desk(num_chunks=20), {number: [] for number in range(4)}

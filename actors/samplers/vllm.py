@@ -32,6 +32,7 @@ from actors.samplers.progress import GroupProgress, continued, settings_to_conti
 from actors.samplers.served import ServedVersion
 from actors.samplers.vllm_arguments import engine_args, sampling_params
 from actors.samplers.vllm_inproc import InProcessClient, in_process_engine
+from actors.samplers.vllm_inproc_outputs import ThreadedOutputs
 from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm_outputs import OutputReader
@@ -69,6 +70,8 @@ class VLLMSampler:
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         self._engine = start(engine_args(self._settings), stat_loggers=loggers)
+        if isinstance(self._engine.output_processor, ThreadedOutputs):
+            self._engine.output_processor.on_preempted = self._load.preempted
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         self._fields_of = processor._get_mm_fields_config
         self._fields_by_layout: dict[Any, Any] = {}

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -33,6 +33,7 @@ class ThreadedOutputs(OutputProcessor):
         super().__init__(*args, **kwargs)
         self._loop = asyncio.get_running_loop()
         self._lock = threading.RLock()
+        self.on_preempted: Callable[[int], None] = lambda num_requests: None
 
     def note(self, outputs: EngineCoreOutputs) -> None:
         """On the core's thread: take those outputs of one step that grow here; the others are left in `outputs`."""
@@ -42,7 +43,9 @@ class ThreadedOutputs(OutputProcessor):
                 state = self.request_states.get(output.request_id)
                 if state is None or not _grows_here(state):
                     others.append(output)
-                elif _grows_silently(state, output):
+                    continue
+                self._count_preempted(output)
+                if _grows_silently(state, output):
                     if outputs.weight_version is not None:
                         state.track_weight_version(outputs.weight_version)
                     state.detokenizer.update(output.new_token_ids, False)
@@ -51,6 +54,14 @@ class ThreadedOutputs(OutputProcessor):
                     told.append(output)
             outputs.outputs = others
             super().process_outputs(told, outputs.timestamp, None, outputs.weight_version)
+
+    def _count_preempted(self, output: EngineCoreOutput) -> None:
+        """vLLM counts preemptions with what the event loop processes; outputs that are noted here do not get there.
+        Events are recorded only where the engine keeps statistics.
+        """
+        for event in output.events or ():
+            if event.type is EngineCoreEventType.PREEMPTED:
+                self.on_preempted(1)
 
     def add_request(
         self, request: Any, prompt: Any, parent_req: Any = None, request_index: int = 0, queue: Any = None

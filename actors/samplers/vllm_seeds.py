@@ -1,42 +1,103 @@
-"""Runs inside vLLM's engine process: its CPU sampler draws the seeds of a step's tokens into place, not one by one.
+"""Runs inside vLLM's engine process: on CPU, the random numbers of a token depend on the request's seed and the token's
+position alone.
 
-Every response has a generator of its own, so that it can be sampled again. For each token vLLM 0.32 makes a tensor of
-one number, reads the number and writes it into another tensor: a twentieth of a step of a small model. Drawn into
-place, the numbers are the same.
+vLLM 0.32's CPU sampler draws them from a `torch.Generator` for each request, which advances with every engine step. A
+step that computes only a part of a request's tokens samples a token too, which is discarded, and vLLM then rewinds the
+generator by `set_offset`. CPU generators have no offset: the engine dies as soon as one prefill is split, be it by a
+long prompt, a small token budget, a small KV cache or the recomputation after a preemption or a weight push.
+
+Here a request's generator is replaced by `TokenSeeds`, which holds no state: what is discarded, preempted or computed
+again is followed by the draws that would have followed otherwise. vLLM's own GPU runners need no patch: the V2 runner
+hashes seed and position as well, and the V1 runner's CUDA generators have an offset.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
-SEEDS = 2**31  # that a token may have
+SEEDS = 2**31  # seeds of one token's noise lie below this, as vLLM's do
+FIRST_INCREMENT, SECOND_INCREMENT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 
 _forward = TopKTopPSampler.forward_cpu
+_add_request = InputBatch.add_request
 
 
-def draw_seeds_in_place() -> None:
-    TopKTopPSampler.forward_cpu = _drawn_in_place
+class TokenSeeds:
+    """The random numbers of one request; takes the place of its `torch.Generator` in vLLM's batch."""
+
+    def __init__(self, request: Any) -> None:
+        """`request` is vLLM's `CachedRequestState`, whose list of sampled tokens grows."""
+        self.seed: int = request.sampling_params.seed
+        self._request = request
+
+    @property
+    def position(self) -> int:
+        """How many tokens of the response are known: the index of the one that is sampled next."""
+        return len(self._request.output_token_ids)
+
+    def generator(self) -> torch.Generator:
+        """A generator for the next token, for those samplers of vLLM that draw from one."""
+        seed = token_seeds(np.array([self.seed]), np.array([self.position]))[0]
+        return torch.Generator().manual_seed(int(seed))
+
+    def get_offset(self) -> int:
+        """vLLM rewinds the generator of a request whose sampled token is discarded. There is nothing to rewind."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """See `get_offset`."""
 
 
-def _drawn_in_place(
-    sampler: TopKTopPSampler,
-    logits: Tensor,
-    generators: dict[int, torch.Generator],
-    k: Tensor | None,
-    p: Tensor | None,
+def token_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int64 [B] below `SEEDS`: hashes of int64 [B] request seeds and [B] positions.
+
+    Two steps of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), one for each.
+    """
+    with np.errstate(over="ignore"):
+        hashed = _mixed(seeds.astype(np.uint64) * FIRST_INCREMENT + FIRST_INCREMENT)
+        hashed = _mixed(hashed + (positions.astype(np.uint64) + np.uint64(1)) * SECOND_INCREMENT)
+    return (hashed >> np.uint64(33)).astype(np.int64)
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer; uint64, wraps around."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_by_position() -> None:
+    """From now on CPU engines of this process sample so. Engines on GPUs are left as they are."""
+    InputBatch.add_request = _added
+    TopKTopPSampler.forward_cpu = _sampled
+
+
+def _added(batch: InputBatch, request: Any) -> int:
+    if request.generator is not None and batch.device.type == "cpu" and not isinstance(request.generator, TokenSeeds):
+        request.generator = TokenSeeds(request)
+    return _add_request(batch, request)
+
+
+def _sampled(
+    sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, TokenSeeds], k: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Gumbel-max sampling of [B, V] logits: the tokens, int64 [B], and float32 [B, V] log-probs where they are kept.
 
-    `generators` are those of the rows that have one; the others draw from torch's own.
+    `generators` are those of the rows whose requests have a seed; the others draw from torch's own.
     """
     if sampler.use_fp64_gumbel or sampler.logprobs_mode != "processed_logprobs":
-        return _forward(sampler, logits, generators, k, p)
+        return _forward(sampler, logits, {row: drawn.generator() for row, drawn in generators.items()}, k, p)
     logits = apply_top_k_top_p(logits, k, p).to(torch.float32)
     seeds = torch.randint(0, SEEDS, logits.shape[:1])
-    rows = seeds.split(1)
-    for row, generator in generators.items():
-        rows[row].random_(0, SEEDS, generator=generator)
+    if generators:
+        drawn = list(generators.values())
+        values = token_seeds(np.array([one.seed for one in drawn]), np.array([one.position for one in drawn]))
+        seeds[list(generators)] = torch.from_numpy(values)
     logprobs = logits.log_softmax(dim=-1)
     return torch.ops._C.fused_gumbel_argmax(logits, seeds), logprobs

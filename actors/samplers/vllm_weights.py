@@ -4,7 +4,7 @@ None of vLLM's own transports works on CPU, and a bare `load_weights` is stale t
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
 tensors and processed again; in host memory by a shorter way (`vllm_reload`). Naming this module's `WorkerExtension` as
 `worker_extension_cls` makes vLLM import it in every worker, which registers the engine there, has pictures kept
-(`vllm_pictures`), positions computed once (`vllm_positions`) and seeds drawn in place (`vllm_seeds`).
+(`vllm_pictures`), positions computed once (`vllm_positions`) and tokens seeded by their position (`vllm_seeds`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from actors.samplers.vllm_arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm_pictures import keep_pictures
 from actors.samplers.vllm_positions import compute_positions_once
 from actors.samplers.vllm_reload import can_load_again, load_again
-from actors.samplers.vllm_seeds import draw_seeds_in_place
+from actors.samplers.vllm_seeds import seed_by_position
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
@@ -132,4 +132,4 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
 keep_pictures()
 compute_positions_once()
-draw_seeds_in_place()
+seed_by_position()

@@ -42,6 +42,14 @@ class LearnerItem:
 
 
 @dataclass(frozen=True)
+class TokensByAge:
+    """Trained tokens of a minibatch: of the weights that are trained from, and of older ones."""
+
+    num_current: int
+    num_older: int
+
+
+@dataclass(frozen=True)
 class LearnerBatch:
     """Padded columns of a micro-batch; padding is 0 and False."""
 
@@ -84,6 +92,12 @@ def totals(items: Sequence[LearnerItem]) -> Totals:
     """The denominators of a minibatch."""
     trained = [item.num_trained for item in items]
     return Totals(num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained))
+
+
+def tokens_by_age(items: Sequence[LearnerItem]) -> TokensByAge:
+    """How many trained tokens of a minibatch are current and how many are older."""
+    num_older = sum(item.num_older(0) for item in items)
+    return TokensByAge(sum(item.num_trained for item in items) - num_older, num_older)
 
 
 def minibatches(groups: list[list[LearnerItem]], num_minibatches: int) -> list[list[LearnerItem]]:

@@ -21,7 +21,7 @@ from configs.schema import RunConfig
 from learner.algorithms.advantages import ADVANTAGES
 from learner.backends import build_backend
 from learner.backends.base import Optimizer
-from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals
+from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals, tokens_by_age
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
@@ -190,13 +190,13 @@ class Learner:
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
         """The loss of a minibatch's micro-batches, as a function of their rows."""
-        part_totals = totals(part)
+        part_totals, ages = totals(part), tokens_by_age(part)
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
             batch = collate_items(rows, self._reader, self._device)
             output = self._policy(batch.tokens, self._distribution)
             if is_first:
-                measure_gap(output, batch, part_totals, meter)
+                measure_gap(output, batch, ages, meter)
             return self._objective(output, batch, part_totals, meter)
 
         return loss
@@ -221,7 +221,7 @@ class Learner:
     def _metrics(self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]) -> dict[str, float]:
         """Means over minibatches, over all ranks; maxima and counts over all of the step."""
         reduced = meter.reduce()
-        per_step = ("logprob_gap_mean", "logprob_gap_max", "ratio_max")
+        per_step = ("logprob_gap_mean", "logprob_gap_max", "logprob_drift_mean", "ratio_max")
         means = {name: value if name in per_step else value / len(grad_norms) for name, value in reduced.items()}
         rows = [item for group in items for item in group]
         return {

@@ -9,7 +9,7 @@ from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.over_age import by_age, truncated_importance
 from learner.algorithms.policy_losses import clipped_surrogate
-from learner.batch import LearnerBatch
+from learner.batch import LearnerBatch, TokensByAge
 from learner.meter import Meter
 from learner.policies.token import PolicyOutput
 
@@ -70,8 +70,17 @@ class PolicyObjective:
         return self._config.kl.coef * kl if self._config.kl.coef > 0 else 0.0
 
 
-def measure_gap(output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> None:
-    """How far learner and engine are apart on what the engine sampled, before any step: |learner - behaviour|."""
+def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:
+    """|learner - behaviour| of the sampled tokens' log-probs, before any step; `tokens` are those of the minibatch.
+
+    For tokens of the weights that are trained from, this is the gap between two implementations of one policy
+    (`logprob_gap_*`). For older ones it is how far the policy has moved since (`logprob_drift_mean`).
+    """
     gap = (output.logprobs - batch.behavior_logprobs).abs()
-    meter.add(logprob_gap_mean=token_mean(gap, batch.loss_mask, totals))
-    meter.keep_max(logprob_gap_max=torch.where(batch.loss_mask, gap, 0.0).max())
+    if tokens.num_current > 0:
+        current = torch.where(batch.loss_mask & (batch.ages == 0), gap, 0.0)
+        meter.add(logprob_gap_mean=current.sum() / tokens.num_current)
+        meter.keep_max(logprob_gap_max=current.max())
+    if tokens.num_older > 0:
+        older = torch.where(batch.loss_mask & (batch.ages > 0), gap, 0.0)
+        meter.add(logprob_drift_mean=older.sum() / tokens.num_older)

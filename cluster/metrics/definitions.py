@@ -27,6 +27,7 @@ class MetricName(StrEnum):
     LEARNING_RATE = "learning_rate"
     LOGPROB_GAP_MEAN = "logprob_gap_mean"
     LOGPROB_GAP_MAX = "logprob_gap_max"
+    LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
     RESPONSE_LENGTH = "response_length"
     TRUNCATED_FRACTION = "truncated_fraction"
     UNIFORM_FRACTION = "uniform_fraction"
@@ -93,8 +94,15 @@ METRICS: Mapping[str, Metric] = {
     MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
     MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
     MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
-    MetricName.LOGPROB_GAP_MEAN: Metric("nat", "Mean absolute log-prob difference of engine and learner"),
-    MetricName.LOGPROB_GAP_MAX: Metric("nat", "Largest absolute log-prob difference of engine and learner"),
+    MetricName.LOGPROB_GAP_MEAN: Metric(
+        "nat", "Mean absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
+    ),
+    MetricName.LOGPROB_GAP_MAX: Metric(
+        "nat", "Largest absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
+    ),
+    MetricName.LOGPROB_DRIFT_MEAN: Metric(
+        "nat", "Mean absolute log-prob difference of the learner and the older weights that sampled a token"
+    ),
     MetricName.RESPONSE_LENGTH: Metric("tokens", "Mean number of tokens of a response"),
     MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses cut at sampler.max_tokens"),
     MetricName.UNIFORM_FRACTION: Metric("", "Share of groups whose rewards are all equal (no gradient)"),

@@ -43,7 +43,7 @@ class RunTotals:
         self.staleness.update(record.staleness)
         self.last_values.update(values)
         if MetricName.LOGPROB_GAP_MEAN in values:
-            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], values[MetricName.NUM_TOKENS])
+            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], record.staleness.get(0, 0))
         for name, value in values.items():
             known = self._maxima.setdefault(name, value)
             self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
@@ -59,7 +59,7 @@ class RunTotals:
 
     @property
     def logprob_gap_mean(self) -> float | None:
-        """Over all trained tokens; None before the first step."""
+        """Over all trained tokens of version lag 0; None before there are some."""
         return self._gap.value
 
     def maximum(self, name: MetricName) -> float | None:

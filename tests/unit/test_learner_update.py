@@ -131,6 +131,21 @@ def policy_gradient(folder: Path, groups: list[ScoredGroup], version: int, *over
     return {name: p.grad for name, p in learner._policy.named_parameters()}, report.metrics
 
 
+def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a", [picture(1)])
+    [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
+    aged = sampled_at(whole, [(WeightSpan(4, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)])
+    first, second = aged.group.trajectories
+    moved = dataclasses.replace(first, behavior_logprobs=first.behavior_logprobs + np.float32([0.5, 0.25, 0, 0]))
+    aged = dataclasses.replace(aged, group=dataclasses.replace(aged.group, trajectories=(moved, second)))
+    _, metrics = policy_gradient(folder, [aged], 6, "algorithm.max_staleness=1")
+    assert metrics["logprob_gap_max"] < 1e-5 and metrics["logprob_gap_mean"] < 1e-5
+    assert metrics["logprob_drift_mean"] == pytest.approx(0.375, abs=1e-5)
+    _, metrics = policy_gradient(folder, [aged], 7, "algorithm.max_staleness=2")
+    assert "logprob_gap_mean" not in metrics and "logprob_gap_max" not in metrics, "no token is current"
+    assert metrics["logprob_drift_mean"] == pytest.approx(0.75 / 6, abs=1e-5)
+
+
 def test_a_masked_token_has_no_part_in_the_gradient_but_counts_in_the_mean(folder, tokenizer) -> None:
     asked = prompt(tokenizer, "a", [picture(1)])
     [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])

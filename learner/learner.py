@@ -21,7 +21,7 @@ from configs.schema import RunConfig
 from learner.algorithms.advantages import ADVANTAGES
 from learner.backends import build_backend
 from learner.backends.base import Optimizer
-from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, totals, tokens_by_age
+from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, tokens_by_age, totals
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap

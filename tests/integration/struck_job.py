@@ -1,8 +1,8 @@
-"""`mobula train` whose engines' cores are processes of their own, to one of which something happens at many a moment:
+"""`mobula train` whose engines' cores are processes of their own, and whose actors or cores meet faults:
 
-    python tests/integration/struck_job.py FOLDER MOMENT-SIGNAL,MOMENT-SIGNAL,... WORDS...
+    python tests/integration/struck_job.py FOLDER MOMENT-VICTIM-SIGNAL,MOMENT-VICTIM-SIGNAL,... WORDS...
 
-One fault after the other, each once every engine serves again.
+A victim is `core` or `actor`. One fault after the other, each once every engine serves again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
 import deploy.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
-from struck_roles import CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
+from struck_roles import ACTOR, CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
 from waiting import until  # noqa: E402
 
 from cluster.evaluation import Evaluator  # noqa: E402
@@ -57,18 +57,20 @@ class StruckScope(hub.StepScope):
 class PlanningEvaluator(Evaluator):
     """Waits until all is well again before it plans the next fault."""
 
-    faults: dict[int, tuple[str, signal.Signals]] = {}  # by version
+    faults: dict[int, tuple[str, str, signal.Signals]] = {}  # moment, victim and kind, by version
 
     async def maybe_run(self, version: int) -> None:
         await super().maybe_run(version)
         if version in self.faults:
             await until(_is_whole, BACK_S)
-            moment, kind = self.faults.pop(version)
-            saboteur().plan(moment, victim=CORE, signal=kind)
+            moment, victim, kind = self.faults.pop(version)
+            saboteur().plan(moment, victim=victim, signal=kind)
 
 
 def _is_whole() -> bool:
-    return all(w.state is WorkerState.SERVING for w in KnownFleet.only.status()) and saboteur().is_there(CORE)
+    return all(w.state is WorkerState.SERVING for w in KnownFleet.only.status()) and all(
+        saboteur().is_there(victim) for victim in (CORE, ACTOR)
+    )
 
 
 def main(folder: str, faults: str, words: Sequence[str]) -> int:
@@ -76,7 +78,8 @@ def main(folder: str, faults: str, words: Sequence[str]) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:3])  # where its workers find all this
     planned = [fault.split("-") for fault in faults.split(",")]
     PlanningEvaluator.faults = {
-        1 + STEPS_PER_FAULT * number: (moment, signal.Signals[kind]) for number, (moment, kind) in enumerate(planned)
+        1 + STEPS_PER_FAULT * number: (moment, victim, signal.Signals[kind])
+        for number, (moment, victim, kind) in enumerate(planned)
     }
     rollouts.RolloutActor, rollouts.RolloutFleet = StruckRollout, KnownFleet
     build.Evaluator, hub.StepScope = PlanningEvaluator, StruckScope

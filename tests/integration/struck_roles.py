@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from core_apart import CoreApart
 from sabotage import Saboteur
 
 from cluster.roles import SamplingSettings
-from cluster.sampled import Attempt
+from cluster.sampled import Attempt, SampledSequence, TokenChunk
 from cluster.trajectory import Prompt, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 
 SABOTAGE = "MOBULA_TEST_SABOTAGE"  # the saboteur's folder, in the environment of every process of the run
-CORE = "core"  # the core of the engine that was started last
+CORE = "core"  # the core of the engine that was started last, or that reached `two_pushes` last
+ACTOR = "actor"  # its actor
 
 
 def saboteur() -> Saboteur:
@@ -28,8 +30,9 @@ class StruckRollout(CoreApart):
 
     async def start(self) -> None:
         await super().start()
-        _, core = await self.processes()
-        saboteur().enlist(CORE, core)
+        self._actor, self._core = await self.processes()
+        self._reported: dict[str, list[list[int]]] = {}  # request -> tokens of each sibling, with its last report
+        self._enlist()
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
@@ -38,6 +41,24 @@ class StruckRollout(CoreApart):
         await asyncio.sleep(0)  # it is with the engine now
         await _beside("generating")
         return await generating
+
+    def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+        """The moment `two_pushes`: a response is in its middle that three versions have sampled.
+
+        A victim leaves behind what it had reported before: the tokens that a later attempt must go on from.
+        """
+        super()._report(news, siblings)
+        request = news[0].request_id
+        if any(len(sibling.weight_spans) >= 3 and not sibling.is_finished for sibling in siblings):
+            if saboteur().is_planned("two_pushes") and request in self._reported:
+                self._enlist()
+                saboteur().leave(f"{request.partition('~')[0].replace('/', '-')}", self._reported[request])
+                saboteur().moment("two_pushes")
+        self._reported[request] = [sibling.token_ids.tolist() for sibling in siblings]
+
+    def _enlist(self) -> None:
+        saboteur().enlist(ACTOR, self._actor)
+        saboteur().enlist(CORE, self._core)
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         receiving = asyncio.ensure_future(super().receive_weights(manifest, bucket_bytes, version))

@@ -34,7 +34,7 @@ WORDS = (
 @pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
 def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
-    faults = ",".join(f"{moment}-{kind.name}" for moment in MOMENTS)
+    faults = ",".join(f"{moment}-core-{kind.name}" for moment in MOMENTS)
     try:
         job.finish(job.start(str(SCRIPT), str(tmp_path), faults))
         none_left(job.marks[0])

@@ -64,6 +64,10 @@ class Job:
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
         return self._start(*(command or (*MOBULA, "train")), *SMALL, *words)
 
+    def start_script(self, *words: str) -> subprocess.Popen[str]:
+        """A script with these words and no others."""
+        return self._start(*words)
+
     def write_reward(self) -> None:
         (self.folder / "job_reward.py").write_text(REWARD)
 

@@ -79,6 +79,15 @@ class Saboteur:
             os.kill(process_id, plan["signal"])
         return True
 
+    def leave(self, name: str, value: object) -> None:
+        """Something, as JSON, that outlives this process."""
+        self._write(self.folder / f"left-{name}.json", json.dumps(value))
+
+    def left(self) -> dict[str, object]:
+        """What processes left behind, by name."""
+        files = self.folder.glob("left-*.json")
+        return {file.stem.removeprefix("left-"): json.loads(file.read_text()) for file in files}
+
     @property
     def struck(self) -> list[str]:
         """Every fault that took place, in order."""

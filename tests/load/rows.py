@@ -54,7 +54,7 @@ class Row:
     @property
     def num_steps(self) -> int:
         """As many as TOKENS_OF_A_RUN allow."""
-        length = self.prompt_tokens + min(self.max_tokens, 300)
+        length = self.prompt_tokens + min(self.max_tokens, 150)
         tokens_per_step = self.prompts_per_step * self.siblings * length
         return max(FEW_STEPS, min(MANY_STEPS, TOKENS_OF_A_RUN // tokens_per_step))
 

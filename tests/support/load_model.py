@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -16,6 +17,7 @@ MAX_POSITIONS = 8192
 NUM_ROWS = 96  # prompts of one epoch
 PICTURE_SIDE = 448  # pixels: 256 tokens
 LONG = 3000
+CONSTANT = 0.3  # in the first channel of every token
 
 
 def write_load_model(folder: Path, mean_length: int) -> Path:
@@ -64,18 +66,45 @@ def _set(path: Path, keys: tuple[str, ...], value: int) -> None:
 
 
 def _end_after(folder: Path, mean_length: int) -> None:
-    """Solve the output row of EOS for a probability of 1 / `mean_length` after random tokens."""
+    """Make EOS about equally likely after whatever the model itself says: 1 / `mean_length` on average.
+
+    One channel of the residual stream is the same at every token; the output row of EOS reads that channel alone.
+    """
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    head, eos = model.get_output_embeddings(), model.generation_config.eos_token_id[0]
-    ids = torch.randint(0, 256, (32, 256), generator=torch.Generator().manual_seed(0))
-    states: list[torch.Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach().double()))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    head, text, stops = model.get_output_embeddings(), model.model.language_model, model.generation_config.eos_token_id
     with torch.no_grad():
-        logits = model(input_ids=ids).logits.double()
-    hook.remove()
-    logits[..., eos] = -torch.inf
-    wanted = logits.logsumexp(-1) - np.log(mean_length - 1)  # [32, 256]
-    found = torch.linalg.lstsq(states[0].flatten(0, 1), wanted.flatten()[:, None]).solution[:, 0]
+        text.embed_tokens.weight[:, 0] = CONSTANT
+        for layer in text.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        head.weight[:, 0] = 0
+        head.weight[stops] = 0
+    states, others = _spoken(model, tokenizer, stops)
+    low, high = -200.0, 200.0  # of the weight; the share of EOS grows with it
+    for _ in range(60):
+        middle = (low + high) / 2
+        share = torch.sigmoid(middle * states[..., 0] - others).mean()
+        low, high = (middle, high) if share < 1 / mean_length else (low, middle)
     with torch.no_grad():
-        head.weight[eos] = found.float()
+        head.weight[stops[0], 0] = low
+        head.weight[stops[1], 0] = -200.0
     model.save_pretrained(folder)
+
+
+def _spoken(model: Any, tokenizer: Any, stops: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What precedes the output layer at each token that the model samples, [B, T, H], and the log-sum-exp of the logits
+    of all tokens but the stops, [B, T]."""
+    letters = torch.randint(65, 91, (64, 24), generator=torch.Generator().manual_seed(0))
+    texts = [f"<|im_start|>user\n{bytes(row.tolist()).decode()}<|im_end|>\n<|im_start|>assistant\n" for row in letters]
+    prompts = tokenizer(texts, return_tensors="pt")
+    states: list[torch.Tensor] = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        spoken = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=160, suppress_tokens=stops)
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+        logits = model(input_ids=spoken).logits
+        hook.remove()
+    logits[..., stops] = -torch.inf
+    start = prompts["input_ids"].shape[1] - 1
+    return states[0][:, start:].double(), logits[:, start:].double().logsumexp(-1)

@@ -19,6 +19,7 @@ from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource
 from cluster.errors import DatasetError
 from configs.load import load_config
+from configs.words import overridden
 from deploy.cli import app
 from deploy.logs import OURS
 from deploy.preparation import TRAIN, Prepared, prepare, write_skipped
@@ -62,12 +63,19 @@ def write_data(folder: Path, *extra: Row | str) -> Path:
 
 
 def overrides(model: Path, data: Path, runs: Path) -> list[str]:
-    words = ["data=jsonl", f"data.path={data}", f"policy.model={model}", f"folder={runs}", "name=bad"]
+    words = [
+        "experiment=digits",
+        "data=jsonl",
+        f"data.path={data}",
+        f"policy.model={model}",
+        f"folder={runs}",
+        "name=bad",
+    ]
     return [*words, "data.max_prompt_tokens=128", "sampler.max_tokens=8", "metrics.progress=false"]
 
 
 def prepared(model: Path, data: Path, runs: Path, *more: str) -> Prepared:
-    return prepare(load_config([*overrides(model, data, runs), *more]), lambda media: media)
+    return prepare(load_config(overridden(overrides(model, data, runs), more)), lambda media: media)
 
 
 def picture(folder: Path, content: bytes) -> Row:

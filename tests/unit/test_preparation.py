@@ -12,6 +12,7 @@ from cluster.errors import DatasetError, PreflightError
 from cluster.media import MediaHandle
 from configs.load import load_config, load_resolved
 from configs.schema import RunConfig
+from configs.words import overridden
 from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, make_run_folder, prepare, require_model
 from deploy.runtime import evaluate
 
@@ -24,7 +25,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
     paths = [f"policy.model={shared / 'model'}", f"data.path={shared / 'digits'}", f"folder={folder / 'runs'}"]
-    return load_config(["experiment=digits", "name=first", *paths, *overrides])
+    return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
 
 
 def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_where_it_is_told(

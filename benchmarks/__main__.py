@@ -68,7 +68,7 @@ def main(
 
 def _measure(name: Name, quick: bool, overrides: list[str]) -> Report:
     try:
-        device = load_config(["experiment=digits", *overrides]).resources.device
+        device = load_config(overridden(["experiment=digits"], overrides)).resources.device
     except ConfigError as error:
         _refuse(str(error))
     findings = import_module(f"benchmarks.{name}").measure(QUICK if quick else FULL, overrides)

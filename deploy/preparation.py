@@ -21,6 +21,7 @@ from cluster.media import MediaStore
 from cluster.metrics.run_folder import SKIPPED_FILE
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import DataKind, PolicyConfig, RunConfig
+from learner.policies.families import max_positions, takes_pictures
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -78,6 +79,8 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
     _check_trained(checkpoint, config.policy)
+    takes_pictures(config.policy.model)
+    _check_positions(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = ChatProcessor(
@@ -92,6 +95,15 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
     refuse_unknown_prefixes(policy.freeze, [spec.name for spec in checkpoint.tensors])
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
+
+
+def _check_positions(config: RunConfig) -> None:
+    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    if most is not None and wanted > most:
+        raise PreflightError(
+            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
+            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
+        )
 
 
 def ensure_model(config: RunConfig) -> Path:

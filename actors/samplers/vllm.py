@@ -69,8 +69,9 @@ class VLLMSampler:
         start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         self._engine = start(engine_args(self._settings), stat_loggers=loggers)
-        processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
-        self._fields_of = processor._get_mm_fields_config
+        if self._engine.model_config.is_multimodal_model:
+            processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+            self._fields_of = processor._get_mm_fields_config
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push

@@ -14,7 +14,9 @@ from rich.console import Console
 
 from benchmarks.measure import FULL, QUICK
 from benchmarks.report import BASELINES, Report, describe, problems, read, tables, write
-from configs.load import ConfigError, load_config
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.words import overridden
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

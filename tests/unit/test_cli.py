@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
 from cluster.status import InFlight, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from configs.errors import ConfigError
 from configs.load import dump_config, load_config, load_resolved
 from configs.schema import RunConfig
 from deploy import doctor, leftovers, run_client
@@ -84,6 +85,17 @@ def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(result.stdout, encoding="utf-8")
     assert load_resolved(path) == load_config(overrides)
+
+
+def test_what_only_looks_at_a_configuration_needs_no_model_and_data_yet(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["show-config", "resources=gpu_1"])
+    assert shown.exit_code == 0 and "model: ???" in shown.stdout
+    path = tmp_path / "config.yaml"
+    path.write_text(shown.stdout, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"policy\.model is missing"):
+        load_resolved(path)
+    trained = CliRunner().invoke(app, ["train", "resources=gpu_1"])
+    assert trained.exit_code == 2 and "`experiment=own policy.model=CHECKPOINT data.path=FOLDER`" in trained.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan", "show-config", "doctor"])

@@ -91,10 +91,16 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
-    """What `policy.freeze` and `policy.lora.target_modules` name must be there."""
-    refuse_unknown_prefixes(policy.freeze, [spec.name for spec in checkpoint.tensors])
+    """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
+    names = [spec.name for spec in checkpoint.tensors]
+    refuse_unknown_prefixes(policy.freeze, names)
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
+    elif all(name.startswith(policy.freeze) for name in names):
+        raise PreflightError(
+            f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
+            "would be trained: take a prefix out of it"
+        )
 
 
 def _check_positions(config: RunConfig) -> None:

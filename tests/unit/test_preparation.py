@@ -172,13 +172,15 @@ def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path,
     [
         ("policy.freeze=[vision.]", r"policy\.freeze: no parameter .* 'vision\.'; the nearest are visual"),
         ("policy.lora.target_modules=[w_proj]", r"no matrix of the model is called w_proj"),
+        ("policy.freeze=[visual.,model.,lm_head]", r"freezes every parameter of policy\.model"),
     ],
 )
 def test_layers_that_the_checkpoint_does_not_have_are_refused_before_anything_starts(
     shared: Path, tmp_path: Path, word: str, said: str
 ) -> None:
+    rank = 0 if "lm_head" in word else 4
     with pytest.raises(PreflightError, match=said):
-        prepare(config(shared, tmp_path, "policy.lora.rank=4", word), lambda media: media)
+        prepare(config(shared, tmp_path, f"policy.lora.rank={rank}", word), lambda media: media)
 
 
 @pytest.mark.parametrize("obstacle", ["runs", "runs/first", "runs/first/config.yaml", "runs/latest"])

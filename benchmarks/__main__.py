@@ -14,7 +14,9 @@ from rich.console import Console
 
 from benchmarks.measure import FULL, QUICK
 from benchmarks.report import BASELINES, Report, describe, problems, read, tables, write
-from configs.load import ConfigError, load_config
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.words import overridden
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -68,7 +70,7 @@ def main(
 
 def _measure(name: Name, quick: bool, overrides: list[str]) -> Report:
     try:
-        device = load_config(["experiment=digits", *overrides]).resources.device
+        device = load_config(overridden(["experiment=digits"], overrides)).resources.device
     except ConfigError as error:
         _refuse(str(error))
     findings = import_module(f"benchmarks.{name}").measure(QUICK if quick else FULL, overrides)

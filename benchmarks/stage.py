@@ -18,6 +18,7 @@ from cluster.placement_groups import create_placement_groups, plan_when_free, re
 from cluster.trajectory import Prompt
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.words import overridden
 from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.spawner import Spawner
 
@@ -34,9 +35,10 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def scratch_config(settings: Sequence[str], overrides: Sequence[str]) -> Iterator[RunConfig]:
-    """The default digits run with a benchmark's `settings`, then the user's `overrides`; it leaves nothing behind."""
+    """The digits run with a benchmark's `settings`, then the user's `overrides`; it leaves nothing behind."""
     with scratch_folder() as folder:
-        yield load_config(["experiment=digits", f"folder={folder}", "metrics.progress=false", *settings, *overrides])
+        own = overridden(["experiment=digits", f"folder={folder}", "metrics.progress=false"], settings)
+        yield load_config(overridden(own, overrides))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs import keys
-from configs.load import FOLDER, groups
+from configs.groups import FOLDER, groups
 from configs.schema.base import Section
 from configs.schema.run import RunConfig
 
@@ -21,10 +21,25 @@ A run is a set of YAML groups and the keys that are set on top of them:
 
     mobula train experiment=digits resources=laptop algorithm.kl.coef=0.01
 
-Overrides may stand in any order. `GROUP=OPTION` chooses a file, `KEY=VALUE` sets one key; a list is written
-`policy.freeze=[visual.]`, one item of a list by its position: `rewards.components.1.weight=0.2`. A text that looks like
-a number is quoted twice: `name="'2024'"`. `mobula show-config` with the same overrides prints every key with its value,
-and each run keeps that text beside its results.
+`GROUP=OPTION` chooses a file, `KEY=VALUE` sets one key. What is named on the command line wins, in whatever order the
+words stand. From weak to strong:
+
+1. the groups, as `configs/config.yaml` or the experiment chooses them,
+2. the keys that the experiment sets,
+3. the groups on the command line: with `experiment=digits warm_start=none` there is no warm start. An option sets the
+   keys of its own file and of the options that this file builds on. What all options share (`_base.yaml`) is no part
+   of the choice: `experiment=digits learner=deepspeed` keeps the experiment's learning rate.
+4. the keys on the command line.
+
+A word that does not stand in the result is refused: one key with two values, two options of one group, a group of which
+other words overrule every key. `policy.model` and `data.path` have no default. `experiment=own` holds values for a
+released checkpoint, `experiment=digits` trains a small model that it writes itself.
+
+The value of a key that takes text or a path is taken as it stands, with spaces, commas or `=` in it; quotes around the
+whole value are removed, and `~/` at its start is the home folder. Other values are numbers, `true` or `false`, lists
+(`policy.freeze=[visual.]`) and mappings; one item of a list is set by its position:
+`rewards.components.1.weight=0.2`. `mobula show-config` with the same words prints every key with its value, and each
+run keeps that text beside its results.
 """
 
 

@@ -39,6 +39,7 @@ from deploy.colocation import sharing
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import age_limit, build_records
 from deploy.rollouts import adaptive_concurrency, rollout_fleet
+from deploy.run_folder import CHECKPOINTS_FOLDER
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.spawner import Spawner
 from deploy.warm_start import warm_start
@@ -46,7 +47,6 @@ from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from rewards.pool import RewardPool
 
-CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16

@@ -234,7 +234,7 @@ def plan(
     from deploy.plan_view import as_table, nodes_at
 
     with explained():
-        config = load_config(overrides or [])
+        config = load_config(overrides or [], is_complete=False)
         nodes = nodes_at(config, address)
         placement = plan_placement(config.resources, nodes, needed_roles(config))
     place = f"the cluster at {address}" if address else "this machine"
@@ -249,7 +249,7 @@ def show_config(overrides: Overrides = None) -> None:
     from configs.load import dump_config, load_config
 
     with explained():
-        config = load_config(overrides or [])
+        config = load_config(overrides or [], is_complete=False)
     terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
 
 
@@ -335,7 +335,7 @@ def doctor(
     console = terminal(soft_wrap=True)
     num_missing = 0
     with explained():
-        for finding in examine(load_config(overrides or [])):
+        for finding in examine(load_config(overrides or [], is_complete=False)):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)

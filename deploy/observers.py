@@ -12,6 +12,7 @@ from cluster.metrics.run_folder import METRICS_FILE, SAMPLES_FILE
 from cluster.metrics.samples import SampleKeeper
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.console import ConsoleSink
+from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink
 from cluster.metrics.sinks.ray_gauges import RaySink
 from cluster.metrics.sinks.tensorboard import TensorBoardSink
@@ -35,7 +36,7 @@ def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequ
         timeout_s=config.timeouts.object_s,
     )
     metrics = Metrics(
-        [journal, *_optional_sinks(config, console, version), *sinks],
+        [journal, EstimateSink(num_steps=config.num_steps), *_optional_sinks(config, console, version), *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
         samples=samples,

@@ -1,10 +1,9 @@
-"""Everything that is checked and written before a role starts: run folder, model, data, processor, preflight."""
+"""Everything that is checked and written before a role starts: model, data, processor, preflight."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +18,12 @@ from actors.datasets.prompts import PreflightReport, preflight
 from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError
 from cluster.media import MediaStore
-from cluster.metrics.run_folder import CONFIG_FILE, SKIPPED_FILE
+from cluster.metrics.run_folder import SKIPPED_FILE
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.load import dump_config
-from configs.schema import DataKind, RunConfig
+from configs.schema import DataKind, PolicyConfig, RunConfig
+from learner.policies.families import max_positions, takes_pictures
+from learner.policies.loading import refuse_unknown_prefixes
+from learner.policies.lora import adapted_modules
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 _logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     """Write what is missing, check everything, and load the processor; `put` stores a picture's tensors.
 
     Raises:
-        PreflightError: the run folder cannot be written, or too much of the data is unusable.
+        PreflightError: model or data cannot be had or written, or too much of the data is unusable.
         ValueError: model or configuration do not fit.
     """
     try:
@@ -77,6 +78,9 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
+    _check_trained(checkpoint, config.policy)
+    takes_pictures(config.policy.model)
+    _check_positions(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = ChatProcessor(
@@ -86,23 +90,26 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     return Prepared(config, model_folder, checkpoint, processor, media, splits)
 
 
-def make_run_folder(config: RunConfig) -> None:
-    """Create the run folder, prove that it can be written, and point `latest` at it.
-
-    Raises:
-        PreflightError: it cannot be written.
-    """
-    folder = config.run_folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
-        link = config.folder / f".latest-{os.getpid()}"
-        link.symlink_to(folder.name, target_is_directory=True)
-        link.replace(config.folder / "latest")
-    except OSError as error:
+def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
+    """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
+    names = [spec.name for spec in checkpoint.tensors]
+    refuse_unknown_prefixes(policy.freeze, names)
+    if policy.lora.is_on:
+        adapted_modules(checkpoint, policy)
+    elif all(name.startswith(policy.freeze) for name in names):
         raise PreflightError(
-            f"the run folder {folder} cannot be written ({error}): set folder or name to another"
-        ) from error
+            f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
+            "would be trained: take a prefix out of it"
+        )
+
+
+def _check_positions(config: RunConfig) -> None:
+    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    if most is not None and wanted > most:
+        raise PreflightError(
+            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
+            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
+        )
 
 
 def ensure_model(config: RunConfig) -> Path:

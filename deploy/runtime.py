@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -33,10 +34,12 @@ from cluster.placement import PlacementPlan, inference_roles, needed_roles, plan
 from cluster.placement_groups import create_placement_groups, plan_when_free
 from configs.schema import RunConfig
 from deploy.build import Inference, build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
-from deploy.logs import set_up_logging
+from deploy.logs import logged_to, set_up_logging
 from deploy.observers import build_metrics
-from deploy.preparation import Prepared, make_run_folder, prepare, require_model, write_skipped
+from deploy.overview import overview
+from deploy.preparation import Prepared, prepare, require_model, write_skipped
 from deploy.records import reached_version
+from deploy.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
 from deploy.run_record import recorded
 from deploy.scaling import control_loop
 from deploy.spawner import Spawner
@@ -44,14 +47,17 @@ from deploy.terminal import terminal
 
 T = TypeVar("T")
 
+_logger = logging.getLogger(__name__)
+
 
 def train(config: RunConfig) -> int:
     """The main job from start to report; returns the exit code."""
     console = terminal()
     summary = run_training(config, console)
     before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
+    start = "after the warm start" if config.warm_start.num_steps else "before RL"
     console.print(
-        f"held-out accuracy {before} after the warm start, {after} after RL; report: {config.run_folder / REPORT_FILE}",
+        f"held-out accuracy {before} {start}, {after} after RL; report: {config.run_folder / REPORT_FILE}",
         markup=False,
         soft_wrap=True,
     )
@@ -99,9 +105,15 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     """
     started = time.perf_counter()
     version = start_version(config)
-    make_run_folder(config)
-    set_up_logging(config.run_folder, console)
-    with _cluster(config, needed_roles(config)) as cluster, _findable(cluster):
+    set_up_logging(console)
+    check_run_folder(config)
+    with (
+        _cluster(config, needed_roles(config)) as cluster,
+        run_folder(config),
+        logged_to(config.run_folder),
+        _findable(cluster),
+    ):
+        _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
@@ -124,7 +136,7 @@ def start_version(config: RunConfig) -> int:
     Raises:
         PreflightError: the run folder holds a run that this one may not go on with.
     """
-    latest = find_resumable(config.run_folder / "checkpoints", config.resume, run_identity(config))
+    latest = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, run_identity(config))
     return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))
 
 

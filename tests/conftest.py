@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import shutil
 import tempfile
 import uuid
@@ -32,6 +33,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             return (yield)
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # said aloud: a child that a test forked may still have the file
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    """A run takes over the loggers of its process."""
+    from deploy.logs import OURS
+
+    loggers = [logging.getLogger(name) for name in OURS]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

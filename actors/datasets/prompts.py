@@ -218,7 +218,8 @@ def _refuse_if_too_many_skipped(
 ) -> None:
     total = len(rows) + len(skipped)
     if not rows or len(skipped) > max_skipped_fraction * total:
+        reasons = ", ".join(f"{reason} {number}" for reason, number in count_by_reason(skipped).items())
         raise DatasetError(
-            f"{len(skipped)} of {total} samples of the split {split.name} are unusable{first_few(skipped)}, "
+            f"{len(skipped)} of {total} samples of the split {split.name} are unusable: {reasons}{first_few(skipped)}, "
             f"data.max_skipped_fraction is {max_skipped_fraction:g}: mend them or raise it"
         )

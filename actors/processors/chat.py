@@ -14,7 +14,14 @@ from pathlib import Path
 import numpy as np
 import transformers
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor, GenerationConfig, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
 from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
@@ -22,6 +29,7 @@ from cluster.errors import MediaError, PromptError
 from cluster.media import MediaHandle, MediaStore, ProcessedMedia, content_key
 from cluster.trajectory import MediaSpan, Prompt
 from configs.schema.rollout import DataConfig, SamplerConfig
+from learner.policies.families import takes_pictures
 
 # A policy that sampled one of these would claim a picture that is not there.
 MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
@@ -47,9 +55,11 @@ class ChatProcessor:
     Processed pictures go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
     as well, for reward functions that look at them.
 
+    A text-only model has a tokenizer in the place of a processor, and takes prompts without pictures.
+
     Raises:
-        ValueError: the model has no image processor with a pixel budget, its tokenizer does not know the picture
-            placeholder, or a text of the configuration is unfit.
+        ValueError: the model is of a family that is not supported, its processor or tokenizer is unfit, or a text of
+            the configuration is.
     """
 
     def __init__(
@@ -60,17 +70,18 @@ class ChatProcessor:
         self._max_images = sampler.max_images_per_prompt
         self._media = media
         self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
-        self._processor = _load(model, data)
-        self._tokenizer = self._processor.tokenizer
-        self._images = self._processor.image_processor
+        self.takes_pictures = takes_pictures(model)
+        self._processor = _load(model, data) if self.takes_pictures else _load_tokenizer(model)
+        self._tokenizer = self._processor.tokenizer if self.takes_pictures else self._processor
         added = self._tokenizer.added_tokens_decoder
         self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
-        self.fingerprint = _fingerprint(self._processor)
+        self.fingerprint = _fingerprint(self._processor, self._tokenizer)
         self.media_token_ids = tuple(i for i, token in added.items() if token.content in MEDIA_TOKENS)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
-        self.pad_token_id: int = self._tokenizer.pad_token_id
+        pad = self._tokenizer.pad_token_id
+        self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
         """The row as a prompt, its pictures processed and stored.
@@ -120,6 +131,11 @@ class ChatProcessor:
         return np.array([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
 
     def _check_row(self, row: Row) -> None:
+        if row.images and not self.takes_pictures:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.images)} pictures, and policy.model is a text-only model: "
+                "remove the row, or choose a vision-language model"
+            )
         if len(row.images) > self._max_images:
             raise PromptError(
                 f"{row.sample_id} has {len(row.images)} pictures, sampler.max_images_per_prompt is {self._max_images}: "
@@ -131,7 +147,8 @@ class ChatProcessor:
         """The row's tokens, given its pictures' (width, height)."""
         text, compact_ids = self._encode(row.question)
         num_tokens = [self._num_tokens(size, path) for size, path in zip(sizes, row.images, strict=True)]
-        places = np.flatnonzero(compact_ids == self._processor.image_token_id)
+        image_token = self._processor.image_token_id if self.takes_pictures else None
+        places = np.flatnonzero(compact_ids == image_token)
         if len(places) != len(num_tokens):
             raise PromptError(
                 f"{row.sample_id} has {len(num_tokens)} pictures and its rendered text {len(places)} placeholders: "
@@ -149,10 +166,11 @@ class ChatProcessor:
         """The chat prompt as text and as ids, one placeholder a picture."""
         user_text = question + self._data.prompt_suffix
         self._refuse_special_tokens(user_text)
-        messages = [{"role": "user", "content": _content(user_text)}]
+        turns = [("user", user_text)]
         if self._data.system_prompt:
-            system = [{"type": "text", "text": self._data.system_prompt}]
-            messages.insert(0, {"role": "system", "content": system})
+            turns.insert(0, ("system", self._data.system_prompt))
+        # Templates of text-only models know no parts.
+        messages = [{"role": r, "content": _content(text) if self.takes_pictures else text} for r, text in turns]
         text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
         ids.flags.writeable = False  # shared by all prompts of this question
@@ -161,11 +179,12 @@ class ChatProcessor:
     def _num_tokens(self, size: tuple[int, int], source: Path) -> int:
         """Placeholders that a picture of (width, height) takes."""
         width, height = size
+        images = self._processor.image_processor
         try:
-            num_patches = self._images.get_number_of_image_patches(height, width)
+            num_patches = images.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
-        return num_patches // self._images.merge_size**2
+        return num_patches // images.merge_size**2
 
     def _store(self, content: bytes, path: Path) -> MediaHandle:
         key = content_key(content, self.fingerprint)
@@ -173,7 +192,7 @@ class ChatProcessor:
 
     def _process(self, content: bytes, path: Path) -> ProcessedMedia:
         image = decode_image(content, path, self._limits)
-        inputs = self._images(images=[image], return_tensors="pt")
+        inputs = self._processor.image_processor(images=[image], return_tensors="pt")
         return ProcessedMedia(
             modality="image",
             inputs={
@@ -231,10 +250,13 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
-            "choose a vision-language checkpoint, or download it again if its tokenizer files are damaged"
+            "download it again, its processor or tokenizer files are damaged"
         ) from error
     if not isinstance(processor, ProcessorMixin) or "image_processor" not in processor.get_attributes():
-        raise ValueError(f"policy.model={model} has no image processor: choose a vision-language checkpoint")
+        raise ValueError(
+            f"policy.model={model} is of a vision-language type but has no image processor: download it again with its "
+            "preprocessor_config.json"
+        )
     size = processor.image_processor.size
     if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
         raise ValueError(
@@ -243,6 +265,22 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
         )
     _refuse_unfit_tokenizer(processor, model)
     return processor
+
+
+def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a text-only model."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # of any kind, by which of its files is damaged
+        raise ValueError(
+            f"policy.model={model} has no tokenizer that loads ({type(error).__name__}: {error}): download it again"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"policy.model={model} has no chat template: choose an instruction-tuned checkpoint, or put a "
+            "chat_template.jinja into the folder"
+        )
+    return tokenizer
 
 
 def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str) -> None:
@@ -257,13 +295,13 @@ def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str) -> None:
         )
 
 
-def _fingerprint(processor: ProcessorMixin) -> str:
+def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides what this processor makes of a question and its pictures."""
     settings = {
         "processor": type(processor).__name__,
-        "images": processor.image_processor.to_dict(),
-        "tokenizer": type(processor.tokenizer).__name__,
-        "vocabulary": len(processor.tokenizer),
+        "images": None if processor is tokenizer else processor.image_processor.to_dict(),
+        "tokenizer": type(tokenizer).__name__,
+        "vocabulary": len(tokenizer),
         "chat_template": processor.chat_template,
         "transformers": transformers.__version__,
     }

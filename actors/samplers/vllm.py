@@ -72,8 +72,9 @@ class VLLMSampler:
         self._engine = start(engine_args(self._settings), stat_loggers=loggers)
         if isinstance(self._engine.output_processor, ThreadedOutputs):
             self._engine.output_processor.on_preempted = self._load.preempted
-        processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
-        self._fields_of = processor._get_mm_fields_config
+        if self._engine.model_config.is_multimodal_model:
+            processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+            self._fields_of = processor._get_mm_fields_config
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -54,14 +54,23 @@ def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
     """
     if not prefixes:
         return
-    names = checkpoint_names(model)
     parameters = dict(model.named_parameters())
-    for prefix in prefixes:
-        matches = [state for state, name in names.items() if name.startswith(prefix) and state in parameters]
-        if not matches:
-            raise ValueError(_no_match(prefix, list(names.values())))
-        for state_name in matches:
+    names = {state: name for state, name in checkpoint_names(model).items() if state in parameters}
+    refuse_unknown_prefixes(prefixes, list(names.values()))
+    for state_name, name in names.items():
+        if name.startswith(prefixes):
             parameters[state_name].requires_grad_(False)
+
+
+def refuse_unknown_prefixes(prefixes: tuple[str, ...], names: Sequence[str]) -> None:
+    """Each of `policy.freeze` must be the start of some parameter's checkpoint name.
+
+    Raises:
+        ValueError: a prefix that names nothing.
+    """
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            raise ValueError(_no_match(prefix, names))
 
 
 def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
@@ -110,7 +119,7 @@ def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: M
     model.save_pretrained(folder, state_dict=state)
 
 
-def _no_match(prefix: str, names: list[str]) -> str:
+def _no_match(prefix: str, names: Sequence[str]) -> str:
     stems = {".".join(parts[: i + 1]) + "." for parts in (n.split(".") for n in names) for i in range(len(parts) - 1)}
     nearest = get_close_matches(prefix, sorted(stems), n=3, cutoff=0.0)
     return (

@@ -26,7 +26,7 @@ MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 PIXELS_PER_TOKEN = (PATCH_SIZE * MERGE_SIZE) ** 2
 MAX_PICTURE_TOKENS = 64
-MAX_POSITIONS = 2048
+MAX_POSITIONS = 4096
 
 # About 1/sqrt(width). The usual 0.02 suits widths of thousands; at this width it leaves every block next to silent, and
 # learning starts several times slower.

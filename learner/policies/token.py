@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from learner.policies.batch import MediaBatch, PositionLayout, TokenBatch
+from learner.policies.families import VISION_FAMILIES
 from learner.policies.logprobs import Distribution, token_logprobs
-
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")  # one embedding a placeholder, and nothing else enters the decoder
 
 
 class PolicyOutput(NamedTuple):

@@ -27,7 +27,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("cluster/metrics/sinks/*",),
     "torch.utils.tensorboard": ("cluster/metrics/sinks/*",),
     "wandb": ("cluster/metrics/sinks/*",),
-    "hydra": ("configs/load.py",),
+    "hydra": ("configs/load.py", "configs/words.py"),
     "omegaconf": ("configs/load.py",),
     "typer": ("deploy/cli*.py",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),

@@ -121,7 +121,7 @@ class _Moving:
         self.node = nodes[PLANNED["reward"]]
         self._nodes = nodes
         self._folder = folder
-        self._config = load_config([f"folder={folder}", "name=moving"])
+        self._config = load_config(["experiment=digits", f"folder={folder}", "name=moving"])
 
     async def __aenter__(self) -> _Moving:
         self._mark = marking("moving")

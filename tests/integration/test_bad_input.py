@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource
 from cluster.errors import DatasetError
 from configs.load import load_config
+from configs.words import overridden
 from deploy.cli import app
-from deploy.logs import OURS
 from deploy.preparation import TRAIN, Prepared, prepare, write_skipped
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -33,17 +32,6 @@ BOMB_SIDE = 16_384  # 268 million pixels
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("bad") / "model")
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    """A run takes over the loggers of its process."""
-    loggers = [logging.getLogger(name) for name in OURS]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
-    yield
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
 
 
 def write_data(folder: Path, *extra: Row | str) -> Path:
@@ -62,12 +50,19 @@ def write_data(folder: Path, *extra: Row | str) -> Path:
 
 
 def overrides(model: Path, data: Path, runs: Path) -> list[str]:
-    words = ["data=jsonl", f"data.path={data}", f"policy.model={model}", f"folder={runs}", "name=bad"]
+    words = [
+        "experiment=digits",
+        "data=jsonl",
+        f"data.path={data}",
+        f"policy.model={model}",
+        f"folder={runs}",
+        "name=bad",
+    ]
     return [*words, "data.max_prompt_tokens=128", "sampler.max_tokens=8", "metrics.progress=false"]
 
 
 def prepared(model: Path, data: Path, runs: Path, *more: str) -> Prepared:
-    return prepare(load_config([*overrides(model, data, runs), *more]), lambda media: media)
+    return prepare(load_config(overridden(overrides(model, data, runs), more)), lambda media: media)
 
 
 def picture(folder: Path, content: bytes) -> Row:
@@ -179,7 +174,8 @@ def refused(result: Result) -> str:
 
 
 def never_started(runs: Path) -> bool:
-    return not list(runs.rglob("metrics.jsonl")) and not list(runs.rglob("checkpoints"))
+    """Neither a run folder nor a link to it."""
+    return not runs.exists()
 
 
 def emptied(folder: Path) -> Path:
@@ -237,6 +233,31 @@ def test_a_model_folder_without_a_model_is_refused(tmp_path: Path, restored_logg
     (tmp_path / "model").mkdir()
     words = overrides(tmp_path / "model", write_data(tmp_path / "data"), tmp_path / "runs")
     assert "is no checkpoint folder (it has no config.json)" in refused(train(*words, "policy.tiny=none"))
+    assert never_started(tmp_path / "runs")
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(model: Path, tmp_path: Path, restored_logging: None) -> None:
+    runs, earlier = tmp_path / "runs", tmp_path / "runs" / "bad"
+    earlier.mkdir(parents=True)
+    for name in ("run.log", "skipped.json", "config.yaml"):
+        (earlier / name).write_text("mine")
+    (runs / "latest").symlink_to("other")
+    words = [*overrides(model, emptied(tmp_path / "data"), runs), "resume=auto"]
+    assert "no usable row" in refused(train(*words))
+    assert {path.name: path.read_text() for path in earlier.iterdir()} == dict.fromkeys(
+        ("run.log", "skipped.json", "config.yaml"), "mine"
+    )
+    assert os.readlink(runs / "latest") == "other"
+
+
+def test_too_many_bad_rows_are_named_where_no_run_folder_could_name_them(
+    model: Path, tmp_path: Path, restored_logging: None
+) -> None:
+    data = write_data(tmp_path / "data", *(named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)))
+    said = refused(train(*overrides(model, data, tmp_path / "runs")))
+    assert "5 of 25 samples of the split train are unusable: missing_file 5 (" in said
+    assert all(f"(lost-{n}): there is no file" in said for n in range(3))
+    assert never_started(tmp_path / "runs")
 
 
 def test_a_finished_run_is_not_overwritten(model: Path, tmp_path: Path, restored_logging: None) -> None:

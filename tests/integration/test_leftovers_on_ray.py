@@ -47,8 +47,8 @@ class Careless:
 
 
 def main(folder):
-    config = load_config([f"folder={folder}", "name=killed", "resources.num_cpus=1", "resources.dashboard=false",
-                          "resources.object_store_bytes=104857600"])
+    config = load_config(["experiment=digits", f"folder={folder}", "name=killed", "resources.num_cpus=1",
+                          "resources.dashboard=false", "resources.object_store_bytes=104857600"])
     config.run_folder.mkdir(parents=True)
     with ray_session(config) as session, recorded(run_record(config, session)):
         careless = Careless.remote()

@@ -141,6 +141,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     job = Job(
         folder,
         (
+            "experiment=digits",
             "resources=laptop",
             "data=jsonl",
             data,

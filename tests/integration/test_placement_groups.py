@@ -12,7 +12,7 @@ from configs.load import load_config
 
 
 def test_laptop_preset_is_booked_and_given_back(local_ray: str) -> None:
-    resources = load_config([]).resources
+    resources = load_config(["experiment=digits"]).resources
     plan = plan_placement(resources, cluster_nodes(), roles=tuple(resources.roles))
 
     bookings = create_placement_groups(plan, run_name="test", timeout_s=30)

@@ -51,6 +51,7 @@ def config(tmp_path: Path) -> RunConfig:
     (tmp_path / "scaling_plugin.py").write_text(PLUGIN)
     return load_config(
         [
+            "experiment=digits",
             "name=scaled",
             f"folder={tmp_path}",
             "rewards.components.0.function=scaling_plugin:score",

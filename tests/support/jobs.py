@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from cluster.metrics.records import StepRecord
 from cluster.metrics.sinks.jsonl import read_records
+from configs.words import overridden
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other
@@ -62,7 +63,7 @@ class Job:
         that `mobula train` takes."""
         self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
-        return self._start(*(command or (*MOBULA, "train")), *SMALL, *words)
+        return self._start(*(command or (*MOBULA, "train")), *overridden(SMALL, words))
 
     def start_script(self, *words: str) -> subprocess.Popen[str]:
         """A script with these words and no others."""

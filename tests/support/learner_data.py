@@ -23,16 +23,16 @@ from cluster.trajectory import (
 )
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.words import overridden
 
 PATCH_VALUES = 3 * 2 * 14 * 14
 
 
 def tiny_config(model: Path, *overrides: str) -> RunConfig:
     """A run of the tiny model at temperature 0.8, one learner process unless told otherwise."""
-    return load_config(
-        [f"policy.model={model}", "learner=single", "resources.learner.num_workers=1", "sampler.temperature=0.8"]
-        + ["learner.learning_rate=0.001", "algorithm.kl.coef=0", *overrides]
-    )
+    words = ["experiment=digits", f"policy.model={model}", "learner=single", "resources.learner.num_workers=1"]
+    words += ["sampler.temperature=0.8", "learner.learning_rate=0.001", "algorithm.kl.coef=0"]
+    return load_config(overridden(words, overrides))
 
 
 def picture(seed: int, rows: int = 4, columns: int = 4) -> MediaHandle:

@@ -111,7 +111,7 @@ async def test_sides_take_turns_and_warm_up_rounds_are_thrown_away() -> None:
 
 async def test_a_round_of_rollouts_samples_every_prompt_as_a_run_would_and_counts_what_came() -> None:
     fleet, prompts = FakeRollouts(), [make_prompt("0/0/a"), make_prompt("0/1/b")]
-    prepared = SimpleNamespace(config=load_config(["sampler.max_tokens=8"]))
+    prepared = SimpleNamespace(config=load_config(["experiment=digits", "sampler.max_tokens=8"]))
     sides = Sides(prepared, fleet, engine=None, rounds=[[], prompts], max_tokens=16)
     started = time.perf_counter()
     rate = await sides.ours(1)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
 from cluster.status import InFlight, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from configs.errors import ConfigError
 from configs.load import dump_config, load_config, load_resolved
 from configs.schema import RunConfig
 from deploy import doctor, leftovers, run_client
@@ -57,6 +58,7 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) 
         ["train", "--help"],
         ["show-config"],
         ["show-config", "data=bad"],
+        ["show-config", "experiment=digits"],
         ["status", "--help"],
         ["status", "no_such_run"],
         ["scale", "--help"],
@@ -85,6 +87,17 @@ def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:
     assert load_resolved(path) == load_config(overrides)
 
 
+def test_what_only_looks_at_a_configuration_needs_no_model_and_data_yet(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["show-config", "resources=gpu_1"])
+    assert shown.exit_code == 0 and "model: ???" in shown.stdout
+    path = tmp_path / "config.yaml"
+    path.write_text(shown.stdout, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"policy\.model is missing"):
+        load_resolved(path)
+    trained = CliRunner().invoke(app, ["train", "resources=gpu_1"])
+    assert trained.exit_code == 2 and "`experiment=own policy.model=CHECKPOINT data.path=FOLDER`" in trained.stderr
+
+
 @pytest.mark.parametrize("command", ["train", "evaluate", "plan", "show-config", "doctor"])
 def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
     result = CliRunner().invoke(app, [command, "algorithm.kl.coeff=1"])
@@ -96,7 +109,7 @@ def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_runtime_gets_the_config_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     runtime = with_runtime(monkeypatch, 7)
-    result = CliRunner().invoke(app, [command, "algorithm.kl.coef=0.5", "resources=laptop"])
+    result = CliRunner().invoke(app, [command, "experiment=digits", "algorithm.kl.coef=0.5", "resources=laptop"])
     assert result.exit_code == 7
     assert [config.algorithm.kl.coef for config in runtime.trained] == [0.5]
 
@@ -113,7 +126,7 @@ def test_run_that_ends_on_purpose_says_why(
     monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, said: str
 ) -> None:
     with_runtime(monkeypatch, raised)
-    result = CliRunner().invoke(app, ["train"])
+    result = CliRunner().invoke(app, ["train", "experiment=digits"])
     assert result.exit_code == exit_code
     assert said in result.stderr
     assert "Traceback" not in result.output
@@ -122,7 +135,9 @@ def test_run_that_ends_on_purpose_says_why(
 def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.yaml").write_text(dump_config(load_config(["learner.learning_rate=3e-4"])), encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(
+        dump_config(load_config(["experiment=digits", "learner.learning_rate=3e-4"])), encoding="utf-8"
+    )
     asked = []
     replaying = SimpleNamespace(
         replay=lambda folder, config: asked.append(("replay", folder, config)) or 5,
@@ -147,7 +162,7 @@ def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:
 
 def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with_runtime(monkeypatch, ZeroDivisionError("bug"))
-    result = CliRunner().invoke(app, ["train"])
+    result = CliRunner().invoke(app, ["train", "experiment=digits"])
     assert isinstance(result.exception, ZeroDivisionError)
     assert result.exit_code == 1
 
@@ -203,17 +218,29 @@ def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     [
         (doctor.check_python((3, 11)), Verdict.OK),
         (doctor.check_python((3, 13)), Verdict.MISSING),
-        (doctor.check_placement(load_config([]), GOOD), Verdict.OK),
-        (doctor.check_placement(load_config(["resources=gpu_2"]), GOOD), Verdict.MISSING),
-        (doctor.check_memory(load_config([]), GOOD), Verdict.OK),
-        (doctor.check_memory(load_config(["sampler.kv_cache_bytes=99999999999"]), GOOD), Verdict.MISSING),
-        (doctor.check_shared_memory(load_config([]), GOOD), Verdict.OK),
-        (doctor.check_shared_memory(load_config([]), Machine(2, 0, GIB, 1024, frozenset())), Verdict.WARNING),
-        (doctor.check_vector_units(load_config([]), GOOD), Verdict.OK),
-        (doctor.check_vector_units(load_config([]), Machine(2, 0, GIB, GIB, frozenset({"avx2"}))), Verdict.WARNING),
-        (doctor.check_vector_units(load_config([]), Machine(2, 0, GIB, GIB, frozenset())), Verdict.MISSING),
-        (doctor.check_gpus(load_config([]), GOOD), Verdict.OK),
-        (doctor.check_gpus(load_config(["resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_placement(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (doctor.check_placement(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_memory(load_config(["experiment=digits", "sampler.kv_cache_bytes=99999999999"]), GOOD),
+            Verdict.MISSING,
+        ),
+        (doctor.check_shared_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_shared_memory(load_config(["experiment=digits"]), Machine(2, 0, GIB, 1024, frozenset())),
+            Verdict.WARNING,
+        ),
+        (doctor.check_vector_units(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset({"avx2"}))),
+            Verdict.WARNING,
+        ),
+        (
+            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset())),
+            Verdict.MISSING,
+        ),
+        (doctor.check_gpus(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (doctor.check_gpus(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
         (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
         (doctor.check_loopback(), Verdict.OK),
         (doctor.check_backend(Backend("yaml", "PyYAML", True, "install it")), Verdict.OK),
@@ -242,7 +269,11 @@ def test_run_folder_that_is_not_there_yet_is_fine_and_stays_away(tmp_path: Path)
 )
 def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: set[str]) -> None:
     optional = {"vllm", "tensorboard", "peft"}
-    found = {backend.module for backend in doctor.backends(load_config(overrides)) if backend.is_needed}
+    found = {
+        backend.module
+        for backend in doctor.backends(load_config(["experiment=digits", *overrides]))
+        if backend.is_needed
+    }
     assert found & optional == needed
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import document, keys
-from configs.load import ConfigError, dump_config, groups, load_config, load_resolved
+from configs.errors import ConfigError
+from configs.groups import groups, leaves, own_values
+from configs.load import dump_config, load_config, load_resolved
 from configs.schema import DataKind, RunConfig, SamplerKind
 from configs.schema.run import MAX_SECONDS
+from configs.words import overridden
 
 # Overrides, and what the message must say: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -43,8 +48,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["num_steps=2.5"], ["num_steps got 2.5", "a whole number"]),
     (["num_steps=null"], ["num_steps got null"]),
     (["resume=Auto"], ['resume got "Auto"', "one of never, auto"]),
-    (["name=2024"], ["name got 2024", "name=\"'2024'\""]),
-    (["name=1e5"], ["name got 100000.0", "name=\"'TEXT'\""]),
+    (["name=a,b"], ['name got "a,b"']),
     (["name='a b'"], ['name got "a b"']),
     (["policy.freeze=visual."], ["policy.freeze got", "a list"]),
     (["rewards.components.1.weight=a"], ["rewards.components.1.weight got"]),
@@ -57,17 +61,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["data=jsonl"], ["data.path is missing", "expected a path"]),
     # texts that are no overrides
     (["seed"], ["'seed' is no override", "write seed=VALUE"]),
-    (["data.path=a=b"], ["quote the value", "data.path=\"'a=b'\""]),
-    (["data.path=~/digits"], ["$HOME"]),
+    (["rewards.components.1.options.pattern=a=b"], ["rewards.components.1.options.pattern=\"'a=b'\""]),
     (["learner.learning_rate=1,2"], ["holds several values", "learner.learning_rate is a number"]),
     (["policy.lora.target_modules=a,b"], ["write policy.lora.target_modules=[a,b]"]),
-    (["name=a,b"], ["name=\"'a,b'\""]),
     (["sampler=vllm,huggingface"], ["sampler is one of huggingface, vllm"]),
     (["seed==1"], ["seed is a whole number"]),
     ([".seed=1"], ["write seed=1"]),
     (["seed = 5"], ["write seed=5"]),
     (["~seed=1"], ["every key keeps its place"]),
-    (["seed=${nothing}"], ["seed=${nothing}", "nothing"]),
+    (["seed=${nothing}"], ['seed got "${nothing}"', "a whole number"]),
     (["resources.object_store_bytes=1"], ["resources.object_store_bytes got 1", "at least 78643200"]),
     # sections that contradict each other
     (["supervision.backoff_s=9", "supervision.max_backoff_s=8"], ["supervision.backoff_s=9", "max_backoff_s=8"]),
@@ -104,7 +106,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 @pytest.mark.parametrize(("overrides", "said"), MISTAKES, ids=lambda value: " ".join(value)[:60])
 def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(overrides)
+        load_config(["experiment=digits", *overrides])
     for words in said:
         assert words in str(caught.value)
 
@@ -121,24 +123,26 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
 )
 def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_config(overrides)
+        load_config(["experiment=digits", *overrides])
 
 
 def test_every_time_of_a_run_is_bounded() -> None:
     bounded = {name: key.expected for name, key in keys.known_keys().items() if name.endswith("_s")}
     assert len(bounded) >= 20
     assert [name for name, expected in bounded.items() if "at most" not in expected] == []
-    assert load_config(["timeouts.start_s=2592000"]).timeouts.start_s == MAX_SECONDS
+    assert load_config(["experiment=digits", "timeouts.start_s=2592000"]).timeouts.start_s == MAX_SECONDS
 
 
 def test_every_contradiction_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(["sampler.top_p=0.5", "resources.replay.num_workers=3", "rewards.accuracy_component=x"])
+        load_config(
+            ["experiment=digits", "sampler.top_p=0.5", "resources.replay.num_workers=3", "rewards.accuracy_component=x"]
+        )
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_default_run_is_digits_on_a_laptop() -> None:
-    config = load_config([])
+def test_the_digits_run_on_a_laptop() -> None:
+    config = load_config(["experiment=digits"])
     assert config.data.kind is DataKind.DIGITS
     assert config.sampler.kind is SamplerKind.VLLM
     assert config.resources.preset == "laptop"
@@ -146,7 +150,7 @@ def test_default_run_is_digits_on_a_laptop() -> None:
 
 
 def test_laptop_books_at_most_its_two_cpus() -> None:
-    resources = load_config(["resources=laptop"]).resources
+    resources = load_config(["experiment=digits", "resources=laptop"]).resources
     assert sum(role.num_workers * role.num_cpus for role in resources.roles.values()) <= 2
     assert (resources.rollout.num_workers, resources.learner.num_workers) == (2, 2)
     assert {role.num_threads for role in resources.roles.values()} == {1}
@@ -162,7 +166,7 @@ def test_overrides_may_stand_in_any_order() -> None:
 
 
 def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
-    for experiment in groups()["experiment"]:
+    for experiment in ("digits", "digit_sum", "digits_lora"):
         config = load_config([f"experiment={experiment}", "data=jsonl", "data.path=/some/My Folder"])
         assert (config.data.kind, config.data.path) == (DataKind.JSONL, Path("/some/My Folder"))
 
@@ -171,16 +175,112 @@ NEEDS: dict[str, list[str]] = {
     "policy=hf": ["policy.model=some/model"],
     "data=jsonl": ["data.path=some/folder"],
     "learner=single": ["resources.learner.num_workers=1"],
+    "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
 }
+
+
+def value_at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values[part]
+    return values
 
 
 @pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in groups().items() for option in options])
 def test_every_option_of_every_group_loads(choice: str) -> None:
-    assert load_config([choice, *NEEDS.get(choice, [])]).num_steps > 0
+    config = load_config(overridden(["experiment=digits"], [choice, *NEEDS.get(choice, [])]))
+    group, _, option = choice.partition("=")
+    values = json.loads(config.model_dump_json())
+    for name, value in leaves(own_values(group, option)):
+        assert value_at(values, name) == value
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_named_on_the_command_line_wins_over_the_experiment(order: int) -> None:
+    words = ["experiment=digits", "warm_start=none", "learner=deepspeed", "algorithm=rloo", "sampler=huggingface"]
+    config, digits = load_config(words[::order]), load_config(["experiment=digits"])
+    assert config.warm_start == digits.warm_start.model_copy(update={"num_steps": 0})
+    assert config.learner == digits.learner.model_copy(update={"backend": "deepspeed"})
+    assert config.algorithm == digits.algorithm.model_copy(update={"advantage": "rloo"})
+    assert config.sampler == digits.sampler.model_copy(update={"kind": SamplerKind.HUGGINGFACE})
+    key = load_config(["warm_start.learning_rate=0.5", *words][::order])
+    assert (key.warm_start.num_steps, key.warm_start.learning_rate) == (0, 0.5)
+
+
+def test_a_preset_on_the_command_line_wins_over_the_experiment_with_all_that_it_builds_on() -> None:
+    named = ["experiment=own", "policy.model=m", "data.path=d"]
+    own, gpu_2, gpu_1 = (load_config([*named, *more]) for more in ([], ["resources=gpu_2"], ["resources=gpu_1"]))
+    assert own.sampler.kv_cache_bytes < gpu_2.sampler.kv_cache_bytes == gpu_1.sampler.kv_cache_bytes
+    assert gpu_1.sampler.max_tokens == own.sampler.max_tokens
+
+
+KL = ["algorithm.kl={coef: 0.1}", "algorithm.kl.coef=0.2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["seed=1", "seed=2"], "seed=1 and seed=2 contradict each other"),
+        (["experiment=digit_sum"], "experiment=digits and experiment=digit_sum contradict each other"),
+        (KL, f"{KL[0]} changes nothing, it is overruled by {KL[1]}"),
+        (KL[::-1], f"{KL[0]} changes nothing, it is overruled by {KL[1]}"),
+        (
+            ["learner=deepspeed", "learner.backend=fsdp2"],
+            "learner=deepspeed changes nothing, it is overruled by learner.backend=fsdp2",
+        ),
+        (
+            ["warm_start.num_steps=5", "warm_start=none"],
+            "warm_start=none changes nothing, it is overruled by warm_start.num_steps=5",
+        ),
+    ],
+)
+def test_a_word_that_does_not_stand_in_the_result_is_refused_by_name(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(["experiment=digits", *words])
+
+
+def test_a_word_given_twice_or_equal_to_the_default_stands() -> None:
+    words = ["learner=fsdp2", "learner.backend=fsdp2", "seed=0", "seed=0", "experiment=digits"]
+    assert load_config(["experiment=digits", *words]) == load_config(["experiment=digits"])
+
+
+@pytest.mark.parametrize("words", [[], ["learner=single", "resources.learner.num_workers=1"]])
+def test_without_an_experiment_model_and_data_are_asked_for(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(words)
+    said = str(caught.value)
+    for part in ("policy.model is missing", "data.path is missing", "`experiment=own", "`experiment=digits`"):
+        assert part in said
+    config = load_config([*words, "policy.model=m", "data.path=d"])
+    assert (config.warm_start.num_steps, config.policy.tiny, config.data.kind) == (0, "none", DataKind.JSONL)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("runs of mine/Übung, zwei=2", "runs of mine/Übung, zwei=2"),
+        ("a:b{c}[d] $e", "a:b{c}[d] $e"),
+        ("'in quotes'", "in quotes"),
+        ('"both \'s"', "both 's"),
+        ("'a','b'", "'a','b'"),
+        ("2024", "2024"),
+        ("1e5", "1e5"),
+        ("true", "true"),
+        ("${x}", "${x}"),
+        ("b~/c", "b~/c"),
+        ("~/models/x", str(Path.home() / "models" / "x")),
+    ],
+)
+def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value: str, expected: str) -> None:
+    config = load_config(["experiment=digits", f"policy.model={value}", f"data.path={value}"])
+    assert (config.policy.model, config.data.path) == (expected, Path(expected))
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+    again = load_resolved(path, [f"policy.model={value}", "data.prompt_suffix= Sag's, \\boxed{}!"])
+    assert (again.policy.model, again.data.prompt_suffix) == (expected, " Sag's, \\boxed{}!")
 
 
 def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
-    laptop, gpus = load_config([]), load_config(["resources=node_8gpu"])
+    laptop, gpus = load_config(["experiment=digits"]), load_config(["experiment=digits", "resources=node_8gpu"])
     assert (gpus.resources.transport, gpus.resources.dtype) == ("nccl", "bfloat16")
     assert gpus.sampler.kv_cache_bytes > laptop.sampler.kv_cache_bytes
     assert gpus.weight_sync.bucket_bytes > laptop.weight_sync.bucket_bytes
@@ -188,15 +288,19 @@ def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
 
 
 def test_open_options_take_new_keys_and_lists_keep_their_other_items() -> None:
-    config = load_config(["rewards.components.1.options.strict=true", "rewards.components.1.weight=0.5"])
+    config = load_config(
+        ["experiment=digits", "rewards.components.1.options.strict=true", "rewards.components.1.weight=0.5"]
+    )
     accuracy, form = config.rewards.components
     assert (accuracy.name, accuracy.weight) == ("accuracy", 1.0)
     assert (form.name, form.weight, form.options["strict"]) == ("format", 0.5, True)
 
 
 def test_without_kl_no_reference_is_needed() -> None:
-    assert load_config([]).needs_reference
-    assert not load_config(["algorithm.kl.coef=0", "resources.reference.num_workers=0"]).needs_reference
+    assert load_config(["experiment=digits"]).needs_reference
+    assert not load_config(
+        ["experiment=digits", "algorithm.kl.coef=0", "resources.reference.num_workers=0"]
+    ).needs_reference
 
 
 @settings(max_examples=25, deadline=None)
@@ -208,7 +312,7 @@ def test_without_kl_no_reference_is_needed() -> None:
 def test_dumped_config_loads_back_equal(
     tmp_path_factory: pytest.TempPathFactory, learning_rate: float, suffix: str, seed: int
 ) -> None:
-    config = load_config(["policy.freeze=[visual.]"])
+    config = load_config(["experiment=digits", "policy.freeze=[visual.]"])
     config = config.model_copy(
         update={
             "seed": seed,
@@ -241,7 +345,7 @@ def test_unusable_resolved_file_is_a_config_error(tmp_path: Path, content: bytes
 
 def test_config_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        load_config([]).seed = 3
+        load_config(["experiment=digits"]).seed = 3
 
 
 def test_no_field_has_a_default_in_code() -> None:
@@ -268,7 +372,9 @@ def test_committed_documentation_is_the_generated_one() -> None:
 )
 def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Path, override: str, said: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(dump_config(load_config([])), encoding="utf-8")
+    path.write_text(dump_config(load_config(["experiment=digits"])), encoding="utf-8")
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_resolved(path, [override])
-    assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(["algorithm.kl.coef=0.5", "seed=9"])
+    assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(
+        ["experiment=digits", "algorithm.kl.coef=0.5", "seed=9"]
+    )

@@ -125,9 +125,13 @@ def test_a_journal_of_other_settings_is_left_out_and_what_changed_is_named(
 
 def test_what_changes_the_speed_alone_does_not_change_the_identity() -> None:
     same = ["learner.tokens_per_microbatch=64", "sampler.kv_cache_bytes=1000000", "resources.rollout.num_workers=1"]
-    assert journal_identity(load_config(same)) == journal_identity(load_config([]))
+    assert journal_identity(load_config(["experiment=digits", *same])) == journal_identity(
+        load_config(["experiment=digits"])
+    )
     for other in ("learner.learning_rate=0.5", "algorithm.kl.coef=0.5", "sampler.temperature=0.5", "num_steps=7"):
-        assert journal_identity(load_config([other])) != journal_identity(load_config([]))
+        assert journal_identity(load_config(["experiment=digits", other])) != journal_identity(
+            load_config(["experiment=digits"])
+        )
 
 
 def record_of_everything() -> list[Record]:

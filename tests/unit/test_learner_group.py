@@ -13,7 +13,7 @@ from cluster.roles import UpdateReport
 from configs.load import load_config
 from learner.learner_group import LearnerGroup
 
-TIMEOUTS = load_config([]).timeouts
+TIMEOUTS = load_config(["experiment=digits"]).timeouts
 
 
 class Answer:

@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from waiting import wait_until
 
 from cluster.metrics.records import EvaluationRecord, StepRecord, from_line, to_line
 from cluster.metrics.sinks.console import ConsoleSink
+from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.sinks.ray_gauges import RaySink
 
@@ -139,6 +141,29 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_l
     assert [line.split()[1] for line in lines] == ["1/6", "4/6", "6/6"]
     assert lines[0] == "step 1/6  reward 0.500  accuracy 0.500  1,234 tokens/s  0:08 left"
     assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("total_s", "said"), [(2.0, "about 34 s left"), (45.0, "about 13 min left"), (900.0, "about 4 h left")]
+)
+def test_after_three_steps_a_line_says_how_long_the_rest_takes(
+    caplog: pytest.LogCaptureFixture, total_s: float, said: str
+) -> None:
+    sink = EstimateSink(num_steps=30)
+    with caplog.at_level(logging.INFO):
+        for step in range(11, 31):  # a run that goes on
+            slow = 100.0 if step == 11 else 1.0  # the first step starts up much
+            sink.emit(replace(record(step), seconds={"total": slow * total_s}))
+    [line] = [r.message for r in caplog.records]
+    assert line == f"a step takes {total_s:.1f} s: {said} for 17 steps"
+
+
+def test_a_run_of_three_steps_needs_no_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    sink = EstimateSink(num_steps=3)
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 4):
+            sink.emit(record(step))
+    assert caplog.records == []
 
 
 def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None:

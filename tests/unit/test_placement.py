@@ -18,7 +18,7 @@ LAPTOP = NodeResources("laptop", num_cpus=2, num_gpus=0)
 
 
 def resources(*overrides: str) -> ResourcesConfig:
-    return load_config(overrides).resources
+    return load_config(["experiment=digits", *overrides]).resources
 
 
 def workers(num_workers: int, num_cpus: float, num_gpus: float = 0, bind_cores: bool = False) -> WorkerResources:
@@ -106,10 +106,10 @@ def test_cluster_without_nodes_is_refused() -> None:
 
 
 def test_role_that_is_not_needed_is_not_placed() -> None:
-    config = load_config(["algorithm.kl.coef=0"])
+    config = load_config(["experiment=digits", "algorithm.kl.coef=0"])
     plan = plan_placement(config.resources, [LAPTOP], needed_roles(config))
     assert plan.of_role("reference") == ()
-    assert "reference" in needed_roles(load_config([]))
+    assert "reference" in needed_roles(load_config(["experiment=digits"]))
 
 
 def test_learner_ranks_stay_together_where_they_all_fit() -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 from pathlib import Path
 
 import pytest
+import torch
+from learner_data import tiny_config
+from rich.console import Console
 
 from cluster.errors import DatasetError, PreflightError
 from cluster.media import MediaHandle
+from cluster.placement import NodeResources, needed_roles, plan_placement
 from configs.load import load_config, load_resolved
 from configs.schema import RunConfig
-from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, make_run_folder, prepare, require_model
+from configs.words import overridden
+from deploy.logs import logged_to, set_up_logging
+from deploy.overview import LABEL_WIDTH, Parameters, overview
+from deploy.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
+from deploy.run_folder import check_run_folder, make_run_folder, run_folder
 from deploy.runtime import evaluate
+from learner.learner import Learner
+from learner.policies.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +36,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
     paths = [f"policy.model={shared / 'model'}", f"data.path={shared / 'digits'}", f"folder={folder / 'runs'}"]
-    return load_config(["experiment=digits", "name=first", *paths, *overrides])
+    return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
 
 
 def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_where_it_is_told(
@@ -77,6 +89,98 @@ def test_the_run_folder_holds_the_resolved_config_and_latest_points_at_it(shared
         assert not Path(os.readlink(latest)).is_absolute(), "the folder of runs can be moved"
         assert latest.resolve() == run.run_folder.resolve()
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "latest", "second"]
+
+
+@pytest.mark.parametrize("others", [(), ("earlier",)])
+def test_a_refused_start_leaves_no_folder_behind_and_latest_where_it_was(
+    shared: Path, tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    for name in others:
+        make_run_folder(config(shared, tmp_path, f"name={name}"))
+    run = config(shared, tmp_path)
+    check_run_folder(run)
+    with pytest.raises(PreflightError, match="refused"), run_folder(run):
+        assert (run.folder / "latest").resolve() == run.run_folder.resolve()
+        raise PreflightError("refused")
+    assert run.folder.exists() == bool(others)
+    left = sorted(path.name for path in run.folder.iterdir()) if others else []
+    assert left == [*others, *(["latest"] if others else [])]
+    assert not others or os.readlink(run.folder / "latest") == "earlier"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_folder_of_a_run_that_has_begun_stays(shared: Path, tmp_path: Path, begun: bool) -> None:
+    run = config(shared, tmp_path)
+    if not begun:
+        make_run_folder(run)  # an earlier start made it
+        (run.run_folder / "run.log").write_text("mine")
+    with pytest.raises(PreflightError), run_folder(run):
+        if begun:
+            (run.run_folder / "checkpoints").mkdir()
+        raise PreflightError("late")
+    assert (run.run_folder / ("checkpoints" if begun else "run.log")).exists()
+
+
+def test_what_is_logged_before_there_is_a_run_folder_stands_in_its_log(tmp_path: Path, restored_logging: None) -> None:
+    screen = io.StringIO()
+    set_up_logging(Console(file=screen, width=200))
+    logger = logging.getLogger("deploy.anything")
+    logger.warning("before")
+    with logged_to(tmp_path):
+        logger.info("meanwhile")
+    logger.info("after")
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
+    assert [line.rpartition(": ")[2] for line in text.splitlines()] == ["before", "meanwhile"]
+    assert all(word in screen.getvalue() for word in ("before", "meanwhile", "after"))
+
+
+def shown(run: RunConfig, version: int = 0) -> dict[str, str]:
+    """Topic -> text of the screen before the first step."""
+    plan = plan_placement(run.resources, [NodeResources("laptop", 2, 0)], needed_roles(run))
+    lines = overview(prepare(run, lambda media: media), plan, version).splitlines()
+    assert len(lines) <= 20 and all(line[LABEL_WIDTH - 1] == " " for line in lines)
+    return {line[:LABEL_WIDTH].strip(): line[LABEL_WIDTH:] for line in lines}
+
+
+def test_one_screen_shows_what_a_run_will_do(shared: Path, tmp_path: Path) -> None:
+    found = shown(config(shared, tmp_path), version=20)
+    total = sum(p.numel() for p in load_model(str(shared / "model"), torch.float32, "sdpa").parameters())
+    number = f"{total / 1e3:.3g} k"
+    assert found["run"] == f"{tmp_path}/runs/first, 200 steps, of which 20 are done, seed 0"
+    assert found["model"] == f"{shared}/model (qwen2_5_vl, {number} parameters)"
+    assert found["trained"] == f"{number} parameters; nothing frozen"
+    assert found["data"] == f"{shared}/digits: train 1,297, validation 200, test 300 rows; none skipped"
+    assert "grpo, 32 prompts x 8 responses a step, max_staleness 0, KL 0.01 (k3)" in found["algorithm"]
+    assert found["learning rate"].startswith("0.0005, linear, 10 warm-up steps")
+    assert found["warm start"].startswith("up to 45 supervised steps on 15 rows at 0.001")
+    assert "responses up to 8, temperature 1" in found["lengths"]
+    assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1, replay 1; resources=laptop")
+
+
+@pytest.mark.parametrize("words", [["policy.freeze=[visual.]"], ["policy.lora.rank=4", "policy.freeze=[visual.]"]])
+def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path, words: list[str]) -> None:
+    run = config(shared, tmp_path, *words)
+    prepared = prepare(run, lambda media: media)
+    learner = Learner(tiny_config(shared / "model", *words), 0, 1, prepared.processor.media_token_ids)
+    learner.connect("")
+    trained = sum(p.numel() for p in learner._policy.parameters() if p.requires_grad)
+    assert Parameters.of(prepared.checkpoint, run.policy).trained == trained
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("policy.freeze=[vision.]", r"policy\.freeze: no parameter .* 'vision\.'; the nearest are visual"),
+        ("policy.lora.target_modules=[w_proj]", r"no matrix of the model is called w_proj"),
+        ("policy.freeze=[visual.,model.,lm_head]", r"freezes every parameter of policy\.model"),
+    ],
+)
+def test_layers_that_the_checkpoint_does_not_have_are_refused_before_anything_starts(
+    shared: Path, tmp_path: Path, word: str, said: str
+) -> None:
+    rank = 0 if "lm_head" in word else 4
+    with pytest.raises(PreflightError, match=said):
+        prepare(config(shared, tmp_path, f"policy.lora.rank={rank}", word), lambda media: media)
 
 
 @pytest.mark.parametrize("obstacle", ["runs", "runs/first", "runs/first/config.yaml", "runs/latest"])

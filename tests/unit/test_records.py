@@ -18,7 +18,7 @@ from deploy.records import Records, build_journal_writer, build_records, reached
 
 
 def config(folder: Path, *overrides: str) -> RunConfig:
-    return load_config([f"folder={folder}", "name=job", *overrides])
+    return load_config(["experiment=digits", f"folder={folder}", "name=job", *overrides])
 
 
 def build(run: RunConfig, learner: FakeLearner) -> Records:

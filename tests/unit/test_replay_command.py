@@ -21,7 +21,8 @@ from deploy.records import trajectory_log
 OPTIONS = "{ignore_case: false, whole_response: true}"
 REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
 CONFIG = load_config(
-    [f"rewards.components=[{{name: accuracy, function: exact_match, weight: 2.0, options: {OPTIONS}, {REST}}}]"]
+    ["experiment=digits"]
+    + [f"rewards.components=[{{name: accuracy, function: exact_match, weight: 2.0, options: {OPTIONS}, {REST}}}]"]
 )
 
 
@@ -51,7 +52,7 @@ def test_what_only_one_side_has_is_named(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_reward_that_does_not_exist_is_the_users_mistake(tmp_path: Path) -> None:
     record(tmp_path, Reward(1.0, {}), None)
     with pytest.raises(PreflightError, match=r"rewards\.components\[accuracy\]: exact_match has no option"):
-        command.score(tmp_path, load_config(["rewards.components.0.function=exact_match"]))
+        command.score(tmp_path, load_config(["experiment=digits", "rewards.components.0.function=exact_match"]))
 
 
 def test_a_run_without_a_log_or_without_its_version_0_is_refused(tmp_path: Path) -> None:

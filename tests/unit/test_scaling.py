@@ -67,7 +67,7 @@ async def test_without_room_the_role_is_not_asked() -> None:
 
 
 def test_room_counts_on_every_node_and_names_what_is_free() -> None:
-    resources = load_config([]).resources  # a reward worker takes 0.1 CPUs
+    resources = load_config(["experiment=digits"]).resources  # a reward worker takes 0.1 CPUs
     nodes = [NodeResources("a", 0.25, 0), NodeResources("b", 0.1, 0)]
     check_room(resources, "reward", 3, nodes)
     with pytest.raises(PlacementError, match=r"4 more reward workers with 0.1 CPUs .*3 would: a has 0.25 .*b has 0.1"):
@@ -77,7 +77,7 @@ def test_room_counts_on_every_node_and_names_what_is_free() -> None:
 
 
 def test_a_worker_that_joins_is_bound_to_cores_behind_those_of_its_role() -> None:
-    resources = load_config([]).resources
+    resources = load_config(["experiment=digits"]).resources
     node = NodeResources("a", 4, 0)
     assert place_at(resources, "rollout", 2, node, seat=2).cores == (2,)
     joined = place_at(resources, "reward", 5, node, seat=1)

@@ -69,7 +69,7 @@ def with_ray(monkeypatch: pytest.MonkeyPatch, **state: Any) -> FakeRay:
 
 def test_without_a_cluster_a_private_one_is_started_on_the_loopback_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch)
-    config = load_config(["resources.num_cpus=1", "resources.object_store_bytes=123456789"])
+    config = load_config(["experiment=digits", "resources.num_cpus=1", "resources.object_store_bytes=123456789"])
     with ray_session(config) as found:
         assert (found.nodes, found.is_local) == ((NODE,), True)
         assert [name for name, _ in ray.events] == ["init"]
@@ -83,7 +83,7 @@ def test_without_a_cluster_a_private_one_is_started_on_the_loopback_and_ended(mo
 
 def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch)
-    with pytest.raises(KeyError), ray_session(load_config([])):
+    with pytest.raises(KeyError), ray_session(load_config(["experiment=digits"])):
         raise KeyError("the run failed")
     assert [name for name, _ in ray.events] == ["init", "shutdown"]
 
@@ -91,7 +91,7 @@ def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyP
 def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch, address="10.0.0.1")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    with ray_session(load_config(["name=mine"])) as found:
+    with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
         assert not found.is_local
     [(_, options), _] = ray.events
     assert options["namespace"] == "mine"
@@ -101,32 +101,32 @@ def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytes
 
 def test_a_cluster_that_is_connected_already_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch, is_initialized=True)
-    with ray_session(load_config([])) as found:
+    with ray_session(load_config(["experiment=digits"])) as found:
         assert found.nodes == (NODE,)
     assert ray.events == []
 
 
 def test_only_the_cluster_that_would_be_started_here_can_be_planned_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     with_ray(monkeypatch)
-    [node] = expected_nodes(load_config(["resources.num_cpus=1"]))
+    [node] = expected_nodes(load_config(["experiment=digits", "resources.num_cpus=1"]))
     assert node.num_cpus == 1
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert expected_nodes(load_config([])) is None
+    assert expected_nodes(load_config(["experiment=digits"])) is None
     monkeypatch.delenv("RAY_ADDRESS")
     with_ray(monkeypatch, is_initialized=True)
-    assert expected_nodes(load_config([])) is None
+    assert expected_nodes(load_config(["experiment=digits"])) is None
 
 
 def test_everything_that_ray_starts_carries_the_mark_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch)
-    with ray_session(load_config(["name=mine"])) as found:
+    with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
         assert ray.run_at_init == found.mark.run_id and found.mark.run_id.startswith("mine/")
     assert "MOBULA_RUN" not in os.environ
 
 
 def test_the_record_says_where_the_cluster_is_and_whose_session_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with_ray(monkeypatch)
-    config = load_config(["name=mine", "folder=some/runs"])
+    config = load_config(["experiment=digits", "name=mine", "folder=some/runs"])
     with ray_session(config) as found:
         joined = run_record(config, found)
         monkeypatch.setattr(FakeContext, "session_name", f"session_of_us_{os.getpid()}")

@@ -48,22 +48,22 @@ def started(
 
 
 def test_a_worker_starts_in_its_own_booking_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = started(monkeypatch, load_config([]))
+    asked = started(monkeypatch, load_config(["experiment=digits"]))
     assert (asked["role"], asked["args"], asked["option"]) == (Role, (1, 2), 3)
     assert (asked["worker"].name, asked["booking"].group) == ("rollout/1", "rollout/1")
     assert asked["max_concurrency"] == 9
 
 
 def test_workers_of_a_role_are_those_of_the_plan() -> None:
-    config = load_config([])
+    config = load_config(["experiment=digits"])
     placed = plan(config)
     assert Spawner(config, Session(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role("learner")
 
 
 def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config([]))["env"]
+    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
     assert (env["GLOO_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "127.0.0.1")
-    joined = started(monkeypatch, load_config([]), is_local=False)["env"]
+    joined = started(monkeypatch, load_config(["experiment=digits"]), is_local=False)["env"]
     assert "GLOO_SOCKET_IFNAME" not in joined
     assert "VLLM_HOST_IP" not in joined
 
@@ -71,19 +71,19 @@ def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_reported_to_anybody_and_a_local_model_needs_no_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    local = started(monkeypatch, load_config([f"policy.model={tmp_path}"]))["env"]
+    local = started(monkeypatch, load_config(["experiment=digits", f"policy.model={tmp_path}"]))["env"]
     assert (local["VLLM_NO_USAGE_STATS"], local["DO_NOT_TRACK"], local["HF_HUB_OFFLINE"]) == ("1", "1", "1")
-    hub = started(monkeypatch, load_config(["policy.model=someone/some-model"]))["env"]
+    hub = started(monkeypatch, load_config(["experiment=digits", "policy.model=someone/some-model"]))["env"]
     assert "HF_HUB_OFFLINE" not in hub
 
 
 def test_what_a_worker_needs_itself_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config([]), env={"VLLM_LOGGING_LEVEL": "DEBUG"})["env"]
+    env = started(monkeypatch, load_config(["experiment=digits"]), env={"VLLM_LOGGING_LEVEL": "DEBUG"})["env"]
     assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
 
 def test_every_worker_carries_the_mark_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = started(monkeypatch, load_config([]))["env"]
+    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
     assert (env["MOBULA_RUN"], env["MOBULA_DRIVER"]) == ("digits/1", "here/1/2")
 
 
@@ -117,7 +117,7 @@ def scaled(config: RunConfig) -> Spawner:
 
 
 def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
     joining = scaled(config)
     assert joining.book("rollout", 1) == plan(config).of_role("rollout")[1]
     third = joining.book("rollout", 2)
@@ -129,7 +129,7 @@ def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkey
 
 
 def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
     joining = scaled(config)
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
     monkeypatch.setattr(spawner, "book_more", book_there)
@@ -143,7 +143,7 @@ def book_there(bundles: list[dict[str, float]], **rest: Any) -> list[tuple[Booki
 
 
 def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config(["name=digits"])
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
     joining = scaled(config)
     assert joining.book_together("learner") == plan(config).of_role("learner")
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
@@ -166,7 +166,7 @@ def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(mon
 
 def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = FakeGroups(monkeypatch, 0)
-    joining = scaled(load_config([]))
+    joining = scaled(load_config(["experiment=digits"]))
     with pytest.raises(PlacementError, match="resources.rollout.num_threads"):
         joining.book("rollout", 2)
     assert groups.removed == ["rollout/2"]
@@ -175,7 +175,7 @@ def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.Mon
 def test_without_room_the_autoscaler_is_asked_for_what_the_run_holds_and_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups, config = FakeGroups(monkeypatch, 0.15), load_config([])
+    groups, config = FakeGroups(monkeypatch, 0.15), load_config(["experiment=digits"])
     joining = scaled(config)
     joining.check_room("reward", 1)
     assert groups.requests == []
@@ -187,7 +187,7 @@ def test_without_room_the_autoscaler_is_asked_for_what_the_run_holds_and_what_is
 
 
 def test_closing_gives_every_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups, config = FakeGroups(monkeypatch, 4), load_config([])
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits"])
     joining = scaled(config)
     joining.book("reward", 1)
     joining.close()
@@ -199,22 +199,22 @@ def worker(*cores: int) -> PlacedWorker:
 
 
 def test_engines_on_one_machine_run_on_different_cores() -> None:
-    config = load_config([])
+    config = load_config(["experiment=digits"])
     bindings = [engine_environment(config, w)["VLLM_CPU_OMP_THREADS_BIND"] for w in plan(config).of_role("rollout")]
     assert len(bindings) == len(set(bindings)) == 2
 
 
 def test_a_cpu_engine_shares_its_process_and_starts_without_warm_up() -> None:
-    env = engine_environment(load_config([]), worker(0))
+    env = engine_environment(load_config(["experiment=digits"]), worker(0))
     assert (env["VLLM_ENABLE_V1_MULTIPROCESSING"], env["VLLM_CPU_CI_ENV"]) == ("0", "1")
 
 
 def test_an_engine_without_cores_of_its_own_is_not_bound() -> None:
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(load_config([]), worker())
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(load_config(["experiment=digits"]), worker())
 
 
 def test_a_gpu_engine_needs_none_of_it() -> None:
-    assert engine_environment(load_config(["resources=gpu_2"]), worker(0)) == {}
+    assert engine_environment(load_config(["experiment=digits", "resources=gpu_2"]), worker(0)) == {}
 
 
 STEPS = """
@@ -246,12 +246,12 @@ def num_page_faults(env: dict[str, str]) -> int:
 
 def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    own = started(monkeypatch, load_config([]))["env"]
+    own = started(monkeypatch, load_config(["experiment=digits"]))["env"]
     of_malloc = {name: value for name, value in own.items() if name.startswith("MALLOC_")}
     assert num_page_faults(plain) > 4000
     assert num_page_faults(plain | of_malloc) < 100
 
 
 def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
-    env = spawner._environment(load_config(["resources=gpu_2"]), Session(NODES, True, MARK))
+    env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), Session(NODES, True, MARK))
     assert not [name for name in env if name.startswith("MALLOC_")]

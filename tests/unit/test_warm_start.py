@@ -14,7 +14,8 @@ from metrics_data import FakeClock, digit_picture, make_metrics
 from cluster.errors import DatasetError
 from cluster.metrics.run_folder import SKIPPED_FILE
 from configs.load import load_config
-from deploy.preparation import Prepared, make_run_folder, prepare
+from deploy.preparation import Prepared, prepare
+from deploy.run_folder import make_run_folder
 from deploy.runtime import _leave_behind
 from deploy.warm_start import warm_start
 from learner.supervised import SupervisedExample

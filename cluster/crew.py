@@ -152,7 +152,7 @@ class Crew:
         member = place.member
         if member.handle is not place.handle or member.state is not WorkerState.SERVING:
             return
-        self._note_loss(member, error)
+        self._note_loss(member, error, f"its work goes to others: {member.load} in flight")
         if not member.is_leaving:
             self._begin(member, self._refill(member))
 
@@ -329,9 +329,9 @@ class Crew:
         except (WorkerDiedError, DeadlineError) as error:
             self.lose(place, error)
 
-    def _note_loss(self, member: _Member, error: Exception) -> None:
+    def _note_loss(self, member: _Member, error: Exception, consequence: str = "") -> None:
         member.state = WorkerState.WAITING
-        fault = report_loss(member.name, error, f"{member.load} pieces of work in flight are given to others")
+        fault = report_loss(member.name, error, consequence)
         member.detail = f"{fault.kind}: {fault.cause}"
         self._on_lost(error)
 

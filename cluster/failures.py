@@ -6,12 +6,12 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 NUM_FRAMES = 3  # that a failure names
 MAX_MESSAGE = 300  # characters of an exception's message that a failure names
+MAX_TRACEBACK = 20_000  # characters of the end of a traceback that a failure holds: it fits into a pipe
 FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')  # as a traceback prints it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
 
@@ -40,7 +40,7 @@ class Failure:
         return cls(
             summary=f"{type(error).__name__}: {message}" if message else type(error).__name__,
             frames=tuple(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in innermost),
-            traceback="".join(traceback.format_exception(error)),
+            traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
             # Without the message: it may hold ids and numbers that differ between equal causes.
             fingerprint="|".join([type(error).__qualname__, *(f"{f.filename}:{f.lineno}" for f in innermost)]),
         )
@@ -59,14 +59,6 @@ class Failure:
             summary=f"{process} {'crashed with' if is_crash else 'was ended by'} signal {number} ({name})",
             fingerprint=f"signal {number}" if is_crash else None,
         )
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Failure:
-        """What `to_plain` gave, also after a way through JSON."""
-        return cls(**plain | {"frames": tuple(plain["frames"])})
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         """One line: the summary and the innermost frames."""

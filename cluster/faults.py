@@ -1,9 +1,9 @@
 """Faults of a run: each loss of a worker is one line of the log and one row of `faults.jsonl`.
 
-    report_loss("rollout/0", error, "64 prompts in flight are retried")
+    report_loss("rollout/0", error, "prompts in flight that are retried: 64")
 
-logs one record whose first line names worker, kind and cause; the full traceback follows on further lines, for the log
-file alone. `FaultFile` is the handler that writes the rows.
+logs one record whose first line names worker, kind and cause. The full traceback follows on further lines, which only
+the log file shows. `FaultFile` is the handler that writes the rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.errors import EngineDiedError, MobulaError, loss_kind
+from cluster.errors import DeadlineError, EngineDiedError, WorkerDiedError, loss_kind
 from cluster.failures import at_frames, frames_in
 from cluster.status import COLOUR, in_one_line
 
@@ -37,7 +37,7 @@ def cause_of(error: Exception) -> str:
     """Why a worker was lost, in one line, with the innermost frames where they are known."""
     if isinstance(error, EngineDiedError):
         return str(error.failure)
-    if isinstance(error, MobulaError):
+    if isinstance(error, WorkerDiedError | DeadlineError):
         return in_one_line(error)
     return f"{type(error).__name__}: {in_one_line(error)}{at_frames(frames_in(_notes(error)))}"
 

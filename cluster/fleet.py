@@ -299,7 +299,7 @@ class RolloutFleet:
         if seat.engine is not engine or seat.state not in (WorkerState.SERVING, WorkerState.DRAINING):
             return
         seat.death = error if isinstance(error, EngineDiedError) else None
-        self._note_loss(seat, error, f"{seat.num_in_flight} prompts in flight are retried")
+        self._note_loss(seat, error, f"prompts in flight that are retried: {seat.num_in_flight}")
         self._loop_found = self._loop_found or self._suspects.engine_died(
             error, seat.num_pushes, {prompt.prompt_id: prompt for prompt in seat.in_flight.values()}
         )

@@ -90,6 +90,8 @@ class DeadlineError(MobulaError, TimeoutError):
 class WorkerDiedError(MobulaError):
     """A role's process ended or no longer answers; the message names it."""
 
+    failure: Failure | None = None  # the cause, where it is known apart from the message
+
 
 class RestartLoopError(WorkerDiedError):
     """Workers end again and again with one cause, which a restart does not change."""

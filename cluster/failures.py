@@ -12,7 +12,7 @@ from pathlib import Path
 NUM_FRAMES = 3  # that a failure names
 MAX_MESSAGE = 300  # characters of an exception's message that a failure names
 MAX_TRACEBACK = 20_000  # characters of the end of a traceback that a failure holds: it fits into a pipe
-FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')  # as a traceback prints it
+FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
 
 
@@ -79,10 +79,14 @@ def _short(filename: str) -> str:
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
             return "/".join(parts[parts.index(folder) + 1 :])
-    return "/".join(parts[-3:])
+    return str(Path(*parts[-3:]))
 
 
-def frames_in(text: str) -> tuple[str, ...]:
-    """The innermost frames of a printed traceback, innermost first; none if the text holds none."""
-    found = FRAME.findall(text)[-NUM_FRAMES:]
-    return tuple(f"{_short(filename)}:{line} in {function}" for filename, line, function in reversed(found))
+def frames_in(text: str, *, is_innermost_first: bool = False) -> tuple[str, ...]:
+    """The innermost frames of a printed stack, innermost first; none if the text holds none.
+
+    A traceback ends with the innermost frame; what a crashed process prints begins with it.
+    """
+    found = FRAME.findall(text)
+    innermost = found[:NUM_FRAMES] if is_innermost_first else found[: -NUM_FRAMES - 1 : -1]
+    return tuple(f"{_short(filename)}:{line} in {function}" for filename, line, function in innermost)

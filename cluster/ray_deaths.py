@@ -1,4 +1,4 @@
-"""Why the process of a Ray actor ended, as far as Ray and the logs on this node say."""
+"""Why the process of a Ray actor ended, as far as Ray and the worker's log on this node tell."""
 
 from __future__ import annotations
 
@@ -9,39 +9,55 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster.errors import WorkerDiedError
-from cluster.failures import at_frames, frames_in
+from cluster.failures import Failure, frames_in
 from cluster.status import COLOUR
 
 NUM_LOG_LINES = 40  # of the end of a worker's log that go into the run's log
+TRACEBACK = "Traceback (most recent call last)"
+EXCEPTION = re.compile(r"^\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit)\w*(?:: .*)?)$", re.MULTILINE)
+CRASH = re.compile(r"^\*\*\* (SIG\w+) received", re.MULTILINE)  # as Ray's signal handler writes it to the worker's log
+CRASH_STACK = "Stack (most recent call first):"
 EXIT = re.compile(r"Worker exit type: (\w+)\s+Worker exit detail: (.*?)(?:\s*Some common causes include|$)", re.DOTALL)
 PROCESS_ID = re.compile(r"^\s*pid: (\d+)$|\(pid=(\d+)", re.MULTILINE)
-LOST_CONNECTION = "connection error"  # how Ray describes a process that ended without saying so
+LOST_CONNECTION = "connection error"  # how Ray describes a process that ended without a word
+NOISE = (":", "(raylet)")  # how lines of a worker's log begin that Ray writes for itself
 
 
 def actor_death(error: RayActorError, what: str) -> WorkerDiedError:
-    """One line that names the cause; what Ray and the worker's own log say in full is its note."""
+    """One line that names the cause; the full text of Ray and the end of the worker's own log are notes."""
     text = COLOUR.sub("", str(error)).strip()
-    log = _log_of(text)
-    where = "" if log is None else f"; its log is {log}"
-    died = WorkerDiedError(f"its actor died while waiting for {what}: {_cause(error, text)}{where}")
+    path, log = _log_of(text)
+    failure = _failure(error, text, log)
+    where = f"; its log is {path}" if log else ""
+    died = WorkerDiedError(f"its actor died while waiting for {what}: {failure}{where}")
+    died.failure = failure
     died.add_note(text)
-    if log is not None:
-        died.add_note(f"The end of {log}:\n{_end_of(log)}")
+    if log:
+        died.add_note("\n".join([f"The end of {path}:", *log.splitlines()[-NUM_LOG_LINES:]]))
     return died
 
 
-def _cause(error: RayActorError, text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if error.actor_init_failed:
-        return f"{lines[-1]}{at_frames(frames_in(text))}"
-    if (found := EXIT.search(text)) is None:
-        return lines[-1] if lines else type(error).__name__
-    kind, detail = found[1], " ".join(found[2].split())
-    if LOST_CONNECTION not in detail:
-        return f"Ray: {kind}, {detail}"
+def _failure(error: RayActorError, text: str, log: str) -> Failure:
     process_id = _process_id(text)
     process = "its process" if process_id is None else f"its process {process_id}"
-    return f"{process} was killed (SIGKILL, or out of memory) or crashed (Ray: {kind}, {detail.rstrip('.')})"
+    if (crash := CRASH.search(log)) is not None:
+        frames = frames_in(log.partition(CRASH_STACK)[2], is_innermost_first=True)
+        return Failure(f"{process} crashed with {crash[1]}", frames, fingerprint="|".join([crash[1], *frames]))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if TRACEBACK in text or error.actor_init_failed:
+        exceptions = EXCEPTION.findall(text) or lines[-1:]
+        return Failure(exceptions[-1], frames_in(text))
+    if (found := EXIT.search(text)) is None:
+        return Failure(_reason(lines) or type(error).__name__)
+    kind, detail = found[1], " ".join(found[2].split())
+    if LOST_CONNECTION in detail:
+        return Failure(f"{process} ended without a word, as after SIGKILL or out of memory (Ray: {kind})")
+    return Failure(f"{process} ended (Ray: {kind}, {detail.rstrip('.')})")
+
+
+def _reason(lines: list[str]) -> str:
+    """The line of Ray's text that says why."""
+    return next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
 
 
 def _process_id(text: str) -> str | None:
@@ -49,17 +65,15 @@ def _process_id(text: str) -> str | None:
     return None if found is None else found[1] or found[2]
 
 
-def _log_of(text: str) -> Path | None:
-    """What the process wrote to stderr, if it ran on this node and wrote anything."""
+def _log_of(text: str) -> tuple[Path | None, str]:
+    """Where the process wrote its stderr, and what; nothing where it ran on another node."""
     process_id = _process_id(text)
     if process_id is None or not ray.is_initialized():
-        return None
+        return None, ""
     here = ray.get_runtime_context()
     folder = Path(here.get_temp_dir()) / here.get_session_name() / "logs"
-    logs = [path for path in folder.glob(f"worker-*-{process_id}.err") if path.stat().st_size]
-    return max(logs, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def _end_of(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(COLOUR.sub("", line) for line in lines[-NUM_LOG_LINES:])
+    path = max(folder.glob(f"worker-*-{process_id}.err"), key=lambda path: path.stat().st_mtime, default=None)
+    if path is None:
+        return None, ""
+    lines = COLOUR.sub("", path.read_text(encoding="utf-8", errors="replace")).splitlines()
+    return path, "\n".join(line for line in lines if line.strip() and not line.startswith(NOISE))

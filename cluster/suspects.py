@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError
+from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
 from cluster.fault_patterns import Death, EveryPush, FaultPatterns, OnePrompt
 from cluster.failures import Failure
 from cluster.faults import cause_of
@@ -65,7 +65,8 @@ class Suspects:
         self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]
     ) -> RestartLoopError | None:
         """Learn from a death: excludes a prompt, or returns the error that is to end the run, if there is a finding."""
-        failure = error.failure if isinstance(error, EngineDiedError) else Failure(cause_of(error))
+        failure = error.failure if isinstance(error, EngineDiedError | WorkerDiedError) else None
+        failure = failure or Failure(cause_of(error))
         finding = self._patterns.died(Death(failure.fingerprint, num_pushes, frozenset(in_flight)))
         if isinstance(finding, OnePrompt):
             self._exclude(in_flight[finding.prompt_id], finding, failure)

@@ -1,4 +1,4 @@
-"""Rollout actors whose engine core raises in the step that would compute one given sample, wherever the core runs."""
+"""Rollout actors whose engine core raises in the step that would begin a given prompt, wherever the core runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import actors.samplers.vllm as vllm_sampler
 from actors.rollout_actor import RolloutActor
 from actors.samplers.vllm_weights import WorkerExtension
 
-POISON = "MOBULA_TEST_POISON"  # the sample's id, in the environment of every process of the run
+POISON = "MOBULA_TEST_POISON"  # in the environment of every process of the run: how the prompt's id begins
 ANY = "*"
 MESSAGE = "the device is gone"
 
@@ -20,13 +20,13 @@ MESSAGE = "the device is gone"
 class PoisonedExtension(WorkerExtension):
     """Runs in the core's process."""
 
-    def poison(self, sample_id: str) -> None:
-        """Fail in the next step that begins a request of the sample; ANY: in the next step."""
+    def poison(self, prompt_id: str) -> None:
+        """Fail in each step that begins a request whose id holds this; ANY: in the next step."""
         execute = self.model_runner.execute_model
 
         def execute_unless_poisoned(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             ids = [request.req_id for request in scheduled.scheduled_new_reqs]
-            if sample_id == ANY or any(f"/{sample_id}~" in request_id for request_id in ids):
+            if prompt_id == ANY or any(prompt_id in request_id for request_id in ids):
                 raise RuntimeError(MESSAGE)
             return execute(scheduled, *args, **kwargs)
 
@@ -44,8 +44,8 @@ class Poisoned(RolloutActor):
         if POISON in os.environ:
             await self.poison(os.environ[POISON])
 
-    async def poison(self, sample_id: str) -> None:
-        await self._sampler._engine.collective_rpc("poison", args=(sample_id,))
+    async def poison(self, prompt_id: str) -> None:
+        await self._sampler._engine.collective_rpc("poison", args=(prompt_id,))
 
 
 class PoisonedApart(Poisoned, CoreApart):

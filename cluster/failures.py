@@ -12,6 +12,7 @@ from pathlib import Path
 NUM_FRAMES = 3  # that a failure names
 MAX_MESSAGE = 300  # characters of an exception's message that a failure names
 MAX_TRACEBACK = 20_000  # characters of the end of a traceback that a failure holds: it fits into a pipe
+WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # files whose frames say nothing about a cause
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
 
@@ -32,8 +33,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """The failure that an exception describes."""
-        stack = traceback.extract_tb(error.__traceback__)
-        innermost = list(reversed(stack))[:NUM_FRAMES]
+        stack = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.endswith(WRAPPERS)]
+        innermost = stack[: -NUM_FRAMES - 1 : -1]
         message = " ".join(str(error).split())
         if len(message) > MAX_MESSAGE:
             message = f"{message[: MAX_MESSAGE - 3].rstrip()}..."
@@ -87,6 +88,6 @@ def frames_in(text: str, *, is_innermost_first: bool = False) -> tuple[str, ...]
 
     A traceback ends with the innermost frame; what a crashed process prints begins with it.
     """
-    found = FRAME.findall(text)
+    found = [frame for frame in FRAME.findall(text) if not frame[0].endswith(WRAPPERS)]
     innermost = found[:NUM_FRAMES] if is_innermost_first else found[: -NUM_FRAMES - 1 : -1]
     return tuple(f"{_short(filename)}:{line} in {function}" for filename, line, function in innermost)

@@ -68,12 +68,16 @@ def _process_id(text: str) -> str | None:
 def _log_of(text: str) -> tuple[Path | None, str]:
     """Where the process wrote its stderr, and what; nothing where it ran on another node."""
     process_id = _process_id(text)
-    if process_id is None or not ray.is_initialized():
-        return None, ""
-    here = ray.get_runtime_context()
-    folder = Path(here.get_temp_dir()) / here.get_session_name() / "logs"
-    path = max(folder.glob(f"worker-*-{process_id}.err"), key=lambda path: path.stat().st_mtime, default=None)
+    path = None if process_id is None else _path_of(process_id)
     if path is None:
         return None, ""
     lines = COLOUR.sub("", path.read_text(encoding="utf-8", errors="replace")).splitlines()
     return path, "\n".join(line for line in lines if line.strip() and not line.startswith(NOISE))
+
+
+def _path_of(process_id: str) -> Path | None:
+    if not ray.is_initialized():
+        return None
+    here = ray.get_runtime_context()
+    folder = Path(here.get_temp_dir()) / here.get_session_name() / "logs"
+    return max(folder.glob(f"worker-*-{process_id}.err"), key=lambda path: path.stat().st_mtime, default=None)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
-from cluster.fault_patterns import Death, EveryPush, FaultPatterns, OnePrompt
 from cluster.failures import Failure
+from cluster.fault_patterns import Death, EveryPush, FaultPatterns, OnePrompt
 from cluster.faults import cause_of
 from cluster.trajectory import Prompt
 
@@ -61,9 +61,7 @@ class Suspects:
             self._num_in_flight -= Counter([prompt.prompt_id])
             self._notify()
 
-    def engine_died(
-        self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]
-    ) -> RestartLoopError | None:
+    def engine_died(self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]) -> RestartLoopError | None:
         """Learn from a death: excludes a prompt, or returns the error that is to end the run, if there is a finding."""
         failure = error.failure if isinstance(error, EngineDiedError | WorkerDiedError) else None
         failure = failure or Failure(cause_of(error))

@@ -538,7 +538,9 @@ async def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_all
 async def test_engines_that_die_of_one_cause_after_every_push_end_the_run_before_the_budget_does() -> None:
     lenient = RestartPolicy(max_restarts=50, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
     yard = Yard()
-    with pytest.raises(RestartLoopError, match=r"3 engines in a row died after a weight push .*RuntimeError: no offset"):
+    with pytest.raises(
+        RestartLoopError, match=r"3 engines in a row died after a weight push .*RuntimeError: no offset"
+    ):
         async with asyncio.timeout(5), fleet_of(1, yard, health=PATIENT, policy=lenient) as (fleet, _):
             for n in range(50):
                 await fleet.generate(make_prompt(f"0/{n}/s{n}"), SETTINGS)

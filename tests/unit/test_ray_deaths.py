@@ -16,7 +16,7 @@ NO_WORD = (
     "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) the process"
 )
 BY_RAY = "The actor is dead because it was killed by `ray.kill`."
-IN_INIT = """The actor died because of an error raised in its creation task, \x1b[36mray::W.__init__()\x1b[39m (pid=4711)
+IN_INIT = """The actor died because of an error raised in its creation task, \x1b[36mray::W.init()\x1b[39m (pid=4711)
   File "/app/rewards/components.py", line 12, in __init__
     raise ValueError("no such reward")
 ValueError: no such reward"""

@@ -5,7 +5,8 @@ a series; a death without a fingerprint (the process was killed from outside) ne
 Two patterns end a series early, before the restart budget is used up:
 
     one prompt      it was in flight at each of MIN_DEATHS deaths or more, at the last one with no other prompt
-    every push      MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start
+    every push      MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
+                    MIN_AFTER_PUSH of them after a push, and they have no prompt in common
 
 Prompts that were in flight at every death of a series are its suspects. Few of them run at a time, and when there are
 few of them each runs alone, until it has finished, which clears it, or an engine has died of it.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 MIN_DEATHS = 3
 MAX_PUSHES = 2
+MIN_AFTER_PUSH = 2
 MAX_ALONE = 4  # suspects that run alone after the second death already
 
 
@@ -40,7 +42,7 @@ class OnePrompt:
 
 @dataclass(frozen=True)
 class EveryPush:
-    """The finding that engines do not outlive a push."""
+    """The finding that engines do not outlive pushes."""
 
     num_deaths: int
 
@@ -57,7 +59,8 @@ class FaultPatterns:
 
     def __init__(self) -> None:
         self._fingerprint: str | None = None
-        self._num_after_push = 0  # deaths in a row soon after a push
+        self._num_early = 0  # deaths in a row of engines that took MAX_PUSHES or fewer
+        self._num_after_push = 0  # those of them that took one
         self._num_common = 0  # deaths in a row with a prompt in common
         self._suspects: frozenset[str] = frozenset()
 
@@ -67,18 +70,19 @@ class FaultPatterns:
             return None
         if death.fingerprint != self._fingerprint:
             self._fingerprint = death.fingerprint
-            self._num_after_push = 0
-            self._clear_suspects()
-        self._num_after_push = self._num_after_push + 1 if 1 <= death.num_pushes <= MAX_PUSHES else 0
+            self._begin()
+        is_early = death.num_pushes <= MAX_PUSHES
+        self._num_early = self._num_early + 1 if is_early else 0
+        self._num_after_push = self._num_after_push + (death.num_pushes > 0) if is_early else 0
         self._narrow(death.prompt_ids)
         if self._num_common >= MIN_DEATHS and len(death.prompt_ids) == 1:
             [prompt_id] = death.prompt_ids
             finding = OnePrompt(prompt_id, self._num_common)
-            self._num_after_push = 0
-            self._clear_suspects()
+            self._begin()
             return finding
-        if self._num_after_push >= MIN_DEATHS and self._num_common < MIN_DEATHS:
-            return EveryPush(self._num_after_push)
+        is_series = self._num_early >= MIN_DEATHS and self._num_after_push >= MIN_AFTER_PUSH
+        if is_series and self._num_common < MIN_DEATHS:
+            return EveryPush(self._num_early)
         return None
 
     def finished(self, prompt_id: str) -> None:
@@ -112,6 +116,12 @@ class FaultPatterns:
         else:
             self._num_common = 1
             self._suspects = in_flight
+
+    def _begin(self) -> None:
+        """A series of which nothing is known yet."""
+        self._num_early = 0
+        self._num_after_push = 0
+        self._clear_suspects()
 
     def _clear_suspects(self) -> None:
         self._num_common = 0

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
 from cluster.failures import Failure
-from cluster.fault_patterns import Death, EveryPush, FaultPatterns, OnePrompt
+from cluster.fault_patterns import MAX_PUSHES, Death, EveryPush, FaultPatterns, OnePrompt
 from cluster.faults import cause_of
 from cluster.trajectory import Prompt
 
@@ -71,9 +71,10 @@ class Suspects:
         self._notify()
         if isinstance(finding, EveryPush):
             return RestartLoopError(
-                f"{finding.num_deaths} engines in a row died after a weight push with the same cause: {failure}. A "
-                "restart does not change that, so the run ends before supervision.max_restarts is reached. Look for "
-                "the cause in the engine or its settings (sampler.*, weight_sync.kv_cache), then go on with resume=auto"
+                f"{finding.num_deaths} engines in a row died within {MAX_PUSHES} weight pushes after their start, with "
+                f"the same cause: {failure}. A restart does not change that, so the run ends before "
+                "supervision.max_restarts is reached. Look for the cause in the engine or its settings (sampler.*, "
+                "weight_sync.kv_cache), then go on with resume=auto"
             )
         return None
 

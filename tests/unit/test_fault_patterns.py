@@ -94,10 +94,26 @@ def test_engines_that_do_not_outlive_a_push_are_found_at_the_third_one() -> None
     assert [patterns.died(death) for death in deaths] == [None, None, EveryPush(3)]
 
 
-def test_engines_that_outlive_some_pushes_are_not() -> None:
+def test_a_death_between_pushes_belongs_to_the_series() -> None:
+    """A prompt that goes on from its known tokens may meet what a push makes others meet."""
     patterns = FaultPatterns()
-    pushes = [1, 1, MAX_PUSHES + 1, 1, 1, 0, 1, 1]
+    deaths = [Death(CAUSE, num, frozenset([f"0/{n}/s"])) for n, num in enumerate([4, 1, 0, 1])]
+    assert [patterns.died(death) for death in deaths] == [None, None, None, EveryPush(3)]
+
+
+def test_engines_that_outlive_some_pushes_are_not_found_nor_those_that_saw_none() -> None:
+    patterns = FaultPatterns()
+    pushes = [1, 1, MAX_PUSHES + 1, 1, 0, MAX_PUSHES + 1, 0, 0, 0, 1]
     assert [patterns.died(Death(CAUSE, num, frozenset())) for num in pushes] == [None] * len(pushes)
+
+
+def test_prompts_in_common_that_are_cleared_leave_the_push() -> None:
+    patterns, both = FaultPatterns(), frozenset([POISON, "0/8/s8"])
+    for _ in range(3):
+        assert patterns.died(Death(CAUSE, 1, both)) is None, "one of them may be the cause"
+    for prompt_id in both:
+        patterns.finished(prompt_id)
+    assert patterns.died(Death(CAUSE, 1, frozenset(["0/9/s9"]))) == EveryPush(4)
 
 
 def test_a_common_prompt_is_looked_at_before_a_common_push() -> None:

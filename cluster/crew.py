@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.errors import DeadlineError, LostReplyError, StuckError, WorkerDiedError
+from cluster.faults import report_loss
 from cluster.ray_group import answer
 from cluster.restarts import RestartBudget, RestartPolicy
-from cluster.status import WorkerState, WorkerStatus, in_one_line
+from cluster.status import WorkerState, WorkerStatus
 
 _logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class Crew:
         member = place.member
         if member.handle is not place.handle or member.state is not WorkerState.SERVING:
             return
-        self._note_loss(member, error)
+        self._note_loss(member, error, f"its work goes to others: {member.load} in flight")
         if not member.is_leaving:
             self._begin(member, self._refill(member))
 
@@ -250,7 +251,7 @@ class Crew:
         details = "; ".join(f"{member.name}: {member.detail}" for member in self._members)
         return WorkerDiedError(
             f"every {self._role} worker was lost more than {self._restarts.max_restarts} times within "
-            f"{self._restarts.window_s:g} s ({details}): mend the cause, then go on with resume=auto"
+            f"{self._restarts.window_s:g} s ({details}): fix the cause, then go on with resume=auto"
         )
 
     def _leave(self, member: _Member) -> None:
@@ -328,10 +329,10 @@ class Crew:
         except (WorkerDiedError, DeadlineError) as error:
             self.lose(place, error)
 
-    def _note_loss(self, member: _Member, error: Exception) -> None:
+    def _note_loss(self, member: _Member, error: Exception, consequence: str = "") -> None:
         member.state = WorkerState.WAITING
-        member.detail = f"{type(error).__name__}: {in_one_line(error)}"
-        _logger.warning("%s is lost: %s", member.name, error)
+        fault = report_loss(member.name, error, consequence)
+        member.detail = f"{fault.kind}: {fault.cause}"
         self._on_lost(error)
 
     async def _end(self, member: _Member) -> None:

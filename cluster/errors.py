@@ -4,15 +4,19 @@
     ├── PreflightError          the run cannot start: a preset, a path or a dataset is unfit (never raised later)
     │   ├── PlacementError      the cluster cannot hold the resource preset
     │   └── DatasetError        nothing to train on, or a row that may not be skipped
-    ├── MediaError              one picture is missing, corrupt, too large or no picture; its sample is skipped
-    ├── PromptError             one prompt is too long or its placeholders do not match its media; it is skipped
-    ├── ChangedDataError        the data no longer give the prompt that a recorded group was sampled from
+    ├── SkippedSample           one sample is unusable; it is skipped, counted and named
+    │   ├── MediaError          one picture is missing, corrupt, too large or no picture
+    │   ├── PromptError         one prompt is too long or its placeholders do not match its media
+    │   ├── ChangedDataError    the data no longer give the prompt that a recorded group was sampled from
+    │   └── ExcludedPromptError one prompt ended several engines in a row with the same cause
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
+    │   └── RestartLoopError    workers end again and again with one cause, which a restart does not change
     ├── LostReplyError          a role's process is well, and one answer of it did not come
     ├── DependencyError         a role lives, and waited in vain for somebody else
     ├── LostObjectError         an object went with the node that held it
-    ├── RolloutError            a rollout actor could not finish a prompt, or its engine is dead
+    ├── RolloutError            a rollout actor could not finish a prompt
+    │   └── EngineDiedError     its engine ended; `failure` is the cause
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
     │   └── UnscoredGroupError  a group cost one reward worker after the other; no response of it has a reward
     ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
@@ -27,6 +31,10 @@ User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`);
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+from cluster.failures import Failure
 
 
 class MobulaError(Exception):
@@ -69,12 +77,24 @@ class ChangedDataError(SkippedSample):
     reason = "changed_data"
 
 
+class ExcludedPromptError(SkippedSample):
+    """One prompt was in flight at each of several deaths of engines with the same cause, at last alone of them."""
+
+    reason = "killed_engines"
+
+
 class DeadlineError(MobulaError, TimeoutError):
     """Something did not answer in time; the message names what was waited for and for how long."""
 
 
 class WorkerDiedError(MobulaError):
     """A role's process ended or no longer answers; the message names it."""
+
+    failure: Failure | None = None  # the cause, where it is known apart from the message
+
+
+class RestartLoopError(WorkerDiedError):
+    """Workers end again and again with one cause, which a restart does not change."""
 
 
 class StuckError(MobulaError):
@@ -94,7 +114,20 @@ class LostObjectError(MobulaError):
 
 
 class RolloutError(MobulaError):
-    """A rollout actor could not finish a prompt, or its engine is dead."""
+    """A rollout actor could not finish a prompt."""
+
+
+class EngineDiedError(RolloutError):
+    """The engine of a rollout actor ended; `failure` is the cause."""
+
+    def __init__(self, what: str, failure: Failure) -> None:
+        """`what` says what the engine did not do because of it."""
+        super().__init__(f"{what}: {failure}")
+        self.what = what
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.failure), self.__dict__  # the last holds the notes
 
 
 class RewardError(MobulaError):
@@ -141,9 +174,9 @@ def as_raised_by_role(error: Exception) -> Exception:
 def loss_kind(error: Exception) -> str:
     """How an engine was lost, as a word to count by."""
     match error:
-        case DeadlineError():
+        case DeadlineError() | StuckError():
             return "hung"
-        case WorkerDiedError():
+        case WorkerDiedError() | EngineDiedError():
             return "died"
         case CanaryError():
             return "wrong"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cluster.errors import RewardError
+from cluster.errors import ExcludedPromptError, RewardError
 from cluster.mending import sample_and_score
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.supervision import background_tasks
@@ -136,9 +136,12 @@ class Evaluator:
         self, prompt: Prompt, settings: SamplingSettings, version: int, slots: asyncio.Semaphore
     ) -> Sequence[Reward | None]:
         async with slots:
-            _, summary, rewards = await sample_and_score(
-                self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
-            )
+            try:
+                _, summary, rewards = await sample_and_score(
+                    self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
+                )
+            except ExcludedPromptError:  # counted and named where it was excluded
+                return [None] * settings.num_samples
         return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
 
     def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:

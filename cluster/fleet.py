@@ -14,21 +14,30 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.concurrency import run_all
-from cluster.errors import DeadlineError, LostReplyError, MobulaError, WorkerDiedError, loss_kind
+from cluster.errors import (
+    DeadlineError,
+    EngineDiedError,
+    ExcludedPromptError,
+    LostReplyError,
+    MobulaError,
+    RestartLoopError,
+    WorkerDiedError,
+)
+from cluster.faults import report_loss
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
-from cluster.status import WorkerState, WorkerStatus, in_one_line
+from cluster.seats import Seat as EngineSeat
+from cluster.status import WorkerState, WorkerStatus
 from cluster.supervision import background_tasks
+from cluster.suspects import Suspects
 from cluster.trajectory import Generated, Prompt
 from cluster.weight_sync.members import Receiver
 
 _logger = logging.getLogger(__name__)
-
-Clock = Callable[[], float]
 
 
 class Engine(Receiver, Protocol):
@@ -53,6 +62,9 @@ class Engine(Receiver, Protocol):
         ...
 
 
+Seat = EngineSeat[Engine]
+
+
 @dataclass(frozen=True)
 class HealthChecks:
     """How the fleet looks after its engines. An engine that finished something since the last look is healthy: busy is
@@ -62,31 +74,6 @@ class HealthChecks:
     probe_interval_s: float
     max_failures_in_a_row: int  # groups that one engine may fail, one after the other, before it is replaced
     no_worker_s: float  # how long a prompt waits while no engine serves
-
-
-@dataclass
-class _Seat:
-    """A place in the fleet, whoever fills it."""
-
-    index: int
-    budget: RestartBudget
-    state: WorkerState = WorkerState.STARTING
-    engine: Engine | None = None
-    version: int | None = None
-    num_in_flight: int = 0
-    num_failures_in_a_row: int = 0
-    last_sign_s: float = 0.0
-    detail: str = ""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def name(self) -> str:
-        return f"rollout/{self.index}"
-
-    def status(self) -> WorkerStatus:
-        return WorkerStatus(
-            self.name, self.state, self.version, self.num_in_flight, self.budget.num_restarts, self.detail
-        )
 
 
 class RolloutFleet:
@@ -109,10 +96,11 @@ class RolloutFleet:
         policy: RestartPolicy,
         health: HealthChecks,
         on_lost: Callable[[str], None],
-        clock: Clock = time.monotonic,
+        on_excluded: Callable[[Prompt, ExcludedPromptError], None] = lambda prompt, error: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`spawn(index)` makes the process of one engine, `release(index)` gives back the place of one that has left;
-        `on_lost` is told the kind of each loss.
+        `on_lost` is called with the kind of each loss, `on_excluded` with each prompt that ended several engines.
         """
         self._spawn = spawn
         self._release = release
@@ -126,6 +114,8 @@ class RolloutFleet:
         self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
         self._version = -1
         self._announced = -1
+        self._suspects = Suspects(on_excluded)
+        self._loop_found: RestartLoopError | None = None
 
     def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
         """How a late joiner gets weights: `WeightSync.admit`."""
@@ -141,6 +131,7 @@ class RolloutFleet:
 
         Raises:
             WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
+            RestartLoopError: engines die after every push with the same cause; the body was cancelled.
         """
         async with background_tasks() as tasks:
             self._tasks = tasks
@@ -162,31 +153,31 @@ class RolloutFleet:
         """Sample one prompt on the engine with the fewest prompts in flight.
 
         Raises:
-            WorkerDiedError, DeadlineError: the engine was lost, and is being replaced; or none serves.
+            WorkerDiedError, DeadlineError, EngineDiedError: the engine was lost, and is being replaced; or none serves.
             LostReplyError: the engine did not answer in time, and is well.
             RolloutError: the engine could not do it.
+            ExcludedPromptError: the prompt ended several engines, and is not sampled any more.
         """
-        seat, engine = await self._pick(prompt)
-        seat.num_in_flight += 1
-        seat.idle.clear()
+        async with self._suspects.admitted(prompt):
+            seat, engine = await self._pick(prompt)
+            with seat.working_at(prompt):
+                return await self._generate_on(seat, engine, prompt, settings)
+
+    async def _generate_on(self, seat: Seat, engine: Engine, prompt: Prompt, settings: SamplingSettings) -> Generated:
         try:
             result = await engine.generate(prompt, settings)
-        except WorkerDiedError as error:
+        except (WorkerDiedError, EngineDiedError) as error:
             self._lose(seat, engine, error)
-            raise
+            # The engine may be ended before it has answered all prompts: they too end with the cause.
+            raise seat.death or error from None
         except DeadlineError as error:
             raise await self._missed(seat, engine, error) from None
         except MobulaError as error:
             self._failed(seat, engine, error)
             raise
-        else:
-            seat.num_failures_in_a_row = 0
-            seat.last_sign_s = self._clock()
-            return result
-        finally:
-            seat.num_in_flight -= 1
-            if seat.num_in_flight == 0:
-                seat.idle.set()
+        seat.num_failures_in_a_row = 0
+        seat.last_sign_s = self._clock()
+        return result
 
     def receivers(self) -> list[Receiver]:
         """Engines whose weights are to be kept up to date."""
@@ -201,6 +192,9 @@ class RolloutFleet:
 
     def announced(self, version: int) -> None:
         self._announced = version
+        for seat in self._seats:
+            if seat.state is WorkerState.SERVING:
+                seat.num_pushes += 1
 
     def published(self, version: int) -> None:
         self._version = version
@@ -233,18 +227,18 @@ class RolloutFleet:
             tasks.create_task(self._add(seat), name=f"start {seat.name}")
         self._seats.sort(key=lambda seat: seat.index)
 
-    def _seat(self, index: int) -> _Seat:
-        return _Seat(index, RestartBudget(self._policy))
+    def _seat(self, index: int) -> Seat:
+        return Seat(index, RestartBudget(self._policy))
 
-    def _seat_of(self, receiver: Receiver) -> _Seat | None:
+    def _seat_of(self, receiver: Receiver) -> Seat | None:
         return next((seat for seat in self._seats if seat.engine is receiver), None)
 
-    async def _first_start(self, seat: _Seat) -> None:
+    async def _first_start(self, seat: Seat) -> None:
         seat.engine = await self._spawn(seat.index)
         await seat.engine.start()
         self._serve(seat, await seat.engine.weight_version())
 
-    async def _pick(self, prompt: Prompt) -> tuple[_Seat, Engine]:
+    async def _pick(self, prompt: Prompt) -> tuple[Seat, Engine]:
         """A serving engine at the published version; waits for one."""
         try:
             async with asyncio.timeout(self._health.no_worker_s):
@@ -259,20 +253,21 @@ class RolloutFleet:
         assert seat.engine is not None
         return seat, seat.engine
 
-    def _serving(self) -> list[_Seat]:
+    def _serving(self) -> list[Seat]:
         return [
             seat
             for seat in self._seats
             if seat.state is WorkerState.SERVING and seat.version is not None and seat.version >= self._version
         ]
 
-    def _serve(self, seat: _Seat, version: int) -> None:
+    def _serve(self, seat: Seat, version: int) -> None:
         seat.version = version
         seat.last_sign_s = self._clock()
-        seat.num_failures_in_a_row = 0
+        seat.num_failures_in_a_row = seat.num_pushes = 0
+        seat.death = None
         self._set(seat, WorkerState.SERVING)
 
-    def _set(self, seat: _Seat, state: WorkerState) -> None:
+    def _set(self, seat: Seat, state: WorkerState) -> None:
         seat.state = state
         self._notify()
 
@@ -280,7 +275,7 @@ class RolloutFleet:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _failed(self, seat: _Seat, engine: Engine, error: MobulaError) -> None:
+    def _failed(self, seat: Seat, engine: Engine, error: MobulaError) -> None:
         """An engine whose process lives and which answers with errors alone, or not at all, is as good as dead."""
         if seat.engine is not engine:
             return
@@ -288,7 +283,7 @@ class RolloutFleet:
         if seat.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._lose(seat, engine, error)
 
-    async def _missed(self, seat: _Seat, engine: Engine, error: DeadlineError) -> DeadlineError | LostReplyError:
+    async def _missed(self, seat: Seat, engine: Engine, error: DeadlineError) -> DeadlineError | LostReplyError:
         """What befell a prompt that was not answered in time: an engine that cannot sample one token is lost."""
         try:
             await engine.probe()
@@ -299,26 +294,31 @@ class RolloutFleet:
         self._failed(seat, engine, lost)
         return lost
 
-    def _lose(self, seat: _Seat, engine: Engine, error: Exception) -> None:
+    def _lose(self, seat: Seat, engine: Engine, error: Exception) -> None:
         """Take the engine out of the fleet at once; it is ended and replaced in the background."""
         if seat.engine is not engine or seat.state not in (WorkerState.SERVING, WorkerState.DRAINING):
             return
-        self._note_loss(seat, error)
+        seat.death = error if isinstance(error, EngineDiedError) else None
+        self._note_loss(seat, error, f"prompts in flight that are retried: {seat.num_in_flight}")
+        self._loop_found = self._loop_found or self._suspects.engine_died(
+            error, seat.num_pushes, {prompt.prompt_id: prompt for prompt in seat.in_flight.values()}
+        )
         if seat.state is WorkerState.DRAINING:
-            return  # nobody waits for it but its drain
+            return  # only its drain waits for it
         self._set(seat, WorkerState.WAITING)
         if self._tasks is not None:
             self._tasks.create_task(self._replace(seat), name=f"replace {seat.name}")
 
-    def _note_loss(self, seat: _Seat, error: Exception) -> None:
-        kind = loss_kind(error)
-        _logger.warning("%s is lost (%s): %s", seat.name, kind, error)
-        self._on_lost(f"rollout_{kind}")
-        seat.detail = f"{kind}: {in_one_line(error)}"
+    def _note_loss(self, seat: Seat, error: Exception, consequence: str = "") -> None:
+        fault = report_loss(seat.name, error, consequence)
+        self._on_lost(f"rollout_{fault.kind}")
+        seat.detail = f"{fault.kind}: {fault.cause}"
 
-    async def _replace(self, seat: _Seat) -> None:
+    async def _replace(self, seat: Seat) -> None:
         """End what is left of the seat's engine, pause, and have another; within the budget."""
         while seat in self._seats:
+            if self._loop_found is not None:
+                raise self._loop_found
             await self._end(seat)
             pause = seat.budget.take(self._clock())
             if pause is None:
@@ -329,12 +329,12 @@ class RolloutFleet:
             if seat not in self._seats or await self._fill(seat):
                 return
 
-    async def _add(self, seat: _Seat) -> None:
+    async def _add(self, seat: Seat) -> None:
         """The first engine of a new seat."""
         if not await self._fill(seat):
             await self._replace(seat)
 
-    async def _fill(self, seat: _Seat) -> bool:
+    async def _fill(self, seat: Seat) -> bool:
         """Start an engine, bring it to the learner's version, and let it serve; says whether that is done with."""
         self._set(seat, WorkerState.STARTING)
         try:
@@ -362,10 +362,10 @@ class RolloutFleet:
             details = "; ".join(f"{seat.name}: {seat.detail}" for seat in self._seats)
             raise WorkerDiedError(
                 f"every rollout actor was lost more than supervision.max_restarts={self._policy.max_restarts} times "
-                f"within {self._policy.window_s:g} s ({details}): mend the cause, then go on with resume=auto"
+                f"within {self._policy.window_s:g} s ({details}): fix the cause, then go on with resume=auto"
             )
 
-    async def _drain(self, seat: _Seat) -> None:
+    async def _drain(self, seat: Seat) -> None:
         if seat.num_in_flight:
             await seat.idle.wait()  # each of its calls has a deadline
         self._seats.remove(seat)
@@ -373,7 +373,7 @@ class RolloutFleet:
         await self._release(seat.index)
         _logger.info("%s has left", seat.name)
 
-    async def _end(self, seat: _Seat) -> None:
+    async def _end(self, seat: Seat) -> None:
         engine, seat.engine, seat.version = seat.engine, None, None
         if engine is None:
             return
@@ -387,7 +387,7 @@ class RolloutFleet:
             await asyncio.sleep(self._health.interval_s)
             await asyncio.gather(*(self._look_at(seat) for seat in self._seats))
 
-    async def _look_at(self, seat: _Seat) -> None:
+    async def _look_at(self, seat: Seat) -> None:
         engine = seat.engine
         if engine is None or seat.state is not WorkerState.SERVING:
             return  # an engine that starts or joins is waited for by whoever does that

@@ -23,6 +23,8 @@ from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from cluster.heap import freeze_heap
 from cluster.placement import PlacedWorker
 from cluster.placement_groups import Booking
+from cluster.ray_deaths import actor_death
+from cluster.status import COLOUR
 
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
 BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
@@ -102,11 +104,12 @@ def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, w
 def _as_seen_here(error: Exception, what: str) -> Exception:
     """What Ray says of a call or a stream, in terms of `cluster.errors`."""
     match error:
-        case RayTaskError():
+        case RayTaskError() if isinstance(error.cause, Exception):
             seen = as_raised_by_role(error.cause)
-            return error.as_instanceof_cause() if seen is error.cause else seen
+            seen.add_note(COLOUR.sub("", str(error)))  # where the role raised it
+            return seen
         case RayActorError():
-            return WorkerDiedError(f"its actor died while waiting for {what}: {error}")
+            return actor_death(error, what)
         case ObjectLostError():
             return WorkerDiedError(
                 f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.faults import report_loss
 from cluster.restarts import RestartBudget
-
-_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOST = (WorkerDiedError, DeadlineError)
@@ -96,14 +94,14 @@ class Restoration:
         """Raises: WorkerDiedError: the restart budget is used up, or the role is beyond restoring."""
         self._break_off(error)
         while True:
+            fault = report_loss(f"the {self._role}", error, "it is started again and restored")
             self._on_lost(f"{self._role}_{'hung' if isinstance(error, DeadlineError) else 'died'}")
             pause = self._budget.take(self._clock())
             if pause is None:
                 raise WorkerDiedError(
                     f"the {self._role} was lost {self._budget.num_restarts + 1} times, more than "
-                    f"supervision.max_restarts allows; last: {error}; mend the cause, then go on with resume=auto"
+                    f"supervision.max_restarts allows; last: {fault.cause}; fix the cause, then go on with resume=auto"
                 ) from error
-            _logger.warning("the %s is lost (%s) and restored", self._role, error)
             await asyncio.sleep(pause)
             try:
                 await self._bring_back(error)

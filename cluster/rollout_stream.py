@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from cluster.errors import (
     DeadlineError,
     DependencyError,
+    EngineDiedError,
+    ExcludedPromptError,
     LostReplyError,
     RewardError,
     RolloutError,
@@ -23,8 +25,10 @@ from cluster.errors import (
 from cluster.leases import LeaseTable
 from cluster.mending import sample_and_score
 from cluster.prompts_ahead import Prompts, PromptsAhead
+from cluster.repeated_events import RepeatedEvents
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.staleness import Admission, AgeLimit, StalenessGate, StepOrder
+from cluster.status import in_one_line
 from cluster.supervision import background_tasks
 from cluster.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
 
@@ -33,6 +37,7 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
+LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
 MAX_AHEAD = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -77,10 +82,11 @@ class AdmissionFilter:
 
 
 class RetryingRollouts:
-    """Rollouts that try a prompt again, on whichever actor the pool then picks, before they give up.
+    """Rollouts that retry a prompt, on whichever actor the pool then picks, before they give up.
 
-    The prompt's lease is held over all tries, so that each goes on from the tokens that are known. `on_retry` is told
-    the kind of each failure that is tried again.
+    The prompt's lease is held over all tries, so that each goes on from the tokens that are known. `on_retry` is called
+    with the kind of each failure that is retried. A lost engine is one event, which the pool logs with the number of
+    prompts; of other failures those with the same cause that come within `LOG_WINDOW_S` are logged as one.
     """
 
     RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
@@ -92,9 +98,13 @@ class RetryingRollouts:
         self._leases = leases
         self._max_retries = max_retries
         self._on_retry = on_retry
+        self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Raises: RolloutError, caused by the last failure, once all tries have failed."""
+        """Raises:
+        RolloutError: all tries have failed; it is caused by the last failure.
+        ExcludedPromptError: the prompt ended several engines.
+        """
         with self._leases.held(prompt, settings):
             return await self._try(prompt, settings)
 
@@ -103,6 +113,9 @@ class RetryingRollouts:
         while True:
             try:
                 return await self._rollouts.generate(prompt, settings)
+            except EngineDiedError as error:
+                # It says nothing about this prompt, which shared the engine with others: the pool bounds such losses.
+                self._on_retry(type(error).__name__)
             except self.RETRIED as error:
                 num_failed += 1
                 if num_failed > self._max_retries:
@@ -111,8 +124,10 @@ class RetryingRollouts:
                         f"{type(error).__name__}: {error}; take the sample out of the data, or raise "
                         f"max_rollout_retries={self._max_retries} if the actors were at fault"
                     ) from error
-                _logger.warning("prompt %s failed and is tried again: %s", prompt.prompt_id, error)
                 self._on_retry(type(error).__name__)
+                if not isinstance(error, WorkerDiedError):
+                    cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
+                    self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
 
 
 class RolloutStream:
@@ -250,7 +265,11 @@ class RolloutStream:
         return await self._scored(prompt, self._settings.min_version)
 
     async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
-        group = await self._scored(prompt, admission.version)
+        try:
+            group = await self._scored(prompt, admission.version)
+        except ExcludedPromptError as error:
+            await self._leave_out(prompt, admission, error.reason)
+            return
         reason = self._reason_to_reject(group)
         if reason is None:
             await self._accept(group, admission)
@@ -296,6 +315,12 @@ class RolloutStream:
             )
         self._gate.reject(admission)
         await self._forget(group, reason)
+
+    async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
+        """A prompt that cannot be sampled gives its slot to another one, and is settled for every later resume."""
+        self._gate.reject(admission)
+        del self._pending[prompt.prompt_id]
+        await self._replay.reject(prompt.prompt_id, reason)
 
     async def _forget(self, group: ScoredGroup, reason: str) -> None:
         """A finished group will not be trained on."""

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-MAX_DETAIL = 120  # characters of one line of an error
+MAX_DETAIL = 120  # characters of each line that is shown of an error of several lines
+MAX_LINE = 400  # characters of an error of one line
 MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
 
 
@@ -113,8 +114,10 @@ class RoleOutcome:
 def in_one_line(error: Exception) -> str:
     """What an error says, short enough for a table: where it holds several lines, its first one and its last."""
     lines = [line.strip() for line in COLOUR.sub("", str(error)).strip().splitlines()]
-    return " ... ".join(_cut(line) for line in (lines if len(lines) < 2 else [lines[0], lines[-1]]))
+    if len(lines) < 2:
+        return _cut("".join(lines), MAX_LINE)
+    return " ... ".join(_cut(line, MAX_DETAIL) for line in (lines[0], lines[-1]))
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= MAX_DETAIL else f"{line[: MAX_DETAIL - 3].rstrip()}..."
+def _cut(line: str, length: int) -> str:
+    return line if len(line) <= length else f"{line[: length - 3].rstrip()}..."

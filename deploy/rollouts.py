@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from actors.datasets.jsonl import Skipped
 from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
@@ -51,6 +52,7 @@ def rollout_fleet(
             no_worker_s=supervision.no_worker_s,
         ),
         on_lost=on_lost,
+        on_excluded=lambda prompt, error: prepared.note_skipped(Skipped(prompt.sample_id, error.reason, str(error))),
     )
 
 

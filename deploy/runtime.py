@@ -34,7 +34,7 @@ from cluster.placement import PlacementPlan, inference_roles, needed_roles, plan
 from cluster.placement_groups import create_placement_groups, plan_when_free
 from configs.schema import RunConfig
 from deploy.build import Inference, build_controller, build_evaluator, scalable_roles, spawn_inference, spawn_training
-from deploy.logs import logged_to, set_up_logging
+from deploy.logs import log_to, set_up_logging
 from deploy.observers import build_metrics
 from deploy.overview import overview
 from deploy.preparation import Prepared, prepare, require_model, write_skipped
@@ -107,12 +107,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     version = start_version(config)
     set_up_logging(console)
     check_run_folder(config)
-    with (
-        _cluster(config, needed_roles(config)) as cluster,
-        run_folder(config),
-        logged_to(config.run_folder),
-        _findable(cluster),
-    ):
+    with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
+        log_to(config.run_folder)
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)

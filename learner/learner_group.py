@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.concurrency import outcomes
-from cluster.errors import LostObjectError, PlacementError, WorkerDiedError
+from cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
 from cluster.ray_group import answer, beside, kill, stop
 from cluster.roles import UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
@@ -19,6 +19,8 @@ from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
 from learner.process_group import is_peer_lost
 from learner.supervised import SupervisedExample
+
+CAUSE_S = 2.0  # that a rank which the others miss has to say what happened to it
 
 
 class LearnerGroup:
@@ -172,7 +174,15 @@ class LearnerGroup:
                 *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
             )
         except Exception as error:
-            if is_peer_lost(error):
-                raise WorkerDiedError(f"a learner rank was lost to the others, which were {what}: {error}") from error
-            raise
+            if not is_peer_lost(error):
+                raise
+            await self._raise_cause(calls, what)
+            raise WorkerDiedError(f"a learner rank was lost to the others, which were {what}: {error}") from error
         return answers[0] if answers else None
+
+    async def _raise_cause(self, calls: Sequence[Any], what: str) -> None:
+        """Some ranks miss another one: raise what happened to that one, if it is known within `CAUSE_S`."""
+        waits = (answer(call, timeout_s=CAUSE_S, what=f"learner/{n} {what}") for n, call in enumerate(calls))
+        for outcome in await outcomes(*waits):
+            if isinstance(outcome, Exception) and not isinstance(outcome, DeadlineError) and not is_peer_lost(outcome):
+                raise outcome

@@ -23,7 +23,6 @@ from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.samplers.base import EngineSettings
@@ -36,8 +35,10 @@ from actors.samplers.vllm_inproc_outputs import ThreadedOutputs
 from actors.samplers.vllm_load import LoadLogger
 from actors.samplers.vllm_logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm_outputs import OutputReader
+from actors.samplers.vllm_process import core_failure, engine_in_its_own_process
 from cluster.concurrency import run_all
-from cluster.errors import RolloutError, WeightSyncError
+from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
+from cluster.failures import Failure
 from cluster.media import ProcessedMedia
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.sampled import Attempt, Emit, SampledSequence
@@ -63,13 +64,20 @@ class VLLMSampler:
         self._in_flight = InFlight()
         self._is_replacing = False
         self._num_replaced = 0
+        self._watching: asyncio.Task[None] | None = None  # from the moment the engine is there
+        self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
     async def start(self) -> None:
         keep_sampled_logprobs_alone()
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_in_a_row`
-        start = in_process_engine if self._settings.device == "cpu" else AsyncLLM.from_engine_args
+        start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
-        self._engine = start(engine_args(self._settings), stat_loggers=loggers)
+        try:
+            self._engine = start(engine_args(self._settings), stat_loggers=loggers)
+        except (ValueError, MobulaError):  # the first is how vLLM refuses settings
+            raise
+        except Exception as error:
+            raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
         if isinstance(self._engine.output_processor, ThreadedOutputs):
             self._engine.output_processor.on_preempted = self._load.preempted
         if self._engine.model_config.is_multimodal_model:
@@ -118,7 +126,7 @@ class VLLMSampler:
             max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
         request = self._engine.generate(tokens_input([self._settings.pad_id]), params, f"probe-{uuid.uuid4().hex}")
-        with _failing("the probe"):
+        with self._failing("the probe"):
             async for _ in request:
                 pass
 
@@ -145,11 +153,11 @@ class VLLMSampler:
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         info = {"rendezvous": rendezvous.to_wire(), "rank": rank}
-        with _named(f"join transfer epoch {rendezvous.epoch}"):
+        with self._named(f"join transfer epoch {rendezvous.epoch}"):
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info))
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        with _named(f"receive version {version}"):
+        with self._named(f"receive version {version}"):
             update, core = self._update(manifest, bucket_bytes), self._engine.engine_core
             if isinstance(core, InProcessClient) and manifest.num_bytes <= MAX_BYTES_BESIDE:
                 receive = core.transfer_engine.receive
@@ -162,15 +170,16 @@ class VLLMSampler:
     ) -> None:
         packed = [bucket.tobytes() for bucket in buckets]
         update = self._update(manifest, bucket_bytes) | {"buckets": packed}
-        with _named(f"load version {version}"):
+        with self._named(f"load version {version}"):
             await self._replace_weights(update, version)
 
     async def weight_version(self) -> int:
         return int(await self._engine.get_weight_version())
 
     async def close(self) -> None:
-        self._watching.cancel()
-        self._engine.shutdown()
+        if self._watching is not None:
+            self._watching.cancel()
+            self._engine.shutdown()
 
     async def _watch(self) -> None:
         """Fail the calls that wait for a dead core: vLLM fails the requests of a dead process, and forgets these."""
@@ -251,7 +260,7 @@ class VLLMSampler:
         """Sample `settings.num_samples` siblings, `first` and those after it, as one request."""
         params = sampling_params(self._settings, settings)
         reader = OutputReader(self._engine, request_id)
-        with _failing(f"prompt {prompt.prompt_id}"):
+        with self._failing(f"prompt {prompt.prompt_id}"):
             await self._served.reach(settings.min_version)
             inputs = self._engine_input(prompt, media)
             with self._in_flight.one_more():
@@ -268,7 +277,7 @@ class VLLMSampler:
         request_id: str,
     ) -> Any:
         final, inputs = None, self._engine_input(prompt, media)
-        with _failing(f"prompt {prompt.prompt_id}"):
+        with self._failing(f"prompt {prompt.prompt_id}"):
             async for output in self._engine.generate(inputs, params, request_id):
                 final = output
         if final is None:
@@ -303,34 +312,44 @@ class VLLMSampler:
             self._fields_by_layout[layout] = self._fields_of(features, {})
         return self._fields_by_layout[layout]
 
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """vLLM passes on an error of its core as a bare Exception with a text; say what was asked. The death of the
+        core is no failed weight sync: a push that goes out again would not reach it either.
+        """
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineDiedError(f"the engine is dead and cannot {what}", self._cause()) from error
+        except Exception as error:
+            raise WeightSyncError(f"the engine could not {what}: {error}") from error
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """A core that died, or aborted a request, fails the rollout: the caller retries it elsewhere."""
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineDiedError(f"the engine failed {what}", self._cause()) from error
+        except EngineGenerateError as error:
+            raise RolloutError(f"the engine failed {what}: {error!r}") from error
+
+    def _cause(self) -> Failure:
+        """Why the core died."""
+        if self._failure is None:
+            core = self._engine.engine_core
+            if isinstance(core, InProcessClient):
+                self._failure = Failure.of(core.failure or EngineDeadError())
+            else:
+                self._failure = core_failure(self._engine)
+        return self._failure
+
 
 def _in_a_row(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write; vLLM shares
     processed pictures among requests, so it only reads them.
     """
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """vLLM hands on an error of its engine process as a bare Exception with a text; tell the caller what it means. An
-    engine that is dead is no matter of weights: a push that goes out again would not reach it either.
-    """
-    try:
-        yield
-    except EngineDeadError as error:
-        raise RolloutError(f"the engine is dead and cannot {what}: {error!r}") from error
-    except Exception as error:
-        raise WeightSyncError(f"the engine could not {what}: {error}") from error
-
-
-@contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """An engine that died or broke off a request fails the rollout: whoever asked tries elsewhere and replaces it."""
-    try:
-        yield
-    except (EngineDeadError, EngineGenerateError) as error:
-        raise RolloutError(f"the engine failed {what}: {error!r}") from error
 
 
 def _placeholder(span: MediaSpan) -> PlaceholderRange:

@@ -118,12 +118,12 @@ class InProcessClient(AsyncMPClient):
             target=self._run, args=(vllm_config, executor_class, log_stats), name="engine-core", daemon=True
         )
         self._is_ready = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # what ended the core
         self._thread.start()
         self._start_mm_warmup()
         self._is_ready.wait()  # the load itself has no deadline here: whoever started this actor has one
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     @property
     def transfer_engine(self) -> Any:
@@ -175,7 +175,7 @@ class InProcessClient(AsyncMPClient):
         try:
             self._core = ThreadedCore(config, executor, log_stats, self._deliver)
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             return
         finally:
             self._is_ready.set()
@@ -184,7 +184,8 @@ class InProcessClient(AsyncMPClient):
         except SystemExit:
             pass  # how the loop ends when it was asked to
         except Exception as error:
-            self._tell(self._died, error)
+            self.failure = error
+            self._tell(self._died)
         finally:
             self._core.shutdown()
 
@@ -206,12 +207,10 @@ class InProcessClient(AsyncMPClient):
         else:
             self.outputs_queue.put_nowait(outputs)
 
-    def _died(self, cause: Exception) -> None:
+    def _died(self) -> None:
         """Requests end with the core; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
         self.resources.engine_dead = True
-        dead = EngineDeadError()
-        dead.__cause__ = cause
-        self.outputs_queue.put_nowait(dead)
+        self.outputs_queue.put_nowait(EngineDeadError())
 
 
 @contextmanager

@@ -6,14 +6,17 @@ import base64
 import hashlib
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from cluster.faults import Fault
 from cluster.metrics import chart_scales
 from cluster.metrics.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
 from cluster.metrics.run_folder import REPORT_FILE, RunFolder, read_run_folder
@@ -21,6 +24,7 @@ from cluster.metrics.samples import ReportSample
 
 _ASSETS = Path(__file__).parent
 _MAX_SKIPPED_ROWS = 200
+_MAX_FAULT_ROWS = 200  # the newest ones
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,18 @@ class Tally:
 
     label: str
     rows: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """Losses of one worker in a row with the same cause."""
+
+    worker: str
+    kind: str
+    cause: str
+    count: int
+    first: str  # local time
+    last: str
 
 
 def write_report(run_folder: Path) -> Path:
@@ -87,6 +103,8 @@ def render_report(run: RunFolder) -> str:
         shares=_phase_shares(run),
         staleness=_staleness_rows(run),
         tallies=_tallies(run),
+        faults=_fault_rows(run.faults)[-_MAX_FAULT_ROWS:],
+        num_faults=len(run.faults),
         samples=sorted(run.samples.samples, key=_sample_order),
         pictures={key: _data_uri(png) for key, png in run.samples.thumbnails.items()},
         skipped_counts=sorted(Counter(row.reason for row in run.skipped).items()),
@@ -156,6 +174,19 @@ def _tallies(run: RunFolder) -> list[Tally]:
         for name, reasons in counters.items()
         if any(reasons.values())
     ]
+
+
+def _fault_rows(faults: Sequence[Fault]) -> list[FaultRow]:
+    """Faults in order of time; those that follow each other and differ in their time alone are one row."""
+    rows: list[FaultRow] = []
+    for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
+        times = [_local_time(fault.at_s) for fault in group]
+        rows.append(FaultRow(worker, kind, cause, len(times), times[0], times[-1]))
+    return rows
+
+
+def _local_time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def _sample_order(sample: ReportSample) -> tuple[bool, int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.faults import FAULTS_FILE, Fault, read_faults
 from cluster.metrics.records import EvaluationRecord, StepRecord
 from cluster.metrics.samples import SampleFile, read_samples
 from cluster.metrics.sinks.jsonl import read_records
@@ -54,6 +55,7 @@ class RunFolder:
     summary: Summary | None
     plan: Sequence[PlanRow]
     skipped: Sequence[SkippedRow]
+    faults: Sequence[Fault]
     config: str
 
 
@@ -76,6 +78,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         summary=read_summary(summary) if summary.exists() else None,
         plan=[_plan_row(row) for row in _rows(folder / PLAN_FILE)],
         skipped=[_skipped_row(row) for row in _rows(folder / SKIPPED_FILE)],
+        faults=read_faults(folder / FAULTS_FILE),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
     )
 

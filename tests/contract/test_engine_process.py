@@ -26,7 +26,7 @@ from engines import (
 from members import FixedMembers
 from waiting import wait_until
 
-from cluster.errors import DeadlineError, RolloutError
+from cluster.errors import DeadlineError, EngineDiedError, RolloutError
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.transport import Rendezvous
 from deploy.processes import ProcessId
@@ -129,10 +129,13 @@ async def test_a_core_that_is_killed_in_a_broadcast_fails_what_is_in_flight_and_
         assert await sync.publish(1) == 1
         [(name, error)] = members.lost.items()
         assert name == engine.client.name
-        assert isinstance(error, RolloutError) and "the engine is dead and cannot receive version 1" in str(error)
+        assert isinstance(error, EngineDiedError) and "the engine is dead and cannot receive version 1" in str(error)
         assert members.versions == {}
         ended = await asyncio.gather(*flying, return_exceptions=True)
-        assert all(isinstance(error, RolloutError) for error in ended), ended
+        for death in [error, *ended]:
+            assert isinstance(death, EngineDiedError), death
+            assert f"the engine's process {core.pid} was ended by signal 9 (SIGKILL)" in str(death)
+            assert death.failure.fingerprint is None, "what is ended from outside is no pattern"
         with pytest.raises(RolloutError, match="engine is dead"):
             await engine.client.join_transfer(Rendezvous("127.0.0.1", 1, 2, 2, "gloo", timeout_s=1.0), rank=1)
         with pytest.raises(RolloutError, match="the probe"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-from vllm.v1.engine.async_llm import AsyncLLM
-
 import actors.samplers.vllm as vllm_sampler
 from actors.rollout_actor import RolloutActor
 
@@ -14,7 +12,7 @@ class CoreApart(RolloutActor):
     """Its engine is started on CPU as it is on GPUs."""
 
     async def start(self) -> None:
-        vllm_sampler.in_process_engine = AsyncLLM.from_engine_args
+        vllm_sampler.in_process_engine = vllm_sampler.engine_in_its_own_process
         await super().start()
 
     async def processes(self) -> tuple[int, int]:

@@ -134,7 +134,7 @@ async def test_a_lost_worker_is_replaced_once_however_many_say_so() -> None:
     assert team.crew.handles == ("new 0", "old 1")
     assert team.hosts.stopped == [(0, "old 0")]
     assert team.lost == [DIED]
-    assert team.crew.status()[0] == WorkerStatus("judge/0", SERVING, None, 2, 1, "WorkerDiedError: its process ended")
+    assert team.crew.status()[0] == WorkerStatus("judge/0", SERVING, None, 2, 1, "died: its process ended")
 
 
 async def test_a_lost_worker_gets_no_more_work() -> None:
@@ -169,7 +169,7 @@ async def test_a_worker_that_is_lost_too_often_is_quarantined_and_its_place_give
     assert team.states() == {"judge/0": QUARANTINED, "judge/1": SERVING}
     assert team.hosts.booked == {1}
     assert team.hosts.started[0] == AT_ONCE.max_restarts
-    assert team.crew.status()[0].detail == "PlacementError: no room"
+    assert team.crew.status()[0].detail == "error: PlacementError: no room"
     assert len(team.lost) == 1 + AT_ONCE.max_restarts
 
 
@@ -181,7 +181,7 @@ async def test_work_does_not_wait_for_a_crew_that_is_gone() -> None:
     work, waiting = team.work(), team.work()
     await settle()
     team.crew.lose(work.place, DIED)
-    with pytest.raises(WorkerDiedError, match=r"every judge worker was lost .*judge/0: PlacementError: no room"):
+    with pytest.raises(WorkerDiedError, match=r"every judge worker was lost .*judge/0: error: PlacementError: no room"):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
         async with team.crew.place():

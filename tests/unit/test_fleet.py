@@ -10,7 +10,17 @@ import pytest
 from fakes import SETTINGS, make_group, make_prompt
 from waiting import until
 
-from cluster.errors import CanaryError, DeadlineError, LostReplyError, RolloutError, WorkerDiedError
+from cluster.errors import (
+    CanaryError,
+    DeadlineError,
+    EngineDiedError,
+    ExcludedPromptError,
+    LostReplyError,
+    RestartLoopError,
+    RolloutError,
+    WorkerDiedError,
+)
+from cluster.failures import Failure
 from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.status import WorkerState
@@ -20,6 +30,8 @@ PROMPT = make_prompt("0/0/s0")
 POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 HEALTH = HealthChecks(interval_s=0.001, probe_interval_s=0.0, max_failures_in_a_row=2, no_worker_s=5)
 PATIENT = HealthChecks(interval_s=0.001, probe_interval_s=1000, max_failures_in_a_row=2, no_worker_s=5)
+
+CAUSE = Failure("RuntimeError: no offset", ("model.py:7 in step",), "Traceback ...", "RuntimeError|model.py:7")
 
 
 class FakeEngine:
@@ -36,13 +48,28 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.start_error: Exception | None = None
+        self.poison: str | None = None  # the prompt of which its core dies
+        self.died_of: EngineDiedError | None = None
+        self.has_died = asyncio.Event()
 
     async def start(self) -> None:
         if self.start_error:
             raise self.start_error
 
+    def die_of(self, failure: Failure) -> None:
+        self.died_of = EngineDiedError(f"{self.name}'s engine failed", failure)
+        self.has_died.set()
+
     async def generate(self, prompt, settings):
-        await self.gate.wait()
+        if prompt.prompt_id == self.poison:
+            await asyncio.sleep(0)  # others come meanwhile
+            self.die_of(CAUSE)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self.gate, self.has_died)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self.died_of is not None:
+            raise self.died_of
         if self.fails:
             raise RolloutError("no output")
         self._answer()
@@ -95,10 +122,18 @@ class Yard:
 
 @asynccontextmanager
 async def fleet_of(
-    num: int, yard: Yard, *, health: HealthChecks = HEALTH, version: int = 3
+    num: int, yard: Yard, *, health: HealthChecks = HEALTH, version: int = 3, policy: RestartPolicy = POLICY
 ) -> AsyncIterator[tuple[RolloutFleet, list[str]]]:
     losses: list[str] = []
-    fleet = RolloutFleet(yard.spawn, num, release=yard.release, policy=POLICY, health=health, on_lost=losses.append)
+    fleet = RolloutFleet(
+        yard.spawn,
+        num,
+        release=yard.release,
+        policy=policy,
+        health=health,
+        on_lost=losses.append,
+        on_excluded=lambda prompt, error: losses.append(f"excluded {prompt.prompt_id}"),
+    )
 
     async def admit(engine: FakeEngine) -> int:
         return version
@@ -447,3 +482,85 @@ def test_each_restart_waits_twice_as_long_up_to_a_limit_and_old_ones_are_forgott
     assert [budget.take(now) for now in (0, 1, 2, 3, 4)] == [2, 4, 8, 10, None]
     assert budget.take(101) == 8, "those at 0 and 1 no longer count"
     assert budget.num_restarts == 5
+
+
+async def retried(fleet: RolloutFleet, prompt_id: str) -> str:
+    """What becomes of a prompt that is asked for until it is there or refused."""
+    while True:
+        try:
+            await fleet.generate(make_prompt(prompt_id), SETTINGS)
+        except EngineDiedError:
+            continue
+        except ExcludedPromptError:
+            return "excluded"
+        return "done"
+
+
+async def test_a_death_with_many_prompts_in_flight_is_one_line_with_their_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT) as (fleet, losses):
+        yard.now(0).gate.clear()
+        calls = [asyncio.create_task(fleet.generate(make_prompt(f"0/{n}/s{n}"), SETTINGS)) for n in range(64)]
+        await until(lambda: fleet.status()[0].num_in_flight == 64)
+        yard.now(0).die_of(CAUSE)
+        ended = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, EngineDiedError) and error.failure == CAUSE for error in ended)
+        [line] = [message for message in caplog.messages if "is lost" in message]
+        assert line.splitlines()[0] == (
+            "rollout/0 is lost (died): RuntimeError: no offset at model.py:7 in step; "
+            "prompts in flight that are retried: 64"
+        )
+        assert fleet.status()[0].detail == "died: RuntimeError: no offset at model.py:7 in step"
+        assert losses == ["rollout_died"]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+async def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_all_others_are_sampled(
+    num_engines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def poisoned(engine: FakeEngine, nth: int) -> None:
+        engine.poison = "0/7/s7"
+
+    lenient = RestartPolicy(max_restarts=5, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
+    async with fleet_of(num_engines, Yard(poisoned), health=PATIENT, policy=lenient) as (fleet, losses):
+        async with asyncio.timeout(5):
+            ended = await asyncio.gather(*(retried(fleet, f"0/{n}/s{n}") for n in range(16)))
+        assert [n for n, end in enumerate(ended) if end == "excluded"] == [7]
+        assert set(losses[:-1]) == {"rollout_died"} and losses[-1] == "excluded 0/7/s7"
+        assert len(losses) - 1 <= 4, "deaths"
+        assert caplog.text.count("prompt 0/7/s7 (sample s7) is excluded") == 1
+        assert await retried(fleet, "1/3/s7") == "excluded", "in the next epoch too"
+        assert await retried(fleet, "test/3/s7") == "done", "a held-out prompt of that name is another one"
+
+
+async def test_engines_that_die_of_one_cause_after_every_push_end_the_run_before_the_budget_does() -> None:
+    lenient = RestartPolicy(max_restarts=50, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
+    yard = Yard()
+    with pytest.raises(
+        RestartLoopError, match=r"3 engines in a row died within 2 weight pushes .*RuntimeError: no offset"
+    ):
+        async with asyncio.timeout(5), fleet_of(1, yard, health=PATIENT, policy=lenient) as (fleet, _):
+            for n in range(50):
+                await fleet.generate(make_prompt(f"0/{n}/s{n}"), SETTINGS)
+                fleet.announced(3)
+                yard.now(0).die_of(CAUSE)
+                with pytest.raises(EngineDiedError):
+                    await fleet.generate(make_prompt(f"0/{n + 100}/s"), SETTINGS)
+    assert len(yard.made[0]) == 3
+
+
+async def test_engines_that_are_killed_from_outside_are_restarted_as_often_as_the_budget_allows() -> None:
+    lenient = RestartPolicy(max_restarts=20, window_s=1000, backoff_s=0.0001, max_backoff_s=0.001)
+    yard = Yard()
+    async with fleet_of(1, yard, health=PATIENT, policy=lenient) as (fleet, losses):
+        async with asyncio.timeout(5):
+            for _ in range(20):
+                await until(lambda: states(fleet) == [WorkerState.SERVING])
+                fleet.announced(3)
+                yard.now(0).die_of(Failure.of_exit(-9, "the engine's process 7"))
+                with pytest.raises(EngineDiedError):
+                    await fleet.generate(PROMPT, SETTINGS)
+            await fleet.generate(PROMPT, SETTINGS)
+        assert losses == ["rollout_died"] * 20

@@ -11,12 +11,15 @@ from waiting import until
 from cluster.errors import (
     DatasetError,
     DeadlineError,
+    EngineDiedError,
+    ExcludedPromptError,
     LostObjectError,
     RewardError,
     RolloutError,
     UnscoredGroupError,
     WorkerDiedError,
 )
+from cluster.failures import Failure
 from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import SamplingSettings
@@ -87,6 +90,29 @@ async def test_a_failed_prompt_is_tried_again_in_its_slot(error: Exception) -> N
     bench = Bench(FakeRollouts(fault=fault), FakeRewards(), max_retries=2)
     assert await bench.step() == ["0/0/s0", "0/1/s1"]
     assert bench.retries == [type(error).__name__] * 2
+
+
+async def test_an_excluded_prompt_gives_its_slot_to_the_next_one_and_is_settled() -> None:
+    excluded = ExcludedPromptError("prompt 0/1/s1 is excluded")
+    bench = Bench(
+        FakeRollouts(fault=lambda prompt_id, attempt: excluded if prompt_id == "0/1/s1" else None), FakeRewards()
+    )
+    assert await bench.step() == ["0/0/s0", "0/2/s2"]
+    assert "0/1/s1" not in bench.stream.state()["pending"], "a checkpoint does not bring it back"
+    assert (await bench.replay.stats()).num_rejected == {"killed_engines": 1}
+    assert bench.retries == []
+
+
+async def test_losses_of_engines_do_not_use_up_the_tries_of_a_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    died = EngineDiedError("the engine failed prompt 0/0/s0", Failure("RuntimeError: no offset"))
+
+    def fault(prompt_id: str, attempt: int) -> Exception | None:
+        return died if prompt_id == "0/0/s0" and attempt < 9 else None
+
+    bench = Bench(FakeRollouts(fault=fault), FakeRewards(), max_retries=0)
+    assert await bench.step() == ["0/0/s0", "0/1/s1"]
+    assert bench.retries == ["EngineDiedError"] * 9
+    assert caplog.messages == [], "the pool logs the loss, once"
 
 
 async def test_a_poison_prompt_stops_the_run_with_its_id_and_cause() -> None:

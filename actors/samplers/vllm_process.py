@@ -1,0 +1,101 @@
+"""An engine whose core is a process of its own, which sends its last exception to this process.
+
+vLLM logs the exception of a core in the core's process alone; what the other side gets is an `EngineDeadError` without
+a cause. So the core runs within `run_core`, which sends the exception through a pipe before vLLM reports the death.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCoreProc
+
+from cluster.errors import EngineDiedError
+from cluster.failures import Failure
+
+EXIT_S = 2.0  # that a core which is dead has to leave an exit code
+RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # as vLLM has it
+
+
+def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
+    """An `AsyncLLM`; call it in a running event loop. `core_failure` says why it died, once it has.
+
+    Raises:
+        ValueError: the core refused its arguments, for instance a KV cache that does not fit.
+        EngineDiedError: the core failed to start.
+    """
+    failures, sender = multiprocessing.Pipe(duplex=False)
+    try:
+        with sender, _run_by(partial(run_core, sender)):
+            engine = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
+    except Exception as error:
+        if (failure := _sent(failures)) is None:
+            raise
+        if failure.summary.startswith(f"{ValueError.__name__}:"):
+            raise ValueError(failure.summary.partition(": ")[2]) from error
+        raise EngineDiedError("the engine failed to start", failure) from error
+    core = engine.engine_core
+    core.failures = failures
+    core.processes = list(core.resources.engine_manager.processes)
+    return engine
+
+
+def core_failure(engine: AsyncLLM) -> Failure:
+    """Why the core of `engine_in_its_own_process` died; call it once."""
+    core = engine.engine_core
+    if (failure := _sent(core.failures)) is not None:
+        return failure
+    for process in core.processes:
+        process.join(EXIT_S)
+        if process.exitcode:
+            return Failure.of_exit(process.exitcode, f"the engine's process {process.pid}")
+    return Failure.of_exit(None, "the engine's process")
+
+
+def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
+    """`EngineCoreProc.run_engine_core` in the core's process; an exception that ends it goes to `sender`."""
+    send_dead = EngineCoreProc._send_engine_dead
+    is_sent = False
+
+    def send(error: BaseException | None) -> None:
+        nonlocal is_sent
+        if error is not None and not is_sent:
+            is_sent = True
+            sender.send(Failure.of(error))
+
+    def send_failure_first(core: EngineCoreProc) -> None:
+        send(sys.exception())  # it is there when the other side looks for it
+        send_dead(core)
+
+    EngineCoreProc._send_engine_dead = send_failure_first
+    try:
+        RUN_ENGINE_CORE(*args, **kwargs)
+    except Exception as error:
+        send(error)
+        raise
+
+
+def _sent(failures: Connection) -> Failure | None:
+    """What the core has sent, if anything."""
+    try:
+        return failures.recv() if failures.poll() else None
+    except EOFError:  # it ended without a word
+        return None
+
+
+@contextmanager
+def _run_by(run: Callable[..., None]) -> Iterator[None]:
+    """vLLM has no parameter for what its core process runs: it takes this method."""
+    EngineCoreProc.run_engine_core = staticmethod(run)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = staticmethod(RUN_ENGINE_CORE)

@@ -1,0 +1,93 @@
+"""Failure: why a process or an engine ended, in plain values that travel between processes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_FRAMES = 3  # that a failure names
+MAX_MESSAGE = 300  # characters of an exception's message that a failure names
+MAX_TRACEBACK = 20_000  # characters of the end of a traceback that a failure holds: it fits into a pipe
+WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # files whose frames say nothing about a cause
+FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The cause of one end.
+
+    `fingerprint` is equal for equal causes. It is None where the process was ended from outside (SIGKILL, out of
+    memory): such ends say nothing about what the process was doing.
+    """
+
+    summary: str  # "RuntimeError: CPU Generator does not ...", or "its process was ended by signal 9 (SIGKILL)"
+    frames: tuple[str, ...] = ()  # innermost first: "vllm/v1/worker/gpu_model_runner.py:3210 in _bookkeeping_sync"
+    traceback: str = ""
+    fingerprint: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The failure that an exception describes."""
+        stack = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.endswith(WRAPPERS)]
+        innermost = stack[: -NUM_FRAMES - 1 : -1]
+        message = " ".join(str(error).split())
+        if len(message) > MAX_MESSAGE:
+            message = f"{message[: MAX_MESSAGE - 3].rstrip()}..."
+        return cls(
+            summary=f"{type(error).__name__}: {message}" if message else type(error).__name__,
+            frames=tuple(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in innermost),
+            traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
+            # Without the message: it may hold ids and numbers that differ between equal causes.
+            fingerprint="|".join([type(error).__qualname__, *(f"{f.filename}:{f.lineno}" for f in innermost)]),
+        )
+
+    @classmethod
+    def of_exit(cls, exit_code: int | None, process: str) -> Failure:
+        """The failure of a process that ended without an exception; `exit_code` is negative for a signal."""
+        if exit_code is None:
+            return cls(f"{process} does not answer, and its exit code is not known")
+        if exit_code >= 0:
+            return cls(f"{process} ended with exit code {exit_code} and left no exception")
+        number = -exit_code
+        name = signal.Signals(number).name if number in iter(signal.Signals) else "unknown"
+        is_crash = number in CRASHES
+        return cls(
+            summary=f"{process} {'crashed with' if is_crash else 'was ended by'} signal {number} ({name})",
+            fingerprint=f"signal {number}" if is_crash else None,
+        )
+
+    def __str__(self) -> str:
+        """One line: the summary and the innermost frames."""
+        return self.summary + at_frames(self.frames)
+
+
+def at_frames(frames: Sequence[str]) -> str:
+    """Where an exception was raised, to be put behind its message; empty without frames."""
+    if not frames:
+        return ""
+    first, *callers = frames
+    return f" at {first}" + (f", called from {', '.join(callers)}" if callers else "")
+
+
+def _short(filename: str) -> str:
+    """A path as an import names it: relative to the folder of installed packages, or its last three parts."""
+    parts = Path(filename).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    return str(Path(*parts[-3:]))
+
+
+def frames_in(text: str, *, is_innermost_first: bool = False) -> tuple[str, ...]:
+    """The innermost frames of a printed stack, innermost first; none if the text holds none.
+
+    A traceback ends with the innermost frame; what a crashed process prints begins with it.
+    """
+    found = [frame for frame in FRAME.findall(text) if not frame[0].endswith(WRAPPERS)]
+    innermost = found[:NUM_FRAMES] if is_innermost_first else found[: -NUM_FRAMES - 1 : -1]
+    return tuple(f"{_short(filename)}:{line} in {function}" for filename, line, function in innermost)

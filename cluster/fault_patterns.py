@@ -1,0 +1,128 @@
+"""Restart loops: what deaths of engines with one cause have in common, and which prompts may run meanwhile.
+
+An engine that ends itself leaves a fingerprint of the cause. Deaths with equal fingerprints that follow each other are
+a series; a death without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it.
+Two patterns end a series early, before the restart budget is used up:
+
+    one prompt      it was in flight at each of MIN_DEATHS deaths or more, at the last one with no other prompt
+    every push      MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
+                    MIN_AFTER_PUSH of them after a push, and they have no prompt in common
+
+Prompts that were in flight at every death of a series are its suspects. Few of them run at a time, and when there are
+few of them each runs alone, until it has finished, which clears it, or an engine has died of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MIN_DEATHS = 3
+MAX_PUSHES = 2
+MIN_AFTER_PUSH = 2
+MAX_ALONE = 4  # suspects that run alone after the second death already
+
+
+@dataclass(frozen=True)
+class Death:
+    """One engine that was lost."""
+
+    fingerprint: str | None  # of the cause; None: it was ended from outside, or did not answer
+    num_pushes: int  # that it took since its start
+    prompt_ids: frozenset[str]  # in flight
+
+
+@dataclass(frozen=True)
+class OnePrompt:
+    """The finding that one prompt ends every engine that gets it."""
+
+    prompt_id: str
+    num_deaths: int
+
+
+@dataclass(frozen=True)
+class EveryPush:
+    """The finding that engines do not outlive pushes."""
+
+    num_deaths: int
+
+
+class FaultPatterns:
+    """Given every death, in order, it says what the series of the newest one shows.
+
+    Example:
+        patterns = FaultPatterns()
+        for num_in_flight in (9, 3, 1):         # prompts of which "0/7/s7" is one
+            finding = patterns.died(Death("RuntimeError|model.py:7", 0, prompts[:num_in_flight]))
+        finding                                 # OnePrompt("0/7/s7", num_deaths=3)
+    """
+
+    def __init__(self) -> None:
+        self._fingerprint: str | None = None
+        self._num_early = 0  # deaths in a row of engines that took MAX_PUSHES or fewer
+        self._num_after_push = 0  # those of them that took one
+        self._num_common = 0  # deaths in a row with a prompt in common
+        self._suspects: frozenset[str] = frozenset()
+
+    def died(self, death: Death) -> OnePrompt | EveryPush | None:
+        """What is found now, if anything is. A prompt that is found is no suspect any more."""
+        if death.fingerprint is None:
+            return None
+        if death.fingerprint != self._fingerprint:
+            self._fingerprint = death.fingerprint
+            self._begin()
+        is_early = death.num_pushes <= MAX_PUSHES
+        self._num_early = self._num_early + 1 if is_early else 0
+        self._num_after_push = self._num_after_push + (death.num_pushes > 0) if is_early else 0
+        self._narrow(death.prompt_ids)
+        if self._num_common >= MIN_DEATHS and len(death.prompt_ids) == 1:
+            [prompt_id] = death.prompt_ids
+            finding = OnePrompt(prompt_id, self._num_common)
+            self._begin()
+            return finding
+        is_series = self._num_early >= MIN_DEATHS and self._num_after_push >= MIN_AFTER_PUSH
+        if is_series and self._num_common < MIN_DEATHS:
+            return EveryPush(self._num_early)
+        return None
+
+    def finished(self, prompt_id: str) -> None:
+        """An engine outlived the prompt."""
+        self._suspects -= {prompt_id}
+        if not self._suspects:
+            self._clear_suspects()
+
+    def is_suspect(self, prompt_id: str) -> bool:
+        """Whether the prompt was in flight at each of two deaths or more of the series."""
+        return self._num_common > 1 and prompt_id in self._suspects
+
+    @property
+    def max_suspects_in_flight(self) -> int | None:
+        """None: as many as there are. The second death leaves about as many suspects as there were prompts in flight;
+        so many at a time leave their square root at the third one."""
+        if self._num_common < 2:
+            return None
+        return 1 if self.run_alone else math.isqrt(len(self._suspects))
+
+    @property
+    def run_alone(self) -> bool:
+        """Whether nothing else may run beside a suspect: another death would not say which of the two caused it."""
+        return self._num_common > 2 or (self._num_common == 2 and len(self._suspects) <= MAX_ALONE)
+
+    def _narrow(self, in_flight: frozenset[str]) -> None:
+        common = self._suspects & in_flight
+        if common:
+            self._num_common += 1
+            self._suspects = common
+        else:
+            self._num_common = 1
+            self._suspects = in_flight
+
+    def _begin(self) -> None:
+        """A series of which nothing is known yet."""
+        self._num_early = 0
+        self._num_after_push = 0
+        self._clear_suspects()
+
+    def _clear_suspects(self) -> None:
+        self._num_common = 0
+        self._suspects = frozenset()

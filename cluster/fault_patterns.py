@@ -5,7 +5,7 @@ a series; a death without a fingerprint (the process was killed from outside) ne
 Two patterns end a series early, before the restart budget is used up:
 
     one prompt      it was in flight at each of MIN_DEATHS deaths or more, at the last one with no other prompt
-    every push      MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
+    pushes          MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
                     MIN_AFTER_PUSH of them after a push, and they have no prompt in common
 
 Prompts that were in flight at every death of a series are its suspects. Few of them run at a time, and when there are
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 MIN_DEATHS = 3
-MAX_PUSHES = 2
+MAX_PUSHES = 10
 MIN_AFTER_PUSH = 2
 MAX_ALONE = 4  # suspects that run alone after the second death already
 
@@ -41,7 +41,7 @@ class OnePrompt:
 
 
 @dataclass(frozen=True)
-class EveryPush:
+class AfterPushes:
     """The finding that engines do not outlive pushes."""
 
     num_deaths: int
@@ -64,7 +64,7 @@ class FaultPatterns:
         self._num_common = 0  # deaths in a row with a prompt in common
         self._suspects: frozenset[str] = frozenset()
 
-    def died(self, death: Death) -> OnePrompt | EveryPush | None:
+    def died(self, death: Death) -> OnePrompt | AfterPushes | None:
         """What is found now, if anything is. A prompt that is found is no suspect any more."""
         if death.fingerprint is None:
             return None
@@ -82,7 +82,7 @@ class FaultPatterns:
             return finding
         is_series = self._num_early >= MIN_DEATHS and self._num_after_push >= MIN_AFTER_PUSH
         if is_series and self._num_common < MIN_DEATHS:
-            return EveryPush(self._num_early)
+            return AfterPushes(self._num_early)
         return None
 
     def finished(self, prompt_id: str) -> None:

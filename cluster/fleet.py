@@ -131,7 +131,7 @@ class RolloutFleet:
 
         Raises:
             WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
-            RestartLoopError: engines die after every push with the same cause; the body was cancelled.
+            RestartLoopError: engines die soon after pushes with the same cause; the body was cancelled.
         """
         async with background_tasks() as tasks:
             self._tasks = tasks

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
 from cluster.failures import Failure
-from cluster.fault_patterns import MAX_PUSHES, Death, EveryPush, FaultPatterns, OnePrompt
+from cluster.fault_patterns import MAX_PUSHES, Death, AfterPushes, FaultPatterns, OnePrompt
 from cluster.faults import cause_of
 from cluster.trajectory import Prompt
 
@@ -69,7 +69,7 @@ class Suspects:
         if isinstance(finding, OnePrompt):
             self._exclude(in_flight[finding.prompt_id], finding, failure)
         self._notify()
-        if isinstance(finding, EveryPush):
+        if isinstance(finding, AfterPushes):
             return RestartLoopError(
                 f"{finding.num_deaths} engines in a row died within {MAX_PUSHES} weight pushes after their start, with "
                 f"the same cause: {failure}. A restart does not change that, so the run ends before "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.fault_patterns import MAX_PUSHES, Death, EveryPush, FaultPatterns, OnePrompt
+from cluster.fault_patterns import MAX_PUSHES, Death, AfterPushes, FaultPatterns, OnePrompt
 
 CAUSE = "RuntimeError|model.py:7"
 OTHER = "ValueError|model.py:9"
@@ -91,14 +91,14 @@ def test_another_cause_begins_another_series() -> None:
 def test_engines_that_do_not_outlive_a_push_are_found_at_the_third_one() -> None:
     patterns = FaultPatterns()
     deaths = [Death(CAUSE, 1, frozenset([f"0/{n}/s"])) for n in range(3)]
-    assert [patterns.died(death) for death in deaths] == [None, None, EveryPush(3)]
+    assert [patterns.died(death) for death in deaths] == [None, None, AfterPushes(3)]
 
 
 def test_a_death_between_pushes_belongs_to_the_series() -> None:
     """A prompt that goes on from its known tokens may meet what a push makes others meet."""
     patterns = FaultPatterns()
-    deaths = [Death(CAUSE, num, frozenset([f"0/{n}/s"])) for n, num in enumerate([4, 1, 0, 1])]
-    assert [patterns.died(death) for death in deaths] == [None, None, None, EveryPush(3)]
+    deaths = [Death(CAUSE, num, frozenset([f"0/{n}/s"])) for n, num in enumerate([MAX_PUSHES + 1, 1, 0, 1])]
+    assert [patterns.died(death) for death in deaths] == [None, None, None, AfterPushes(3)]
 
 
 def test_engines_that_outlive_some_pushes_are_not_found_nor_those_that_saw_none() -> None:
@@ -113,7 +113,7 @@ def test_prompts_in_common_that_are_cleared_leave_the_push() -> None:
         assert patterns.died(Death(CAUSE, 1, both)) is None, "one of them may be the cause"
     for prompt_id in both:
         patterns.finished(prompt_id)
-    assert patterns.died(Death(CAUSE, 1, frozenset(["0/9/s9"]))) == EveryPush(4)
+    assert patterns.died(Death(CAUSE, 1, frozenset(["0/9/s9"]))) == AfterPushes(4)
 
 
 def test_a_common_prompt_is_looked_at_before_a_common_push() -> None:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
 from cluster.failures import Failure
-from cluster.fault_patterns import MAX_PUSHES, Death, AfterPushes, FaultPatterns, OnePrompt
+from cluster.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
 from cluster.faults import cause_of
 from cluster.trajectory import Prompt
 

@@ -27,7 +27,6 @@ FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
 PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pictures
-DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 class Row(TypedDict):
@@ -166,33 +165,39 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
 
 
 def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[Row]:
-    """One question for each picture, on 1 to 12 pictures; every picture is used equally often, give or take one."""
+    """As many questions as pictures, each on 1 to 12 of them; every picture is used equally often, give or take one.
+
+    A question on n pictures is drawn with a probability in proportion to 1 / n: most answers are short and some are ten
+    times as long, and a policy that cannot read one digit yet meets enough questions on a single one.
+    """
     pictures = _shuffled_forever(indices, random)
+    sizes = range(1, len(PICTURE_LABELS) + 1)
     rows = []
-    for number in range(len(indices)):
-        shown = [next(pictures) for _ in range(random.randint(1, len(PICTURE_LABELS)))]
+    for number, size in enumerate(random.choices(sizes, [1 / size for size in sizes], k=len(indices))):
+        shown = [next(pictures) for _ in range(size)]
         digits = [int(labels[index]) for index in shown]
-        question = "".join(f"{label}<image>" for label, _ in zip(PICTURE_LABELS, shown, strict=False))
+        question = "".join(f"<image>{label}" for label in PICTURE_LABELS[:size])
         rows.append(
             Row(
                 id=f"digit_list-{split}-{number:04d}",
-                question=f"{question}Which digits are these? What is the sum?",
+                question=f"{question}\nWhich digits are these? What is the sum?",
                 answer=str(sum(digits)),
-                solution=list_answer(digits),
+                solution=_list_answer(digits),
                 image=[_image_path(index) for index in shown],
             )
         )
     return rows
 
 
-def list_answer(digits: Sequence[int]) -> str:
-    """The right answer to a digit_list question.
+def _list_answer(digits: Sequence[int]) -> str:
+    """The right answer to a question on pictures of these digits.
 
     Example:
-        >>> list_answer([7, 3])
-        'Picture A is the digit seven.\\nPicture B is the digit three.\\nThe sum is 10.'
+        >>> _list_answer([7, 3])
+        'Picture A is the digit 7.\\nPicture B is the digit 3.\\nThe sum is 10.'
     """
-    sentences = [f"Picture {PICTURE_LABELS[i]} is the digit {DIGIT_NAMES[digit]}." for i, digit in enumerate(digits)]
+    named = zip(PICTURE_LABELS, digits, strict=False)
+    sentences = [f"Picture {label} is the digit {digit}." for label, digit in named]
     return "\n".join([*sentences, f"The sum is {sum(digits)}."])
 
 

@@ -11,12 +11,12 @@ from rewards.functions.given import given_references
 from rewards.tools import Tools
 
 _SENTENCE_ENDS = re.compile(r"(?<=\.)\s+|\s*\n\s*")
-_NAMED = re.compile(r"Picture ([A-Z]) is the digit ([a-z]+)\.")
+_NAMED = re.compile(r"Picture ([A-Z]) is the digit ([0-9])\.")
 _SUM = re.compile(r"The sum is ([0-9]+)\.")
 
 
 class DigitList:
-    """Partial credit for "Picture A is the digit seven. Picture B is the digit three. The sum is 10."
+    """Partial credit for "Picture A is the digit 7. Picture B is the digit 3. The sum is 10."
 
     With N pictures an answer makes N + 1 statements, each worth 1 / (N + 1). The statement on picture k counts if it is
     the k-th sentence and equals the reference's. The sum counts if it is right, the last sentence, and the only one
@@ -44,7 +44,7 @@ class DigitList:
         num_extra = max(0, len(named) - num_pictures) + max(0, len(sums) - 1) + num_other
         value = max(0, num_right + is_sum_right - num_extra) / len(truth)
         parts = {"digits": num_right / num_pictures, "sum": float(is_sum_right), "extra": float(num_extra)}
-        return Score(value, _flaw(num_right, num_pictures, is_sum_right, num_extra), parts)
+        return Score(value, _flaw(num_pictures - num_right, num_pictures, is_sum_right, num_extra), parts)
 
 
 def _sentences(text: str) -> list[str]:
@@ -61,13 +61,13 @@ def _truth(references: tuple[str, ...]) -> tuple[str, ...]:
     raise RewardError(f"no reference names digits and their sum: {', '.join(map(repr, references))[:200]}")
 
 
-def _flaw(num_right: int, num_pictures: int, is_sum_right: bool, num_extra: int) -> str:
+def _flaw(num_wrong: int, num_pictures: int, is_sum_right: bool, num_extra: int) -> str:
     """What a report says of an answer that is not wholly right."""
     flaws = []
-    if num_right < num_pictures:
-        flaws.append(f"{num_right} of {num_pictures} digits")
+    if num_wrong:
+        flaws.append(f"{num_wrong} of {num_pictures} digits wrong or out of place")
     if not is_sum_right:
-        flaws.append("no right sum")
+        flaws.append("sum wrong or not last")
     if num_extra:
         flaws.append(f"{num_extra} further sentences")
     return ", ".join(flaws)

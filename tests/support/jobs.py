@@ -51,6 +51,7 @@ class Job:
 
     folder: Path
     overrides: tuple[str, ...]
+    small: tuple[str, ...] = SMALL
     marks: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +63,7 @@ class Job:
         that `mobula train` takes."""
         self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
-        return self._start(*(command or (*MOBULA, "train")), *SMALL, *words)
+        return self._start(*(command or (*MOBULA, "train")), *self.small, *words)
 
     def write_reward(self) -> None:
         (self.folder / "job_reward.py").write_text(REWARD)

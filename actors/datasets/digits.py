@@ -9,8 +9,9 @@ something real to learn. The folder that `write_digits` makes:
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Literal, TypedDict, get_args
 
@@ -19,12 +20,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-DigitsTask = Literal["digits", "digit_sum"]
+DigitsTask = Literal["digits", "digit_sum", "digit_list"]
 
 MARKER = "dataset.json"
 FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
+PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pictures
 
 
 class Row(TypedDict):
@@ -52,8 +54,9 @@ def write_digits(
 ) -> Path:
     """Write the dataset of `task` into `folder` and return `folder`.
 
-    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two. Splits are stratified by digit and
-    share no picture; train takes what validation and test leave. The same arguments give the same bytes.
+    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
+    on each of 1 to 12 pictures and one with their sum. Splits are stratified by digit and share no picture; train takes
+    what validation and test leave. A split has as many rows as pictures. The same arguments give the same bytes.
 
     A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
     beside its place and renamed, and of several processes that write it at once the first one wins.
@@ -102,9 +105,8 @@ def _build(folder: Path, marker: Marker) -> Path:
     for index, picture in enumerate(pixels):
         _to_picture(picture).save(folder / _image_path(index))
     for split, indices in _split(labels, marker).items():
-        rows = _digit_rows(indices, labels) if marker["task"] == "digits" else _sum_rows(indices, labels)
-        lines = (json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+        rows = _rows(marker, split, indices, labels)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
     return folder
 
@@ -125,6 +127,15 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
         rest, test_size=marker["num_validation"], stratify=labels[rest], random_state=seed
     )
     return {"train": train.tolist(), "validation": validation.tolist(), "test": test.tolist()}
+
+
+def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+    """The questions of one split on the pictures `indices`."""
+    if marker["task"] == "digits":
+        return _digit_rows(indices, labels)
+    if marker["task"] == "digit_sum":
+        return _sum_rows(indices, labels)
+    return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
 
 
 def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
@@ -151,6 +162,49 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
         )
         for left, right in zip(indices, [*indices[1:], indices[0]], strict=True)
     ]
+
+
+def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[Row]:
+    """As many questions as pictures, each on 1 to 12 of them; every picture is used equally often, give or take one.
+
+    A question on n pictures is drawn with a probability in proportion to 1 / n: most answers are short and some are ten
+    times as long, and a policy that cannot read one digit yet meets enough questions on a single one.
+    """
+    pictures = _shuffled_forever(indices, random)
+    sizes = range(1, len(PICTURE_LABELS) + 1)
+    rows = []
+    for number, size in enumerate(random.choices(sizes, [1 / size for size in sizes], k=len(indices))):
+        shown = [next(pictures) for _ in range(size)]
+        digits = [int(labels[index]) for index in shown]
+        question = "".join(f"<image>{label}" for label in PICTURE_LABELS[:size])
+        rows.append(
+            Row(
+                id=f"digit_list-{split}-{number:04d}",
+                question=f"{question}\nWhich digits are these? What is the sum?",
+                answer=str(sum(digits)),
+                solution=_list_answer(digits),
+                image=[_image_path(index) for index in shown],
+            )
+        )
+    return rows
+
+
+def _list_answer(digits: Sequence[int]) -> str:
+    """The right answer to a question on pictures of these digits.
+
+    Example:
+        >>> _list_answer([7, 3])
+        'Picture A is the digit 7.\\nPicture B is the digit 3.\\nThe sum is 10.'
+    """
+    named = zip(PICTURE_LABELS, digits, strict=False)
+    sentences = [f"Picture {label} is the digit {digit}." for label, digit in named]
+    return "\n".join([*sentences, f"The sum is {sum(digits)}."])
+
+
+def _shuffled_forever(indices: Sequence[int], random: Random) -> Iterator[int]:
+    """All of `indices` in random order, then all of them in another one, and so on."""
+    while True:
+        yield from random.sample(indices, len(indices))
 
 
 def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Row:

@@ -52,6 +52,7 @@ class Job:
 
     folder: Path
     overrides: tuple[str, ...]
+    small: tuple[str, ...] = SMALL
     marks: list[str] = field(default_factory=list)
 
     @property
@@ -63,7 +64,7 @@ class Job:
         that `mobula train` takes."""
         self.write_reward()
         words = [f"folder={self.folder / 'runs'}", "name=job", f"policy.model={self.folder / 'model'}", *self.overrides]
-        return self._start(*(command or (*MOBULA, "train")), *overridden(SMALL, words))
+        return self._start(*(command or (*MOBULA, "train")), *overridden(self.small, words))
 
     def start_script(self, *words: str) -> subprocess.Popen[str]:
         """A script with these words and no others."""

@@ -78,6 +78,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
+    (["experiment=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
     (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
     (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt=1", "2 or more"]),

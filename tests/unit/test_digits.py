@@ -10,9 +10,11 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from actors.datasets.digits import DigitsTask, write_digits
+from learner.policies.tiny import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
-TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum")
+TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum", "digit_list")
+NUM_PICTURES = {"digits": range(1, 2), "digit_sum": range(2, 3), "digit_list": range(1, 13)}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,10 @@ def test_rows_follow_the_schema(folders: dict[DigitsTask, Path], task: DigitsTas
     assert len(rows) == SPLITS[split]
     for row in rows:
         assert row.keys() == {"id", "question", "answer", "solution", "image"}
-        assert row["solution"] == rf"\boxed{{{row['answer']}}}"
-        assert row["question"].count("<image>") == len(pictures_of(row)) == (1 if task == "digits" else 2)
+        assert row["question"].count("<image>") == len(pictures_of(row))
+        assert len(pictures_of(row)) in NUM_PICTURES[task]
+        if task != "digit_list":
+            assert row["solution"] == rf"\boxed{{{row['answer']}}}"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -84,8 +88,39 @@ def test_sums_add_two_different_pictures(folders: dict[DigitsTask, Path]) -> Non
             assert int(row["answer"]) == digit[left] + digit[right]
 
 
+def test_lists_name_every_picture_in_its_place_and_the_sum(folders: dict[DigitsTask, Path]) -> None:
+    digit = {row["image"]: int(row["answer"]) for split in SPLITS for row in read(folders["digits"], split)}
+    for split in SPLITS:
+        for row in read(folders["digit_list"], split):
+            digits = [digit[path] for path in row["image"]]
+            *sentences, last = row["solution"].split("\n")
+            assert sentences == [f"Picture {'ABCDEFGHIJKL'[i]} is the digit {d}." for i, d in enumerate(digits)]
+            assert last == f"The sum is {sum(digits)}."
+            assert row["answer"] == str(sum(digits))
+            assert row["question"].startswith("".join(f"<image>{label}" for label in "ABCDEFGHIJKL"[: len(digits)]))
+
+
+def test_lists_differ_in_length_and_use_all_pictures_equally_often(folders: dict[DigitsTask, Path]) -> None:
+    for split in SPLITS:
+        rows = read(folders["digit_list"], split)
+        assert {len(row["image"]) for row in rows} == set(NUM_PICTURES["digit_list"])
+        uses = Counter(path for row in rows for path in row["image"])
+        assert max(uses.values()) - min(uses.values()) <= 1
+
+
+def test_answers_to_lists_take_24_to_201_tokens_of_the_tiny_model(folders: dict[DigitsTask, Path]) -> None:
+    tokenizer = build_tokenizer()
+    lengths = [
+        len(tokenizer(row["solution"]).input_ids) + 1  # EOS
+        for split in SPLITS
+        for row in read(folders["digit_list"], split)
+    ]
+    assert (min(lengths), max(lengths)) == (24, 201)
+
+
 def test_same_arguments_write_the_same_bytes(folders: dict[DigitsTask, Path], tmp_path: Path) -> None:
-    assert contents(write_digits(tmp_path / "again", task="digits")) == contents(folders["digits"])
+    for task in TASKS:
+        assert contents(write_digits(tmp_path / f"again_{task}", task=task)) == contents(folders[task])
     other = write_digits(tmp_path / "other", task="digits", seed=1)
     assert read(other, "test") != read(folders["digits"], "test")
 
@@ -122,5 +157,5 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="known are digits, digit_sum"):
+    with pytest.raises(ValueError, match="known are digits, digit_sum, digit_list"):
         write_digits(tmp_path / "digits", task="letters")

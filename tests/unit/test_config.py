@@ -78,7 +78,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
-    (["experiment=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
+    (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
     (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
     (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt=1", "2 or more"]),
@@ -175,6 +175,7 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 NEEDS: dict[str, list[str]] = {
     "policy=hf": ["policy.model=some/model"],
     "data=jsonl": ["data.path=some/folder"],
+    "data=digit_list": ["sampler.max_images_per_prompt=12"],
     "learner=single": ["resources.learner.num_workers=1"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
 }

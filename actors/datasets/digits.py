@@ -9,8 +9,9 @@ something real to learn. The folder that `write_digits` makes:
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Literal, TypedDict, get_args
 
@@ -19,12 +20,14 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-DigitsTask = Literal["digits", "digit_sum"]
+DigitsTask = Literal["digits", "digit_sum", "digit_list"]
 
 MARKER = "dataset.json"
 FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
+PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pictures
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 class Row(TypedDict):
@@ -52,8 +55,9 @@ def write_digits(
 ) -> Path:
     """Write the dataset of `task` into `folder` and return `folder`.
 
-    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two. Splits are stratified by digit and
-    share no picture; train takes what validation and test leave. The same arguments give the same bytes.
+    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
+    on each of 1 to 12 pictures and one with their sum. Splits are stratified by digit and share no picture; train takes
+    what validation and test leave. A split has as many rows as pictures. The same arguments give the same bytes.
 
     A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
     beside its place and renamed, and of several processes that write it at once the first one wins.
@@ -102,9 +106,8 @@ def _build(folder: Path, marker: Marker) -> Path:
     for index, picture in enumerate(pixels):
         _to_picture(picture).save(folder / _image_path(index))
     for split, indices in _split(labels, marker).items():
-        rows = _digit_rows(indices, labels) if marker["task"] == "digits" else _sum_rows(indices, labels)
-        lines = (json.dumps(row) + "\n" for row in rows)
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+        rows = _rows(marker, split, indices, labels)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
     return folder
 
@@ -125,6 +128,15 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
         rest, test_size=marker["num_validation"], stratify=labels[rest], random_state=seed
     )
     return {"train": train.tolist(), "validation": validation.tolist(), "test": test.tolist()}
+
+
+def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+    """The questions of one split on the pictures `indices`."""
+    if marker["task"] == "digits":
+        return _digit_rows(indices, labels)
+    if marker["task"] == "digit_sum":
+        return _sum_rows(indices, labels)
+    return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
 
 
 def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
@@ -151,6 +163,43 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
         )
         for left, right in zip(indices, [*indices[1:], indices[0]], strict=True)
     ]
+
+
+def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[Row]:
+    """One question for each picture, on 1 to 12 pictures; every picture is used equally often, give or take one."""
+    pictures = _shuffled_forever(indices, random)
+    rows = []
+    for number in range(len(indices)):
+        shown = [next(pictures) for _ in range(random.randint(1, len(PICTURE_LABELS)))]
+        digits = [int(labels[index]) for index in shown]
+        question = "".join(f"{label}<image>" for label, _ in zip(PICTURE_LABELS, shown, strict=False))
+        rows.append(
+            Row(
+                id=f"digit_list-{split}-{number:04d}",
+                question=f"{question}Which digits are these? What is the sum?",
+                answer=str(sum(digits)),
+                solution=list_answer(digits),
+                image=[_image_path(index) for index in shown],
+            )
+        )
+    return rows
+
+
+def list_answer(digits: Sequence[int]) -> str:
+    """The right answer to a digit_list question.
+
+    Example:
+        >>> list_answer([7, 3])
+        'Picture A is the digit seven.\\nPicture B is the digit three.\\nThe sum is 10.'
+    """
+    sentences = [f"Picture {PICTURE_LABELS[i]} is the digit {DIGIT_NAMES[digit]}." for i, digit in enumerate(digits)]
+    return "\n".join([*sentences, f"The sum is {sum(digits)}."])
+
+
+def _shuffled_forever(indices: Sequence[int], random: Random) -> Iterator[int]:
+    """All of `indices` in random order, then all of them in another one, and so on."""
+    while True:
+        yield from random.sample(indices, len(indices))
 
 
 def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Row:

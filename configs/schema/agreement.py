@@ -20,6 +20,7 @@ Rule = Callable[["RunConfig"], str | None]
 
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
+MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one prompt of the task; of the others, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
@@ -160,12 +161,13 @@ def _nothing_cuts_the_distribution(config: RunConfig) -> str | None:
     )
 
 
-def _sum_shows_two_pictures(config: RunConfig) -> str | None:
-    if config.data.kind is not DataKind.DIGIT_SUM or config.sampler.max_images_per_prompt >= 2:
+def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
+    num_pictures = MOST_PICTURES.get(config.data.kind, 1)
+    if config.sampler.max_images_per_prompt >= num_pictures:
         return None
     return (
-        f"data.kind=digit_sum shows two pictures in a prompt but "
-        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to 2"
+        f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
+        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
     )
 
 
@@ -334,7 +336,7 @@ RULES: tuple[Rule, ...] = (
     _lengths_fit,
     _batch_holds_sequences,
     _nothing_cuts_the_distribution,
-    _sum_shows_two_pictures,
+    _pictures_of_the_task_fit,
     _pixel_range_is_open,
     _services_have_workers,
     _warm_start_has_a_target,

@@ -56,6 +56,7 @@ class DataKind(StrEnum):
     JSONL = "jsonl"
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
+    DIGIT_LIST = "digit_list"
 
 
 class DataConfig(Section):

@@ -18,6 +18,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "anls": "rewards.functions.anls:Anls",
     "clip_score": "rewards.models.clip:ClipScore",
     "cost": "rewards.functions.cost:Cost",
+    "digit_list": "rewards.functions.digit_list:DigitList",
     "exact_match": "rewards.functions.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
     "grounding": "rewards.functions.grounding:Grounding",

@@ -34,6 +34,7 @@ class Name(StrEnum):
     WHOLE_STEP = "whole_step"
     ASYNCHRONY = "asynchrony"
     DIGITS_ASYNCHRONY = "digits_asynchrony"
+    LONG_RESPONSES = "long_responses"
     DRIVER_OVERHEAD = "driver_overhead"
     RECOVERY = "recovery"
     REWARD_POOL = "reward_pool"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
 from statistics import mean
 
 from benchmarks.measure import Claim, Effort, Findings, Series, rates
@@ -36,41 +35,51 @@ UNIT = "steps/s"
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """A run at every bound, then once more from the last to the first."""
+    with scratch_config(SETTINGS, overrides) as config, private_ray(config):
+        return _findings(config, steps_at(config, MAX_STALENESS, effort.num_steps))
+
+
+def steps_at(config: RunConfig, bounds: Sequence[int], num_steps: int) -> dict[int, list[StepRecord]]:
+    """Measured steps of runs at each bound on staleness: half of them in the order of the bounds, half in the opposite
+    order. A run may have as many groups in flight as its bound admits."""
     steps: dict[int, list[StepRecord]] = defaultdict(list)
-    with ExitStack() as stack:
-        configs = [stack.enter_context(scratch_config(_at(bound), overrides)) for bound in MAX_STALENESS]
-        stack.enter_context(private_ray(configs[0]))
-        for half, in_order in enumerate((configs, configs[::-1])):
-            for config in in_order:
-                run = config.model_copy(update={"name": f"half-{half}"})
-                steps[config.algorithm.max_staleness] += measured_steps(run, -(-effort.num_steps // 2))
-    return _findings(configs[0], steps)
+    for half, in_order in enumerate((bounds, bounds[::-1])):
+        for bound in in_order:
+            concurrent = config.algorithm.prompts_per_step * (bound + 1)
+            limits = {"max_staleness": bound, "max_concurrent_groups": concurrent}
+            algorithm = config.algorithm.model_copy(update=limits)
+            run = config.model_copy(update={"name": f"staleness-{bound}-{half}", "algorithm": algorithm})
+            steps[bound] += measured_steps(run, -(-num_steps // 2))
+    return steps
 
 
-def _at(bound: int) -> tuple[str, ...]:
-    """Settings of a run; it may have as many groups under way as the bound admits."""
-    return (*SETTINGS, f"algorithm.max_staleness={bound}", f"algorithm.max_concurrent_groups={PROMPTS * (bound + 1)}")
-
-
-def _findings(config: RunConfig, steps: dict[int, list[StepRecord]]) -> Findings:
+def over_synchronous(steps: dict[int, list[StepRecord]]) -> tuple[dict[str, Series], list[Claim]]:
+    """The rates of steps at each bound, and their ratios to the rate at bound 0."""
     series = {
         f"staleness_{bound}": Series(f"max_staleness={bound}, {STEPS_A_BLOCK} steps a value", UNIT, step_rates(records))
         for bound, records in steps.items()
     }
+    synchronous = series["staleness_0"]
+    claims = [
+        Claim(f"max_staleness={bound} / synchronous", rates(series[f"staleness_{bound}"], synchronous))
+        for bound in steps
+        if bound > 0
+    ]
+    return series, claims
+
+
+def means(steps: dict[int, list[StepRecord]], name: MetricName) -> dict[str, float]:
+    """A metric's mean over the steps of each bound."""
+    return {str(bound): mean(step.values[name] for step in records) for bound, records in steps.items()}
+
+
+def _findings(config: RunConfig, steps: dict[int, list[StepRecord]]) -> Findings:
+    series, claims = over_synchronous(steps)
     settings = {
         "prompts": config.algorithm.prompts_per_step,
         "samples_per_prompt": config.algorithm.samples_per_prompt,
         "max_tokens": config.sampler.max_tokens,
-        "mean_response_tokens": _means(steps, MetricName.RESPONSE_LENGTH),
-        "mean_staleness": _means(steps, MetricName.STALENESS),
+        "mean_response_tokens": means(steps, MetricName.RESPONSE_LENGTH),
+        "mean_staleness": means(steps, MetricName.STALENESS),
     }
-    synchronous = series["staleness_0"]
-    claims = [
-        Claim(f"max_staleness={bound} / synchronous", rates(series[f"staleness_{bound}"], synchronous))
-        for bound in MAX_STALENESS[1:]
-    ]
     return Findings(settings, series, tuple(claims))
-
-
-def _means(steps: dict[int, list[StepRecord]], name: MetricName) -> dict[str, float]:
-    return {str(bound): mean(step.values[name] for step in records) for bound, records in steps.items()}

@@ -1,4 +1,4 @@
-"""Training as anyone would write it: plain transformers and torch, one process, all sequences in one batch."""
+"""Training in plain transformers and torch: one process, micro-batches of similar lengths, gradient accumulation."""
 
 from __future__ import annotations
 
@@ -30,17 +30,47 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepJob:
-    """Take `num_steps` optimizer steps on the same rows with so many threads."""
+    """Take `num_steps` optimizer steps on the same micro-batches with `num_threads` threads."""
 
-    rows: Rows
+    batches: Sequence[Rows]
     num_threads: int
     num_steps: int
 
+    @property
+    def num_targets(self) -> int:
+        """Response tokens of one step."""
+        return sum(int(rows.is_response.sum()) for rows in self.batches)
 
-def rows_of(prompts: Sequence[Prompt], responses: Sequence[Sequence[np.ndarray]], reader: MediaReader) -> Rows:
-    """Each sibling is a row with pictures of its own, as transformers takes them."""
+    @property
+    def padded_share(self) -> float:
+        """Of all positions that one step computes."""
+        attended = [rows.inputs["attention_mask"] for rows in self.batches]
+        return 1 - sum(int(mask.sum()) for mask in attended) / sum(mask.size for mask in attended)
+
+
+def microbatches_of(
+    prompts: Sequence[Prompt], responses: Sequence[Sequence[np.ndarray]], reader: MediaReader, max_tokens: int
+) -> list[Rows]:
+    """Prompts with each of their responses, sorted by length, in micro-batches of at most `max_tokens` padded tokens
+    (or a single longer sequence)."""
     pairs = [(prompt, tokens) for prompt, siblings in zip(prompts, responses, strict=True) for tokens in siblings]
-    width = max(prompt.num_tokens + len(tokens) for prompt, tokens in pairs)
+    pairs.sort(key=_length, reverse=True)
+    batches = []
+    while pairs:
+        size = max(1, max_tokens // _length(pairs[0]))
+        batches.append(_rows(pairs[:size], reader))
+        pairs = pairs[size:]
+    return batches
+
+
+def _length(pair: tuple[Prompt, np.ndarray]) -> int:
+    prompt, tokens = pair
+    return prompt.num_tokens + len(tokens)
+
+
+def _rows(pairs: Sequence[tuple[Prompt, np.ndarray]], reader: MediaReader) -> Rows:
+    """Each sibling is a row with pictures of its own, as transformers takes them."""
+    width = max(map(_length, pairs))
     ids, attended, types = (np.zeros((len(pairs), width), dtype=np.int64) for _ in range(3))
     is_response = np.zeros((len(pairs), width), dtype=bool)
     for row, (prompt, tokens) in enumerate(pairs):
@@ -67,25 +97,34 @@ def _build(config: RunConfig) -> Callable[[StepJob], float]:
     model = load_policy_model(config.policy, torch.float32).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
-    def step(inputs: dict[str, torch.Tensor], is_target: torch.Tensor) -> None:
+    def accumulate(inputs: dict[str, torch.Tensor], is_target: torch.Tensor, num_targets: int) -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.resources.dtype == "bfloat16"):
             logits = model(**inputs, use_cache=False).logits[:, :-1][is_target].float()  # [N, V]
         targets = inputs["input_ids"][:, 1:][is_target]  # [N]
         logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])
-        (-logprobs.mean()).backward()
+        (-logprobs.sum() / num_targets).backward()
+
+    def step(batches: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]], num_targets: int) -> None:
+        for inputs, is_target in batches:
+            accumulate(inputs, is_target, num_targets)
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.learner.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
     def steps(job: StepJob) -> float:
         torch.set_num_threads(job.num_threads)
-        inputs = {name: torch.from_numpy(array).to(device) for name, array in job.rows.inputs.items()}
-        is_target = torch.from_numpy(job.rows.is_response[:, 1:]).to(device)
+        batches = [_on(device, rows) for rows in job.batches]
         started = time.perf_counter()
         for _ in range(job.num_steps):
-            step(inputs, is_target)
+            step(batches, job.num_targets)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return (time.perf_counter() - started) / job.num_steps
 
     return steps
+
+
+def _on(device: torch.device, rows: Rows) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """forward() arguments, and which tokens after the first are responses."""
+    inputs = {name: torch.from_numpy(array).to(device) for name, array in rows.inputs.items()}
+    return inputs, torch.from_numpy(rows.is_response[:, 1:]).to(device)

@@ -15,16 +15,14 @@ from statistics import mean
 from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, share
 from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from benchmarks.stage import private_ray, scratch_config, staged
+from benchmarks.stage import engines, private_ray, scratch_config
 from cluster.fleet import RolloutFleet
 from cluster.roles import SamplingSettings
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
-from deploy.build import spawn_inference
 from deploy.preparation import Prepared
 
 SETTINGS = ("resources.rollout.num_workers=1",)
-ROLES = ("rollout", "reward")
 NUM_PROMPTS = 64  # of one round
 LONG_TOKENS = 128  # of a response
 ROUNDS = 3  # as many as other benchmarks have: a round of short responses takes half a second
@@ -42,11 +40,8 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
     effort = replace(effort, repeats=ROUNDS * effort.repeats)
     lengths = (config.sampler.max_tokens, LONG_TOKENS)
     num_rounds = effort.warmups + effort.repeats
-    async with staged(config, ROLES) as stage:
+    async with engines(config) as (stage, inference):
         rounds = stage.prompts(num_rounds * len(lengths), NUM_PROMPTS)
-        inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
-        inference.leases.on_ended = lambda ended: None  # responses are sampled here, not scored
-        await inference.rollouts.start()
         [worker] = stage.spawner.workers("rollout")
         with raw_engine(stage.prepared, worker) as engine:
             sides = [
@@ -54,9 +49,6 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
                 for place, max_tokens in enumerate(lengths)
             ]
             found = {side.max_tokens: await interleave(side.named, effort) for side in sides}
-        await inference.rollouts.close()
-        for role in inference.watched:
-            await role.close()
     return _findings(config, found, {side.max_tokens: side.mean_lengths for side in sides})
 
 

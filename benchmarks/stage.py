@@ -19,6 +19,7 @@ from cluster.trajectory import Prompt
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.words import overridden
+from deploy.build import Inference, spawn_inference
 from deploy.preparation import TRAIN, Prepared, prepare
 from deploy.spawner import Spawner
 
@@ -34,10 +35,12 @@ def scratch_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def scratch_config(settings: Sequence[str], overrides: Sequence[str]) -> Iterator[RunConfig]:
-    """The digits run with a benchmark's `settings`, then the user's `overrides`; it leaves nothing behind."""
+def scratch_config(
+    settings: Sequence[str], overrides: Sequence[str], *, experiment: str = "digits"
+) -> Iterator[RunConfig]:
+    """A run of `experiment` with a benchmark's `settings`, then the user's `overrides`. Its folder is removed."""
     with scratch_folder() as folder:
-        own = overridden(["experiment=digits", f"folder={folder}", "metrics.progress=false"], settings)
+        own = overridden([f"experiment={experiment}", f"folder={folder}", "metrics.progress=false"], settings)
         yield load_config(overridden(own, overrides))
 
 
@@ -66,6 +69,19 @@ class Stage:
             prepared.splits[TRAIN].rows, prepared.processor, seed=prepared.config.seed, split_name=TRAIN
         )
         return [[source.next() for _ in range(num_prompts)] for _ in range(num_rounds)]
+
+
+@asynccontextmanager
+async def engines(config: RunConfig) -> AsyncIterator[tuple[Stage, Inference]]:
+    """The run's engines, loaded, on the cluster that `private_ray` started. What they sample is not scored."""
+    async with staged(config, ("rollout", "reward")) as stage:
+        inference = spawn_inference(stage.prepared, stage.spawner, on_lost=lambda kind: None)
+        inference.leases.on_ended = lambda ended: None
+        await inference.rollouts.start()
+        yield stage, inference
+        await inference.rollouts.close()
+        for role in inference.watched:
+            await role.close()
 
 
 @asynccontextmanager

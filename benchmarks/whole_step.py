@@ -1,4 +1,4 @@
-"""Whole step at 8 prompts x 8 samples x 8 tokens: samples/s of the loop over what its raw parts allow.
+"""Whole step at 8 prompts x 8 samples x 8 tokens: response tokens/s of the loop over what its raw parts allow.
 
 The parts one after the other (their serial sum) bound the synchronous loop; with one engine and one learner rank on a
 core each, side by side, the slower of the two (the overlapped limit) bounds the asynchronous one.
@@ -43,9 +43,10 @@ STEPS_A_BLOCK = 5  # one value of the loop's series
 STEPS_AFTER_PAUSE = 3  # not measured: what was sampled ahead while the loop stood still has to be used up
 SETTLE_S = 0.5  # until what was still asked of the engines is done
 OVERLAPPED = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
+THREADS = (1, 2)  # of the raw trainer
 TARGET = 0.6
 OVERLAPPED_TARGET = 0.75
-UNIT = "samples/s"
+UNIT = "tokens/s"
 LOOPS = {
     "staleness_0": "max_staleness=0",
     "staleness_1": "max_staleness=1",
@@ -69,14 +70,14 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         if config.resources.device == "cpu":
             loops["overlapped"] = overlapped
         blocks_of = {name: num_blocks * TIMES_AS_LONG.get(name, 1) for name in loops}
-        raw = asyncio.run(_raw_step(config, sum(n + 1 for n in blocks_of.values()) + 1, stack))
-        raw.measure()  # a warm-up
-        found = {name: _in_blocks(loop, raw, blocks_of[name]) for name, loop in loops.items()}
+        num_measurements = sum(n + 1 for n in blocks_of.values())
+        raw = asyncio.run(raw_parts(config, PROMPTS, num_measurements, THREADS, stack))
+        found = {name: in_blocks(loop, raw, blocks_of[name]) for name, loop in loops.items()}
     return _findings(config, found)
 
 
 class RawParts(Protocol):
-    """samples/s of each raw part, named as in `raw_step.WHAT`, measured now."""
+    """tokens/s of each raw part, named as in `raw_step.WHAT`, measured now."""
 
     def measure(self) -> Mapping[str, float]: ...
 
@@ -92,7 +93,7 @@ class Blocks:
     num_blocks: int
     settle_s: float = SETTLE_S
     steps: list[list[StepRecord]] = field(default_factory=list)
-    parts: list[Mapping[str, float]] = field(default_factory=list)  # samples/s by part
+    parts: list[Mapping[str, float]] = field(default_factory=list)  # tokens/s by part
     name: str = "raw parts"
 
     @property
@@ -117,18 +118,17 @@ class Blocks:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """samples/s of each block."""
-        blocks = self.steps[: self.num_blocks]
-        return tuple(PROMPTS * SAMPLES * _rate(block) for block in blocks)
+        """tokens/s of each block."""
+        return tuple(map(_token_rate, self.steps[: self.num_blocks]))
 
     def around(self, block: int) -> dict[str, float]:
-        """samples/s of each part, right before and right after a block."""
+        """tokens/s of each part, right before and right after a block."""
         before, after = self.parts[block : block + 2]
         return {part: mean((before[part], after[part])) for part in before}
 
     @property
     def serial(self) -> tuple[float, ...]:
-        """samples/s of the fastest way to generate and the fastest to train, one after the other, at each block."""
+        """tokens/s of the fastest way to generate and the fastest to train, one after the other, at each block."""
         return tuple(
             serial_rate(tuple(max(r for part, r in around.items() if part.startswith(p)) for p in (GENERATE, TRAIN)))
             for around in map(self.around, range(self.num_blocks))
@@ -136,18 +136,27 @@ class Blocks:
 
     @property
     def limit(self) -> tuple[float, ...]:
-        """samples/s of the slower of an engine and a trainer with a core each, at each block."""
+        """tokens/s of the slower of an engine and a trainer with a core each, at each block."""
         found = map(self.around, range(self.num_blocks))
         return tuple(min(around[ONE_CORE_ENGINE], around[ONE_CORE_TRAINER]) for around in found)
 
 
-async def _raw_step(config: RunConfig, num_measurements: int, stack: ExitStack) -> RawStep:
-    """The raw parts, which live as long as `stack`; the cluster is free again."""
+async def raw_parts(
+    config: RunConfig, num_prompts: int, num_measurements: int, threads: Sequence[int], stack: ExitStack
+) -> RawStep:
+    """The raw parts of steps of `num_prompts`, warmed up; they live as long as `stack`, and the cluster is free."""
     async with staged(config, ROLES) as stage:
-        return stack.enter_context(raw_step(stage, PROMPTS, num_measurements))
+        raw = stack.enter_context(raw_step(stage, num_prompts, num_measurements + 1, threads))
+    raw.measure()
+    return raw
 
 
-def _in_blocks(config: RunConfig, raw: RawStep, num_blocks: int) -> Blocks:
+def in_blocks(config: RunConfig, raw: RawParts, num_blocks: int) -> Blocks:
+    """Run the loop for `num_blocks` measured blocks of steps.
+
+    Raises:
+        MobulaError: the raw parts could not be measured.
+    """
     blocks = Blocks(raw, num_blocks)
     run_training(config.model_copy(update={"num_steps": blocks.num_steps}), Console(stderr=True), [blocks])
     if len(blocks.parts) != num_blocks + 1:  # a sink that fails is dropped
@@ -175,7 +184,16 @@ def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:
 
 def _rate(steps: Sequence[StepRecord]) -> float:
     """steps/s."""
-    return len(steps) / sum(step.seconds["total"] for step in steps)
+    return len(steps) / _seconds(steps)
+
+
+def _token_rate(steps: Sequence[StepRecord]) -> float:
+    """Response tokens/s."""
+    return sum(step.values[MetricName.NUM_TOKENS] for step in steps) / _seconds(steps)
+
+
+def _seconds(steps: Sequence[StepRecord]) -> float:
+    return sum(step.seconds["total"] for step in steps)
 
 
 def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
@@ -203,12 +221,12 @@ def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
         "mean_response_tokens": mean(s.values[MetricName.RESPONSE_LENGTH] for run in steps.values() for s in run),
         "learner_ranks": config.resources.learner.num_workers,
         "rollout_actors": config.resources.rollout.num_workers,
-        "seconds_of_a_step": {name: _mean_phases(records) for name, records in steps.items()},
+        "seconds_of_a_step": {name: mean_phases(records) for name, records in steps.items()},
     }
     return Findings(settings, series, tuple(claims))
 
 
-def _mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:
+def mean_phases(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Phase -> mean seconds."""
     names = {phase for step in steps for phase in step.seconds}
     return {name: mean(step.seconds[name] for step in steps if name in step.seconds) for name in sorted(names)}

@@ -31,7 +31,8 @@ from configs.load import load_config  # noqa: E402
 from deploy import build, rollouts, runtime  # noqa: E402
 
 BACK_S = 240.0
-STEPS_PER_FAULT = 2  # every moment comes after a version was evaluated and before the next but one is
+# Every moment of the fault matrix comes after a version was evaluated and before the next but one is.
+STEPS_PER_FAULT = int(os.environ.get("MOBULA_TEST_STEPS_PER_FAULT", "2"))
 PHASES = {"reference": "in_reference", "update": "in_update", "checkpoint": "in_checkpoint"}
 
 

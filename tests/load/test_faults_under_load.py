@@ -48,7 +48,10 @@ WORDS = (
 )
 
 
-def test_no_prompt_and_no_reported_token_is_lost_in_the_middle_of_long_responses(tmp_path: Path) -> None:
+def test_no_prompt_and_no_reported_token_is_lost_in_the_middle_of_long_responses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOBULA_TEST_STEPS_PER_FAULT", "8")  # until responses have two pushes behind them
     model, data = write_load_model(tmp_path / "load", 1_000_000), write_load_data(tmp_path / "data", 20)
     where = (f"folder={tmp_path / 'runs'}", "name=job", f"policy.model={model}", f"data.path={data}")
     job = Job(tmp_path, ())

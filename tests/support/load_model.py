@@ -75,6 +75,8 @@ def _end_after(folder: Path, mean_length: int) -> None:
     head, text, stops = model.get_output_embeddings(), model.model.language_model, model.generation_config.eos_token_id
     with torch.no_grad():
         text.embed_tokens.weight[:, 0] = CONSTANT
+        merger = model.model.visual.merger.mlp[-1]
+        merger.weight[0], merger.bias[0] = 0, CONSTANT
         for layer in text.layers:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
@@ -88,7 +90,7 @@ def _end_after(folder: Path, mean_length: int) -> None:
         low, high = (middle, high) if share < 1 / mean_length else (low, middle)
     with torch.no_grad():
         head.weight[stops[0], 0] = low
-        head.weight[stops[1], 0] = -200.0
+        head.weight[stops[1], 0] = low - 40.0
     model.save_pretrained(folder)
 
 

@@ -93,10 +93,7 @@ def test_more_words_never_earn_more(sentences: tuple[str, ...], num_right: int) 
 def test_no_answer_of_up_to_five_sentences_beats_the_truth() -> None:
     said = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
     best = [
-        sentences
-        for length in range(6)
-        for sentences in product(said, repeat=length)
-        if score(*sentences).value >= 1
+        sentences for length in range(6) for sentences in product(said, repeat=length) if score(*sentences).value >= 1
     ]
     assert best == [(A, B, C, SUM)]
 

@@ -36,6 +36,7 @@ from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manife
 from cluster.weight_sync.publish import WeightSync
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
+from configs.words import overridden
 from deploy.preparation import Prepared
 from deploy.rollouts import engine_settings as run_engine_settings
 from deploy.spawner import engine_environment
@@ -192,8 +193,7 @@ def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 def open_model(folder: Path, *overrides: str) -> Model:
     """The model of a checkpoint folder; its pictures are written beside it."""
-    config = tiny_config(
-        folder,
+    own = (
         f"sampler.temperature={TEMPERATURE}",
         "sampler.kv_cache_bytes=134217728",
         "sampler.max_num_seqs=64",
@@ -201,8 +201,8 @@ def open_model(folder: Path, *overrides: str) -> Model:
         "data.max_prompt_tokens=128",
         "weight_sync.bucket_bytes=1048576",
         "weight_sync.timeout_s=30",
-        *overrides,
     )
+    config = tiny_config(folder, *overridden(own, overrides))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
     rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]

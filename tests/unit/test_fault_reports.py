@@ -51,7 +51,7 @@ def test_a_death_is_one_line_of_the_console_and_its_traceback_is_in_the_log_file
     report_loss("rollout/0", death(), "prompts in flight that are retried: 64")
     [line] = screen.getvalue().splitlines()
     assert "rollout/0 is lost (died): RuntimeError: CPU Generator does not support set_offset [/seed] at " in line
-    assert "tests/unit/test_faults.py:" in line and "in death; prompts in flight that are retried: 64" in line
+    assert "tests/unit/test_fault_reports.py:" in line and "in death; prompts in flight that are retried: 64" in line
     log = (tmp_path / LOG_FILE).read_text()
     assert log.count("Traceback (most recent call last)") == 1
     assert log.count("rollout/0 is lost") == 1

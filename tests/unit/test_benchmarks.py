@@ -170,7 +170,7 @@ class DriftingMachine:
 def test_a_block_of_steps_is_compared_with_the_raw_parts_right_around_it() -> None:
     blocks = Blocks(DriftingMachine(), num_blocks=2, settle_s=0.0)
     for number in range(1, blocks.num_steps + 1):
-        blocks.emit(replace(step(update=1.0), step=number))
+        blocks.emit(replace(step(update=1.0), step=number, values={"num_tokens": 64.0}))
     first = NUM_WARMUP_STEPS + STEPS_AFTER_PAUSE + 1
     second = first + STEPS_A_BLOCK + STEPS_AFTER_PAUSE
     measured = [[record.step for record in block] for block in blocks.steps if block]

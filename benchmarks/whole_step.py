@@ -7,8 +7,7 @@ core each, side by side, the slower of the two (the overlapped limit) bounds the
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import mean
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from rich.console import Console
 
+from benchmarks.idle import wait_until_idle
 from benchmarks.measure import Claim, Effort, Findings, Series, serial_rate, share
 from benchmarks.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
 from benchmarks.stage import private_ray, scratch_config, staged
@@ -41,7 +41,6 @@ ROLES = ("rollout", "reward")
 NUM_WARMUP_STEPS = 5
 STEPS_A_BLOCK = 5  # one value of the loop's series
 STEPS_AFTER_PAUSE = 3  # not measured: what was sampled ahead while the loop stood still has to be used up
-SETTLE_S = 0.5  # until what was still asked of the engines is done
 OVERLAPPED = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
 THREADS = (1, 2)  # of the raw trainer
 TARGET = 0.6
@@ -91,7 +90,7 @@ class Blocks:
 
     raw: RawParts
     num_blocks: int
-    settle_s: float = SETTLE_S
+    settle: Callable[[], None] = wait_until_idle  # the engines first finish the groups that were sampled ahead
     steps: list[list[StepRecord]] = field(default_factory=list)
     parts: list[Mapping[str, float]] = field(default_factory=list)  # tokens/s by part
     name: str = "raw parts"
@@ -106,7 +105,7 @@ class Blocks:
         if 0 <= block < self.num_blocks and place >= STEPS_AFTER_PAUSE:
             self.steps[block].append(record)
         if record.step >= NUM_WARMUP_STEPS and place == STEPS_AFTER_PAUSE + STEPS_A_BLOCK - 1:
-            time.sleep(self.settle_s)
+            self.settle()
             self.parts.append(self.raw.measure())
             self.steps.append([])
 
@@ -170,10 +169,17 @@ def _with_staleness(config: RunConfig, max_staleness: int) -> RunConfig:
 
 
 def measured_steps(config: RunConfig, num_steps: int) -> list[StepRecord]:
-    """A real run's steps that are neither warm-up nor the last, which holds the final evaluation and checkpoint."""
-    run = config.model_copy(update={"num_steps": NUM_WARMUP_STEPS + num_steps + 1})
+    """A real run's steps in its steady state.
+
+    Warm-up is left out, and at both ends as many steps as may be sampled ahead: the first ones find groups that were
+    sampled before training began, the last ones train while nothing more is sampled. The very last step also holds
+    the final evaluation and checkpoint.
+    """
+    ahead = config.algorithm.max_staleness
+    first = NUM_WARMUP_STEPS + ahead
+    run = config.model_copy(update={"num_steps": first + num_steps + ahead + 1})
     run_training(run, Console(stderr=True))
-    return list(read_run_folder(run.run_folder).steps[NUM_WARMUP_STEPS:-1])
+    return list(read_run_folder(run.run_folder).steps[first : first + num_steps])
 
 
 def step_rates(steps: Sequence[StepRecord]) -> tuple[float, ...]:

@@ -168,7 +168,7 @@ class DriftingMachine:
 
 
 def test_a_block_of_steps_is_compared_with_the_raw_parts_right_around_it() -> None:
-    blocks = Blocks(DriftingMachine(), num_blocks=2, settle_s=0.0)
+    blocks = Blocks(DriftingMachine(), num_blocks=2, settle=lambda: None)
     for number in range(1, blocks.num_steps + 1):
         blocks.emit(replace(step(update=1.0), step=number, values={"num_tokens": 64.0}))
     first = NUM_WARMUP_STEPS + STEPS_AFTER_PAUSE + 1

@@ -18,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, LostReplyError, StuckError, WorkerDiedError
+from cluster.concurrency import run_all
+from cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
 from cluster.faults import report_loss
 from cluster.ray_group import answer
-from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.restarts import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
 
 _logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class _Member:
     name: str
     index: int
     budget: RestartBudget
+    starts: RepeatedCause = field(default_factory=RepeatedCause)  # that failed
     state: WorkerState = WorkerState.STARTING
     handle: Any = None
     load: int = 0
@@ -128,6 +130,18 @@ class Crew:
     def handles(self) -> tuple[Any, ...]:
         """Of the workers that serve now; replaced ones are gone."""
         return tuple(member.handle for member in self._serving())
+
+    async def start(self) -> None:
+        """Wait until the first workers may serve.
+
+        Raises:
+            PreflightError: one of them cannot be built.
+            DeadlineError: one of them did not answer.
+        """
+        try:
+            await run_all(*(self._greet(member.name, member.handle) for member in self._members))
+        except WorkerDiedError as error:
+            raise PreflightError(f"a {self._role} worker cannot be started: {error.failure or error}") from error
 
     @asynccontextmanager
     async def place(self, *, is_urgent: bool = False) -> AsyncIterator[Place]:
@@ -248,11 +262,7 @@ class Crew:
     def _nobody_left(self) -> WorkerDiedError:
         if not self._members:
             return WorkerDiedError(f"the {self._role} workers have been closed: the run is over")
-        details = "; ".join(f"{member.name}: {member.detail}" for member in self._members)
-        return WorkerDiedError(
-            f"every {self._role} worker was lost more than {self._restarts.max_restarts} times within "
-            f"{self._restarts.window_s:g} s ({details}): fix the cause, then go on with resume=auto"
-        )
+        return self._restarts.used_up(self._role, self.status())
 
     def _leave(self, member: _Member) -> None:
         member.load -= 1
@@ -296,8 +306,13 @@ class Crew:
             await self._greet(member.name, member.handle)
         except Exception as error:  # whatever it was: counted, named, and tried again within the budget
             self._note_loss(member, error)
-            await self._refill(member)
+            if member.starts.failed(error):
+                member.detail = f"it failed to start {MAX_EQUAL} times in a row with one cause; {member.detail}"
+                await self._quarantine(member)
+            else:
+                await self._refill(member)
         else:
+            member.starts.succeeded()
             member.state = WorkerState.SERVING
             _logger.info("%s serves", member.name)
 
@@ -306,12 +321,17 @@ class Crew:
         await self._end(member)
         pause = member.budget.take(self._clock())
         if pause is None:
-            member.state = WorkerState.QUARANTINED
-            await self._hosts.release(member.index)
+            await self._quarantine(member)
             return
         await asyncio.sleep(pause)
         if not member.is_leaving:
             await self._fill(member)
+
+    async def _quarantine(self, member: _Member) -> None:
+        """End what is left of the worker, give its place back, and start no other."""
+        await self._end(member)
+        member.state = WorkerState.QUARANTINED
+        await self._hosts.release(member.index)
 
     async def _retire(self, member: _Member) -> None:
         await self._end(member)

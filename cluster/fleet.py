@@ -28,7 +28,7 @@ from cluster.errors import (
     WorkerDiedError,
 )
 from cluster.faults import report_loss
-from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.restarts import MAX_EQUAL, RestartBudget, RestartPolicy
 from cluster.roles import SamplingSettings
 from cluster.seats import Seat as EngineSeat
 from cluster.status import WorkerState, WorkerStatus
@@ -264,6 +264,7 @@ class RolloutFleet:
         seat.version = version
         seat.last_sign_s = self._clock()
         seat.num_failures_in_a_row = seat.num_pushes = 0
+        seat.starts.succeeded()
         seat.death = None
         self._set(seat, WorkerState.SERVING)
 
@@ -320,7 +321,7 @@ class RolloutFleet:
             if self._loop_found is not None:
                 raise self._loop_found
             await self._end(seat)
-            pause = seat.budget.take(self._clock())
+            pause = None if seat.starts.are_equal else seat.budget.take(self._clock())
             if pause is None:
                 self._set(seat, WorkerState.QUARANTINED)
                 self._refuse_to_go_on_alone()
@@ -347,6 +348,8 @@ class RolloutFleet:
         except Exception as error:  # whatever it was: counted, named, and tried again within the budget
             if seat in self._seats:
                 self._note_loss(seat, error)
+                if seat.starts.failed(error):
+                    seat.detail = f"it failed to start {MAX_EQUAL} times in a row with one cause; {seat.detail}"
                 self._set(seat, WorkerState.WAITING)
                 return False
             _logger.info("%s had not started when it left: %s", seat.name, error)
@@ -359,11 +362,7 @@ class RolloutFleet:
 
     def _refuse_to_go_on_alone(self) -> None:
         if all(seat.state is WorkerState.QUARANTINED for seat in self._seats):
-            details = "; ".join(f"{seat.name}: {seat.detail}" for seat in self._seats)
-            raise WorkerDiedError(
-                f"every rollout actor was lost more than supervision.max_restarts={self._policy.max_restarts} times "
-                f"within {self._policy.window_s:g} s ({details}): fix the cause, then go on with resume=auto"
-            )
+            raise self._policy.used_up("rollout", self.status())
 
     async def _drain(self, seat: Seat) -> None:
         if seat.num_in_flight:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.errors import DeadlineError, RestartLoopError, WorkerDiedError
 from cluster.faults import report_loss
-from cluster.restarts import RestartBudget
+from cluster.restarts import MAX_EQUAL, RepeatedCause, RestartBudget
 
 T = TypeVar("T")
 LOST = (WorkerDiedError, DeadlineError)
@@ -37,9 +37,12 @@ class Restoration:
         *,
         budget: RestartBudget,
         on_lost: Callable[[str], None],
+        position: Callable[[], Hashable] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bring_back(error)` ends what is left of the role and makes it as it was; it is told why that is needed.
+        """`position()` is how far the role has come: losses with one cause at one position are a restart loop.
+
+        `bring_back(error)` ends what is left of the role and makes it as it was; it is told why that is needed.
 
         It raises WorkerDiedError or DeadlineError to be called again, BeyondRestoring to end the run. `on_lost` is
         told the kind of each loss: `<role>_died` or `<role>_hung`.
@@ -48,6 +51,8 @@ class Restoration:
         self._bring_back = bring_back
         self._budget = budget
         self._on_lost = on_lost
+        self._position = position
+        self._losses = RepeatedCause()
         self._clock = clock
         self._under_way = asyncio.Lock()
         self._generation = 0
@@ -96,6 +101,11 @@ class Restoration:
         while True:
             fault = report_loss(f"the {self._role}", error, "it is started again and restored")
             self._on_lost(f"{self._role}_{'hung' if isinstance(error, DeadlineError) else 'died'}")
+            if self._losses.failed(error, self._position()):
+                raise RestartLoopError(
+                    f"the {self._role} was lost {MAX_EQUAL} times in a row at the same place with the same cause: "
+                    f"{fault.cause}. A restart does not change that; fix the cause, then go on with resume=auto"
+                ) from error
             pause = self._budget.take(self._clock())
             if pause is None:
                 raise WorkerDiedError(

@@ -87,7 +87,15 @@ class RestoringLearner:
         """`newest()` gives version and learner folder of the newest complete checkpoint; `on_lost` is told the kind."""
         self._ranks = ranks
         self._newest = newest
-        self._restoration = Restoration("learner", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
+        self._furthest = -1  # version that was made
+        self._restoration = Restoration(
+            "learner",
+            self._bring_back,
+            budget=budget,
+            on_lost=on_lost,
+            position=lambda: self._furthest,
+            clock=clock,
+        )
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
         self._generation = 0  # of ranks
         self._saved_by = 0  # the generation that has the last copy
@@ -101,6 +109,7 @@ class RestoringLearner:
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         report = await self._outliving(lambda: self._ranks.update(groups))
+        self._furthest = report.version
         self._trained.append((report.version, groups))
         return report
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from cluster.errors import EngineDiedError
-from cluster.restarts import RestartBudget
+from cluster.restarts import RepeatedCause, RestartBudget
 from cluster.status import WorkerState, WorkerStatus
 from cluster.trajectory import Prompt
 
@@ -22,6 +22,7 @@ class Seat(Generic[Engine]):
 
     index: int
     budget: RestartBudget
+    starts: RepeatedCause = field(default_factory=RepeatedCause)  # that failed
     state: WorkerState = WorkerState.STARTING
     engine: Engine | None = None
     version: int | None = None

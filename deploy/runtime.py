@@ -185,7 +185,7 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         control = control_loop(cluster.prepared.config, spawner, roles, inference.leases, training.replay, metrics)
         async with control.running():
             try:
-                await run_all(training.ranks.start(), inference.rollouts.start())
+                await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
             except ValueError as error:  # the configuration does not fit the model
                 raise PreflightError(str(error)) from error
             controller = build_controller(cluster.prepared, inference, training, metrics)
@@ -202,7 +202,7 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
         inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
         fleet = inference.rollouts
         fleet.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
-        await fleet.start()
+        await run_all(fleet.start(), inference.rewards.start())
         freeze_heap()
         async with fleet.tended():
             return await work(cluster.prepared, inference)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from cluster.concurrency import run_all
 from cluster.errors import DeadlineError, LostReplyError, RewardError, StuckError, UnscoredGroupError
 from cluster.trajectory import Answers, EndedResponse, Reward
 from configs.schema.rewards import RewardsConfig
@@ -64,6 +65,10 @@ class RewardPool:
     def failures(self) -> Counter[str]:
         """How often what befell a response or a worker, since the pool was built."""
         return self._losses.failures
+
+    async def start(self) -> None:
+        """Wait until the first workers of every service are built; raises what `RewardService.start` does."""
+        await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
         """Begin to score a response before its group is there. What is said of it counts if the group holds it."""

@@ -85,6 +85,14 @@ class RewardService:
         self._carriers: set[asyncio.Task[None]] = set()
         self._is_waiting = False  # a carrier waits for a worker; the ones that have one are on their way
 
+    async def start(self) -> None:
+        """Wait until the first workers are built.
+
+        Raises:
+            PreflightError: one cannot be: a reward function is not there, or its options do not fit.
+        """
+        await self._crew.start()
+
     @property
     def workers(self) -> tuple[Any, ...]:
         """The handles that serve now; replaced ones are gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from crews import AT_ONCE, FakeHosts, settle
 from handles import LocalHandle, never
 
 from cluster.crew import Crew, Place
-from cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
-from cluster.restarts import RestartPolicy
+from cluster.errors import DeadlineError, LostReplyError, PlacementError, PreflightError, WorkerDiedError
+from cluster.failures import Failure
+from cluster.restarts import MAX_EQUAL, RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
@@ -173,6 +175,31 @@ async def test_a_worker_that_is_lost_too_often_is_quarantined_and_its_place_give
     assert len(team.lost) == 1 + AT_ONCE.max_restarts
 
 
+async def test_a_worker_that_fails_to_start_with_one_cause_is_not_started_again_and_again() -> None:
+    def fail(index: int) -> Any:
+        raise ValueError("there is no reward function 'nope'")
+
+    patient = replace(AT_ONCE, max_restarts=2 * MAX_EQUAL)
+    team = Team(1, start=fail, restarts=patient)
+    work = team.work()
+    await settle()
+    team.crew.lose(work.place, DIED)
+    await settle()
+    assert team.states() == {"judge/0": QUARANTINED}
+    assert team.hosts.started[0] == MAX_EQUAL
+    assert "3 times in a row with one cause; error: ValueError: there is no reward" in team.crew.status()[0].detail
+
+
+async def test_a_first_worker_that_cannot_be_built_ends_the_start_with_its_cause() -> None:
+    async def refuse(name: str, handle: Any) -> None:
+        died = WorkerDiedError(f"its actor died while waiting for {name} to start: a long text of Ray's")
+        died.failure = Failure("ValueError: reward function 'nope:score' cannot be imported")
+        raise died
+
+    with pytest.raises(PreflightError, match="^a judge worker cannot be started: ValueError: reward function 'nope"):
+        await Team(2, greet=refuse).crew.start()
+
+
 async def test_work_does_not_wait_for_a_crew_that_is_gone() -> None:
     def fail(index: int) -> Any:
         raise PlacementError("no room")
@@ -181,7 +208,7 @@ async def test_work_does_not_wait_for_a_crew_that_is_gone() -> None:
     work, waiting = team.work(), team.work()
     await settle()
     team.crew.lose(work.place, DIED)
-    with pytest.raises(WorkerDiedError, match=r"every judge worker was lost .*judge/0: error: PlacementError: no room"):
+    with pytest.raises(WorkerDiedError, match=r"every judge worker is lost.*judge/0: error: PlacementError: no room"):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
         async with team.crew.place():

@@ -345,7 +345,7 @@ async def test_the_run_ends_when_nobody_is_left() -> None:
         if nth > 0:
             engine.start_error = WorkerDiedError("no such device")
 
-    with pytest.raises(WorkerDiedError, match=r"max_restarts=2 times .*rollout/0: died: no such device.*resume=auto"):
+    with pytest.raises(WorkerDiedError, match=r"max_restarts=2 within .*rollout/0: died: no such device.*resume=auto"):
         async with asyncio.timeout(5), fleet_of(1, Yard(broken)) as (fleet, _):
             fleet.lose(fleet.receivers()[0], WorkerDiedError("gone"))
             await asyncio.Event().wait()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from fakes import make_scored
 
-from cluster.errors import CheckpointError, DeadlineError, WeightSyncError, WorkerDiedError
-from cluster.restarts import RestartBudget, RestartPolicy
+from cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
+from cluster.failures import Failure
+from cluster.restarts import MAX_EQUAL, RestartBudget, RestartPolicy
 from cluster.restoring import RestoringLearner
 from cluster.roles import UpdateReport
 from cluster.trajectory import ScoredGroup
@@ -30,6 +31,7 @@ class FakeRanks:
         self.num_respawns = 0
         self.epochs: set[int] = set()
         self.dies_in: dict[str, int] = {}  # method -> how many of its next calls find a rank dead
+        self.dies_of: WorkerDiedError | None = None
         self.is_silent = False
         self.is_alone = False  # no receiver comes to a transfer group
 
@@ -81,7 +83,7 @@ class FakeRanks:
     def _answer(self, method: str) -> None:
         if self.dies_in.get(method, 0) > 0:
             self.dies_in[method] -= 1
-            raise WorkerDiedError(f"learner/1 died in {method}")
+            raise self.dies_of or WorkerDiedError(f"learner/1 died in {method}")
 
 
 class Bench:
@@ -225,6 +227,27 @@ async def test_the_budget_ends_it() -> None:
     with pytest.raises(WorkerDiedError, match=r"lost 4 times, .*resume=auto"):
         await bench.train("0/0/s")
     assert bench.ranks.num_respawns == POLICY.max_restarts
+
+
+async def test_ranks_that_crash_again_and_again_in_one_step_end_the_run_before_the_budget() -> None:
+    bench = Bench()
+    await bench.save()
+    crash = WorkerDiedError("its actor died: its process 7 crashed with SIGSEGV")
+    crash.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    bench.ranks.dies_in["update"], bench.ranks.dies_of = 99, crash
+    with pytest.raises(RestartLoopError, match=r"lost 3 times in a row at the same place .*SIGSEGV.*resume=auto"):
+        await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == MAX_EQUAL - 1 < POLICY.max_restarts
+
+
+async def test_crashes_in_different_steps_are_no_loop() -> None:
+    bench = Bench()
+    bench.ranks.dies_of = WorkerDiedError("its actor died")
+    bench.ranks.dies_of.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    for n in range(MAX_EQUAL):
+        await bench.save()
+        bench.ranks.dies_in["update"] = 1
+        assert await bench.train(f"0/{n}/s") == n + 1
 
 
 async def test_a_checkpoint_of_another_version_is_refused() -> None:

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from cluster.concurrency import run_all
-from cluster.crew import Crew, Hosts, Place
 from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
 from cluster.trajectory import ScoredGroup
+from cluster.work_queue import Hosts, Place, WorkQueue
 
 DIED, HUNG = "reference_died", "reference_hung"
 
 
 class ReferencePool:
-    """Shares the groups of one step out among the scorers; log-probs stay in the object store, owned by the caller.
+    """Divides the groups of one step among the scorers; log-probs stay in the object store, owned by the caller.
 
     Implements `cluster.roles.Reference` and `cluster.status.Scalable`. A scorer that died or hangs is counted in
-    `losses` and replaced. A share that was not answered within `timeout_s` goes to whichever scorer is free then,
-    `max_attempts` times in all.
+    `losses` and replaced. A share that was not answered within `timeout_s` goes to the next free scorer,
+    up to `max_attempts` times in all.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class ReferencePool:
     ) -> None:
         """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
 
-        `on_lost` is told the kind of each loss of a scorer, `on_retry` why a share is sent out again.
+        `on_lost` is called with the kind of each loss of a scorer, `on_retry` with the reason why a share is repeated.
         """
-        self._crew = Crew(
+        self._work = WorkQueue(
             "reference",
             handles,
             hosts,
             max_load=1,
             restarts=restarts,
             alive_s=alive_s,
-            greet=self._greet,
+            join=self._join,
             on_lost=self._count_loss,
         )
         self._folder = folder
@@ -70,40 +70,40 @@ class ReferencePool:
             WorkerDiedError, DeadlineError, LostReplyError: one share was not answered `max_attempts` times.
         """
         self._has_begun = True
-        num_shares = max(1, min(len(groups), len(self._crew.handles)))
+        num_shares = max(1, min(len(groups), len(self._work.handles)))
         shares = [list(groups[first::num_shares]) for first in range(num_shares)]
         parts = await run_all(*(self._score_somewhere(share) for share in shares))
         scored = {group.summary.group_id: group for part in parts for group in part}
         return [scored[group.summary.group_id] for group in groups]
 
     def status(self) -> list[WorkerStatus]:
-        return self._crew.status()
+        return self._work.pool.status()
 
     async def scale(self, num_workers: int) -> None:
-        await self._crew.scale(num_workers)
+        await self._work.pool.scale(num_workers)
 
     async def check(self) -> None:
         """Replace scorers that give no sign of life."""
-        await self._crew.check()
+        await self._work.pool.check()
 
     async def close(self) -> None:
-        await self._crew.close()
+        await self._work.pool.close()
 
     async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         for attempt in range(1, self._max_attempts + 1):
-            async with self._crew.place(is_urgent=attempt > 1) as place:
+            async with self._work.place(is_urgent=attempt > 1) as place:
                 try:
                     await self._load(place.name, place.handle)
                     return await self._score(place, groups)
                 except (WorkerDiedError, DeadlineError) as error:
-                    befell = await self._crew.failed(place, error)
+                    found = await self._work.failed(place, error)
             if attempt == self._max_attempts:
-                raise befell
-            self._on_retry(type(befell).__name__)
+                raise found
+            self._on_retry(type(found).__name__)
         raise AssertionError("max_attempts is 1 or more")
 
-    async def _greet(self, name: str, handle: Any) -> None:
-        """A scorer that joins later loads before it is given work; before that there may be nothing to load yet."""
+    async def _join(self, name: str, handle: Any) -> None:
+        """Load the frozen policy, if there is one yet: the first scorers load it with their first work."""
         if self._has_begun:
             await self._load(name, handle)
 

@@ -24,11 +24,11 @@ from benchmarks.replay import Load, make_group
 from benchmarks.simulated_engines import summary
 from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
-from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.leases import LeaseTable
 from cluster.replay_buffer import ReplayBuffer
 from cluster.restarts import RestartPolicy
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from cluster.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout_stream import RolloutStream
 from cluster.sampled import Attempt
 from cluster.staleness import StalenessGate
@@ -82,17 +82,17 @@ async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[flo
     async with staged(config, ROLES) as stage:
         scorers = ray.remote(_Scorers).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
         engines = [ray.remote(_Engine).options(num_cpus=0, max_concurrency=16).remote() for _ in range(NUM_ENGINES)]
-        fleet = _fleet(engines)
-        await fleet.start()
+        rollout_pool = _rollout_pool(engines)
+        await rollout_pool.start()
         rewards = _reward_pool(scorers, config)
         replay = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
 
         async def roles(mean_s: float) -> _Roles:
             await asyncio.gather(*(engine.pace.remote(mean_s) for engine in engines))
-            return _Roles(fleet, rewards, replay)
+            return _Roles(rollout_pool, rewards, replay)
 
         found = await interleave(_sides("ray", roles), effort)
-        await fleet.close()
+        await rollout_pool.close()
         return found
 
 
@@ -196,7 +196,7 @@ class _Scorers:
         return [GroupOutcomes("default", ids, ({"accuracy": Score(0.0)},) * NUM_SIBLINGS)] * len(questions)
 
 
-def _fleet(engines: Sequence[ray.actor.ActorHandle]) -> RolloutFleet:
+def _rollout_pool(engines: Sequence[ray.actor.ActorHandle]) -> RolloutPool:
     """The engines as a run's driver sees them; groups stay where they are and the driver holds references."""
     leases = LeaseTable(NUM_TOKENS)
     calls = ("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s")
@@ -204,7 +204,7 @@ def _fleet(engines: Sequence[ray.actor.ActorHandle]) -> RolloutFleet:
     async def spawn(index: int) -> RolloutClient:
         return RolloutClient(engines[index], f"rollout/{index}", leases=leases, **dict.fromkeys(calls, TIMEOUT_S))
 
-    return RolloutFleet(
+    return RolloutPool(
         spawn,
         len(engines),
         release=_NoHosts().release,

@@ -281,7 +281,7 @@ def _loop_series(blocks: Blocks) -> dict[str, Series]:
 
 def _rollout_series(rollout: _Rollout) -> dict[str, Series]:
     what = {
-        "ours": "Ray actor with AsyncLLM, through RolloutFleet",
+        "ours": "Ray actor with AsyncLLM, through RolloutPool",
         "raw": "LLM.generate alone in a process on the same core, with the same prompts and parameters",
     }
     return {f"rollout_{side}": Series(what[side], "samples/s", rates) for side, rates in rollout.rates.items()}

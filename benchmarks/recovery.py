@@ -153,7 +153,7 @@ def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> 
     full = [began for began, rate in later if rate >= FULL * normal.median]
     after = Series("the same, once the new engine served", UNIT, tuple(rate for _, rate in later))
     seconds = {
-        "noticed": ("from the kill until the fleet had noticed", watch.noticed_at),
+        "noticed": ("from the kill until the rollout pool had noticed", watch.noticed_at),
         "serving": ("until another engine served at the learner's version", watch.serving_at),
     }
     if full:

@@ -16,8 +16,8 @@ from benchmarks.apart import Peer
 from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, share
 from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
 from benchmarks.stage import engines, private_ray, scratch_config
-from cluster.fleet import RolloutFleet
 from cluster.roles import SamplingSettings
+from cluster.rollout_pool import RolloutPool
 from cluster.trajectory import Prompt
 from configs.schema import RunConfig
 from deploy.preparation import Prepared
@@ -57,7 +57,7 @@ class Sides:
     """What each side does in one round with responses of at most `max_tokens`, and how long they were."""
 
     prepared: Prepared
-    fleet: RolloutFleet
+    pool: RolloutPool
     engine: Peer[GenerateJob, Generated]
     rounds: list[list[Prompt]]
     max_tokens: int
@@ -75,7 +75,7 @@ class Sides:
         prompts = self.rounds[round_number]
         settings = self._settings(prompts)
         started = time.perf_counter()
-        groups = await asyncio.gather(*map(self.fleet.generate, prompts, settings))
+        groups = await asyncio.gather(*map(self.pool.generate, prompts, settings))
         seconds = time.perf_counter() - started
         summaries = [generated.summary for generated in groups]
         self.lengths["ours"] += [summary.num_tokens / summary.num_trajectories for summary in summaries]
@@ -104,7 +104,7 @@ def _findings(
     config: RunConfig, found: dict[int, dict[str, tuple[float, ...]]], lengths: dict[int, dict[str, float]]
 ) -> Findings:
     what = {
-        "ours": "Ray actor with AsyncLLM, through RolloutFleet; pictures processed beforehand, by the driver",
+        "ours": "Ray actor with AsyncLLM, through RolloutPool; pictures processed beforehand, by the driver",
         "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures "
         "processed within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",

@@ -21,12 +21,12 @@ MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
 class WorkerState(StrEnum):
     """The life of one worker as its supervisor sees it."""
 
-    STARTING = "starting"  # its process is being made
-    JOINING = "joining"  # it lives, and is being brought to the current version
+    STARTING = "starting"  # its process is being created
+    JOINING = "joining"  # its process runs, builds itself, and gets its model or weights
     SERVING = "serving"
-    DRAINING = "draining"  # finishes what it has and takes nothing new: it was scaled away
-    WAITING = "waiting"  # it was lost, and is started again after its backoff
-    QUARANTINED = "quarantined"  # it was lost more often than the restart budget allows
+    DRAINING = "draining"  # it was scaled away: it finishes its work in flight and takes no new work
+    WAITING = "waiting"  # it was lost, and is restarted after its backoff
+    QUARANTINED = "quarantined"  # no restart is left: see `cluster.restarts`
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from actors.reference_pool import NullReference, ReferencePool
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state, run_identity
 from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
-from cluster.fleet import RolloutFleet
 from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
 from cluster.mending import GroupMender, MendingLearner, MendingReference
@@ -27,6 +26,7 @@ from cluster.restarts import RestartBudget
 from cluster.restoring import RestoringLearner
 from cluster.restoring_replay import RestoringReplay
 from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.rollout_pool import RolloutPool
 from cluster.rollout_stream import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.status import Scalable
@@ -38,7 +38,7 @@ from deploy.buffer import replay_buffer
 from deploy.colocation import sharing
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import age_limit, build_records
-from deploy.rollouts import adaptive_concurrency, rollout_fleet
+from deploy.rollouts import adaptive_concurrency, rollout_pool
 from deploy.run_folder import CHECKPOINTS_FOLDER
 from deploy.scorers import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.spawner import Spawner
@@ -58,7 +58,7 @@ ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 class Inference:
     """The roles that answer and judge; all that evaluation needs."""
 
-    rollouts: RolloutFleet
+    rollouts: RolloutPool
     leases: LeaseTable  # of the prompts that it samples
     rewards: RewardPool
     watched: tuple[Watched, ...]
@@ -76,12 +76,12 @@ class Training:
 
 
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
-    """Start the reward workers, which build themselves in the background; the fleet starts its engines itself."""
+    """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
     leases = LeaseTable(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
     return Inference(
-        rollouts=rollout_fleet(prepared, spawner, leases, on_lost),
+        rollouts=rollout_pool(prepared, spawner, leases, on_lost),
         leases=leases,
         rewards=pool,
         watched=(watched_pool("reward", pool.check, pool.close),),

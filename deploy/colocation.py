@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from cluster.fleet import RolloutFleet
 from cluster.gpu_lease import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.restoring import RestoringLearner
 from cluster.roles import Learner, Rollouts, Weights
+from cluster.rollout_pool import RolloutPool
 from configs.schema import RunConfig
 
 
@@ -53,6 +53,6 @@ class InTurns:
         return LeasedWeights(weights, self._lease)
 
 
-def sharing(config: RunConfig, fleet: RolloutFleet, learner: RestoringLearner) -> Sharing:
+def sharing(config: RunConfig, rollout_pool: RolloutPool, learner: RestoringLearner) -> Sharing:
     """As `resources.colocated` says."""
-    return InTurns(GpuLease(fleet, learner)) if config.resources.colocated else Apart()
+    return InTurns(GpuLease(rollout_pool, learner)) if config.resources.colocated else Apart()

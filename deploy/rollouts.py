@@ -1,4 +1,4 @@
-"""The rollout fleet of a run: how one engine is started, where, and with which settings and deadlines."""
+"""The rollout pool of a run: how one engine is started, where, and with which settings and deadlines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from actors.rollout_actor import RolloutActor
 from actors.rollout_client import RolloutClient
 from actors.samplers.base import EngineSettings
 from cluster.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
-from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.leases import LeaseTable
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.hub import Metrics
 from cluster.placement import PlacedWorker
 from cluster.roles import EngineLoad
+from cluster.rollout_pool import HealthChecks, RolloutPool
 from cluster.staleness import StalenessGate
 from configs.schema import RunConfig
 from deploy.preparation import Prepared
@@ -30,17 +30,17 @@ SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before th
 CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups are in its news, so they take none
 
 
-def rollout_fleet(
+def rollout_pool(
     prepared: Prepared, spawner: Spawner, leases: LeaseTable, on_lost: Callable[[str], None]
-) -> RolloutFleet:
-    """The fleet; it starts its engines when it is started itself. `on_lost` is told the kind of each loss."""
+) -> RolloutPool:
+    """The pool; its `start` starts the engines. `on_lost` is called with the kind of each loss."""
     config, supervision = prepared.config, prepared.config.supervision
     hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
 
     async def spawn(index: int) -> RolloutClient:
         return _rollout_client(config, f"rollout/{index}", await hosts.start(index), leases)
 
-    return RolloutFleet(
+    return RolloutPool(
         spawn,
         len(spawner.workers("rollout")),
         release=hosts.release,
@@ -57,7 +57,7 @@ def rollout_fleet(
 
 
 def adaptive_concurrency(
-    config: RunConfig, fleet: RolloutFleet, gate: StalenessGate, metrics: Metrics
+    config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
 ) -> list[AdaptiveConcurrency]:
     """Who moves the gate's limit: nobody, or one that follows the engines' load."""
     found = config.concurrency
@@ -78,7 +78,7 @@ def adaptive_concurrency(
         metrics.observe(MetricName.KV_USAGE_MAX, max((load.kv_usage for load in loads), default=0.0))
 
     limit = AimdLimit(policy, start=found.start_groups)
-    return [AdaptiveConcurrency(fleet.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
+    return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
 
 
 def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -> Any:

@@ -200,11 +200,11 @@ async def _evaluate(prepared: Prepared, inference: Inference) -> EvaluationResul
 async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
     async with cluster.spawner() as spawner:
         inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
-        fleet = inference.rollouts
-        fleet.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
-        await run_all(fleet.start(), inference.rewards.start())
+        rollouts = inference.rollouts
+        rollouts.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
+        await run_all(rollouts.start(), inference.rewards.start())
         freeze_heap()
-        async with fleet.tended():
+        async with rollouts.tended():
             return await work(cluster.prepared, inference)
 
 

@@ -24,7 +24,7 @@ VISIT_DEADLINE_S = 20.0  # of one call to the panel or the replay buffer
 
 
 class RoleHosts:
-    """Implements `cluster.crew.Hosts`: one role's workers, each on a place of its own."""
+    """Implements `cluster.work_queue.Hosts`: one role's workers, each on a place of its own."""
 
     def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
         """`start` makes the worker of a place and returns its handle."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.crew import Crew, Hosts, Place
 from cluster.errors import (
     DeadlineError,
     LostObjectError,
@@ -21,6 +20,7 @@ from cluster.errors import (
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerStatus
+from cluster.work_queue import Hosts, Place, WorkQueue
 from rewards.worker import GroupOutcomes, Question
 
 
@@ -43,16 +43,16 @@ class _Waiting:
 
     question: Question
     result: asyncio.Future[GroupOutcomes]
-    lost: list[str] = field(default_factory=list)  # what befell the workers that had it, or their answers
+    lost: list[str] = field(default_factory=list)  # why workers that had it, or their answers, were lost
 
 
 class RewardService:
     """Implements `cluster.status.Scalable` over handles of `RewardWorker` actors that run the same components.
 
-    A group goes to a worker that has nothing to do, together with the groups that wait as well, up to `max_batch`:
-    batches form when workers are busy and cost nobody a wait. Only a full batch goes to a worker that is busy, to be
-    there when it is done: a smaller one would wait there as well, and grow no more. A worker that died or hangs is
-    replaced. Groups that were not answered go first, to whoever is free, each by itself: one of them may be to blame.
+    A group goes to an idle worker, together with the groups that wait as well, up to `max_batch`: batches form while
+    workers are busy, and no group waits for a batch. Only a full batch is sent to a busy worker: a smaller one would
+    wait there instead, and could not grow. A worker that died or hangs is replaced. Groups that were not answered are
+    sent first, each in a call of its own, because one of them may be the cause.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class RewardService:
         settings: ServiceSettings,
         on_lost: Callable[[Exception], None],
     ) -> None:
-        """`on_lost` hears of every loss of a worker, and of every answer (LostReplyError) of one that is well."""
+        """`on_lost` is called for every loss of a worker, and with a LostReplyError for every answer that was lost."""
         self._role = role
         self._settings = settings
         self._on_lost = on_lost
-        self._crew = Crew(
+        self._work = WorkQueue(
             role,
             workers,
             hosts,
             max_load=settings.max_in_flight,
             restarts=restarts,
             alive_s=settings.alive_s,
-            greet=self._greet,
+            join=self._join,
             on_lost=on_lost,
             may_pile_up=self._has_full_batch,
         )
@@ -91,12 +91,12 @@ class RewardService:
         Raises:
             PreflightError: one cannot be: a reward function is not there, or its options do not fit.
         """
-        await self._crew.start()
+        await self._work.pool.start()
 
     @property
     def workers(self) -> tuple[Any, ...]:
         """The handles that serve now; replaced ones are gone."""
-        return self._crew.handles
+        return self._work.handles
 
     async def score(self, question: Question) -> GroupOutcomes:
         """What the service's components say of a group; waits for room in the queue, then for a worker.
@@ -112,7 +112,7 @@ class RewardService:
             self._queue.append(waiting)
             self._carry()
             if self._has_full_batch():
-                self._crew.dispatch()
+                self._work.dispatch()
             try:
                 return await waiting.result
             finally:
@@ -120,20 +120,20 @@ class RewardService:
                     self._queue.remove(waiting)
 
     def status(self) -> list[WorkerStatus]:
-        return self._crew.status()
+        return self._work.pool.status()
 
     async def scale(self, num_workers: int) -> None:
-        await self._crew.scale(num_workers)
+        await self._work.pool.scale(num_workers)
 
     async def check(self) -> None:
         """Replace workers that give no sign of life."""
-        await self._crew.check()
+        await self._work.pool.check()
 
     async def close(self) -> None:
         for carrier in self._carriers:
             carrier.cancel()
         await asyncio.gather(*self._carriers, return_exceptions=True)
-        await self._crew.close()
+        await self._work.pool.close()
 
     def _has_full_batch(self) -> bool:
         return len(self._queue) >= self._settings.max_batch
@@ -150,7 +150,7 @@ class RewardService:
     async def _carry_batch(self, is_urgent: bool) -> None:
         batch: list[_Waiting] = []
         try:
-            async with self._crew.place(is_urgent=is_urgent) as place:
+            async with self._work.place(is_urgent=is_urgent) as place:
                 self._is_waiting = False
                 batch = self._next_batch()
                 self._carry()
@@ -175,10 +175,10 @@ class RewardService:
         try:
             results = await self._ask(place, batch)
         except (WorkerDiedError, DeadlineError, StuckError) as error:
-            befell = await self._crew.failed(place, error)
-            if isinstance(befell, LostReplyError):
-                self._on_lost(befell)
-            self._again(batch, befell)
+            found = await self._work.failed(place, error)
+            if isinstance(found, LostReplyError):
+                self._on_lost(found)
+            self._again(batch, found)
         except (LostObjectError, RewardError) as error:
             if len(batch) == 1:
                 _fail(batch, error)
@@ -205,7 +205,7 @@ class RewardService:
         call = place.handle.score.remote([waiting.question for waiting in batch])
         return await answer(call, timeout_s=self._settings.timeout_s, what=what)
 
-    async def _greet(self, name: str, handle: Any) -> None:
+    async def _join(self, name: str, handle: Any) -> None:
         what = f"{name} to start (timeouts.start_s)"
         await answer(handle.ping.remote(), timeout_s=self._settings.start_s, what=what)
 

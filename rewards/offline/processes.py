@@ -59,14 +59,16 @@ def run_in_order(
     if num_processes < (1 if may_hang else 2):
         yield from map(function, tasks)
         return
-    crew = _Crew(function, tasks, num_processes, timeout_s, pulse or Pulse(), is_spent)
+    workers = _WorkerProcesses(function, tasks, num_processes, timeout_s, pulse or Pulse(), is_spent)
     try:
-        yield from crew.results()
+        yield from workers.results()
     finally:
-        crew.close()
+        workers.close()
 
 
-class _Crew:
+class _WorkerProcesses:
+    """The processes of one `run_in_order`."""
+
     def __init__(
         self,
         function: Callable[[Any], Any],

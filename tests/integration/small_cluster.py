@@ -26,7 +26,6 @@ from actors.reference_pool import ReferencePool
 from actors.rollout_client import RolloutClient
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.controller import Controller, RunMetrics
-from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.leases import LeaseTable
@@ -39,6 +38,7 @@ from cluster.restarts import RestartBudget, RestartPolicy
 from cluster.restoring import RestoringLearner
 from cluster.restoring_replay import RestoringReplay
 from cluster.roles import SamplingSettings
+from cluster.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
 from cluster.staleness import AgeLimit, StalenessGate
 from cluster.status import WorkerState, WorkerStatus
@@ -140,7 +140,7 @@ class SmallRun:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        return [*self.fleet.status(), *self.rewards.services["reward"].status(), *self.reference.status()]
+        return [*self.rollout_pool.status(), *self.rewards.services["reward"].status(), *self.reference.status()]
 
     @property
     def is_whole(self) -> bool:
@@ -160,16 +160,16 @@ class SmallRun:
         """Run to the end; everything is stopped afterwards."""
         self._start()
         try:
-            await asyncio.gather(self._ranks.start(), self.fleet.start())
+            await asyncio.gather(self._ranks.start(), self.rollout_pool.start())
             return await self._controller().run()
         finally:
             self.losses.update({f"reward_{kind}": num for kind, num in self.rewards.failures.items() if num})
             self.losses.update({kind: num for kind, num in self.reference.losses.items() if num})
-            closing = (self._ranks, self.replay, self.fleet, self.rewards, self.reference)
+            closing = (self._ranks, self.replay, self.rollout_pool, self.rewards, self.reference)
             await asyncio.gather(*(role.close() for role in closing), return_exceptions=True)
 
     def _start(self) -> None:
-        self.fleet = RolloutFleet(
+        self.rollout_pool = RolloutPool(
             self._spawn_engine,
             self.shape.num_engines,
             release=_forget,
@@ -235,7 +235,7 @@ class SmallRun:
             groups_per_step=PROMPTS_PER_STEP,
             checkpoints=checkpoints,
             weights=self._weights(stream),
-            supervisor=Supervisor(watched, [self.fleet], interval_s=0.5, deadline_s=SIGN_S),
+            supervisor=Supervisor(watched, [self.rollout_pool], interval_s=0.5, deadline_s=SIGN_S),
             rollouts=stream,
             replay=self.replay,
             reference=reference,
@@ -255,7 +255,7 @@ class SmallRun:
         return RolloutStream(
             prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(self.fleet, self.leases, max_retries=20, on_retry=self._retried),
+            rollouts=RetryingRollouts(self.rollout_pool, self.leases, max_retries=20, on_retry=self._retried),
             rewards=self.rewards,
             replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
@@ -297,7 +297,7 @@ class SmallRun:
     def _weights(self, stream: RolloutStream) -> WeightSync:
         weights = WeightSync(
             self._learner,
-            self.fleet,
+            self.rollout_pool,
             bucket_bytes=BUCKET_BYTES,
             wave_size=self.shape.wave_size,
             max_attempts=6,
@@ -305,7 +305,7 @@ class SmallRun:
             canary_tolerance=1e-6,
             probe=FakePrompts().next(),
         )
-        self.fleet.admit_with(weights.admit)
+        self.rollout_pool.admit_with(weights.admit)
 
         weights.on_announced(stream.advance)
         return weights

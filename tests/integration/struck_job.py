@@ -24,8 +24,8 @@ from struck_roles import ACTOR, CORE, SABOTAGE, StruckRollout, saboteur  # noqa:
 from waiting import until  # noqa: E402
 
 from cluster.evaluation import Evaluator  # noqa: E402
-from cluster.fleet import RolloutFleet  # noqa: E402
 from cluster.metrics import hub  # noqa: E402
+from cluster.rollout_pool import RolloutPool  # noqa: E402
 from cluster.status import WorkerState  # noqa: E402
 from configs.load import load_config  # noqa: E402
 from deploy import build, rollouts, runtime  # noqa: E402
@@ -36,14 +36,14 @@ STEPS_PER_FAULT = int(os.environ.get("MOBULA_TEST_STEPS_PER_FAULT", "2"))
 PHASES = {"reference": "in_reference", "update": "in_update", "checkpoint": "in_checkpoint"}
 
 
-class KnownFleet(RolloutFleet):
+class KnownRolloutPool(RolloutPool):
     """The run's, for everybody to look at."""
 
-    only: KnownFleet
+    only: KnownRolloutPool
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        KnownFleet.only = self
+        KnownRolloutPool.only = self
 
 
 class StruckScope(hub.StepScope):
@@ -69,7 +69,7 @@ class PlanningEvaluator(Evaluator):
 
 
 def _is_whole() -> bool:
-    return all(w.state is WorkerState.SERVING for w in KnownFleet.only.status()) and all(
+    return all(w.state is WorkerState.SERVING for w in KnownRolloutPool.only.status()) and all(
         saboteur().is_there(victim) for victim in (CORE, ACTOR)
     )
 
@@ -82,7 +82,7 @@ def main(folder: str, faults: str, words: Sequence[str]) -> int:
         1 + STEPS_PER_FAULT * number: (moment, victim, signal.Signals[kind])
         for number, (moment, victim, kind) in enumerate(planned)
     }
-    rollouts.RolloutActor, rollouts.RolloutFleet = StruckRollout, KnownFleet
+    rollouts.RolloutActor, rollouts.RolloutPool = StruckRollout, KnownRolloutPool
     build.Evaluator, hub.StepScope = PlanningEvaluator, StruckScope
     num_steps = 2 + STEPS_PER_FAULT * len(planned)
     return runtime.train(load_config([*words, f"num_steps={num_steps}"]))

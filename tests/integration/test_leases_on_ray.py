@@ -14,11 +14,11 @@ from known_roles import KnownRollout
 from small_cluster import start
 
 from actors.rollout_client import RolloutClient
-from cluster.fleet import HealthChecks, RolloutFleet
 from cluster.leases import PROMPTS, TOKENS_KEPT, TOKENS_LOST, LeaseTable
 from cluster.objects import fetch
 from cluster.restarts import RestartPolicy
 from cluster.roles import SamplingSettings
+from cluster.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout_stream import RetryingRollouts
 from cluster.trajectory import EndedResponse, FinishReason
 
@@ -41,7 +41,7 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
         handles.append(start(KnownRollout, f"rollout/{index}", *role, max_concurrency=8, options={}))
         return RolloutClient(handles[-1], f"rollout/{index}", leases=leases, **DEADLINES_S)
 
-    fleet = RolloutFleet(
+    pool = RolloutPool(
         spawn,
         2,
         release=nothing,
@@ -49,10 +49,10 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
         health=HealthChecks(interval_s=60, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=90),
         on_lost=lambda kind: None,
     )
-    await fleet.start()
-    rollouts = RetryingRollouts(fleet, leases, max_retries=1, on_retry=lambda kind: retries.update([kind]))
+    await pool.start()
+    rollouts = RetryingRollouts(pool, leases, max_retries=1, on_retry=lambda kind: retries.update([kind]))
     reference, summary, _ = await rollouts.generate(PROMPT, SETTINGS)
-    await fleet.close()
+    await pool.close()
 
     assert retries == {"WorkerDiedError": 1}
     sampled = [min(DIES_AT, length) for length in LENGTHS]

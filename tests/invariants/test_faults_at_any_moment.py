@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from faulty_engines import Fault, FaultyFleet, Kind, TimedLearner
+from faulty_engines import Fault, FaultyRolloutPool, Kind, TimedLearner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run
@@ -28,11 +28,11 @@ faults = st.builds(
 
 def finished_run(
     injected: Sequence[Fault], *, max_staleness: int, drop_uniform: bool = False, timing: int = 0
-) -> tuple[Run, FaultyFleet]:
+) -> tuple[Run, FaultyRolloutPool]:
     def values(prompt_id: str) -> tuple[float, float]:
         return (1.0, random.Random(prompt_id).choice([0.0, 1.0]))
 
-    fleet = FaultyFleet(ENGINES, injected, timing)
+    pool = FaultyRolloutPool(ENGINES, injected, timing)
     with TemporaryDirectory() as folder:
         run = Run(
             Path(folder),
@@ -42,13 +42,13 @@ def finished_run(
             max_concurrent=8,
             max_retries=10_000,  # an engine that is down fails call after call
             drop_uniform=drop_uniform,
-            rollouts=fleet,
+            rollouts=pool,
             values=values,
             learner=TimedLearner(seconds=5.0),
             checkpoint_interval=0,
         )
         assert run_virtually(run.go()) == STEPS
-    return run, fleet
+    return run, pool
 
 
 def trained_ids(run: Run) -> list[str]:
@@ -89,25 +89,25 @@ def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
 def test_each_kind_of_fault_is_noticed_and_survived(kind: Kind, failure: str, max_staleness: int) -> None:
     faultless, _ = finished_run([], max_staleness=max_staleness)
     injected = [Fault(kind, engine, at_s=20.0, for_s=70.0) for engine in range(2)]
-    run, fleet = finished_run(injected, max_staleness=max_staleness)
-    assert set(fleet.failures) == {failure}
+    run, pool = finished_run(injected, max_staleness=max_staleness)
+    assert set(pool.failures) == {failure}
     assert sorted(trained_ids(run)) == sorted(trained_ids(faultless))
 
 
 def test_all_engines_at_fault_at_once_only_take_time() -> None:
     kinds = (Kind.DIE, Kind.HANG)
     injected = [Fault(kind, engine, at_s=30.0, for_s=500.0) for kind in kinds for engine in range(ENGINES)]
-    run, fleet = finished_run(injected, max_staleness=1)
-    assert fleet.failures["died"] > 0
+    run, pool = finished_run(injected, max_staleness=1)
+    assert pool.failures["died"] > 0
     assert len(set(trained_ids(run))) == STEPS * SIZE
 
 
 def test_faults_meet_a_run_while_it_lasts() -> None:
     loop = VirtualTimeLoop()
-    fleet = FaultyFleet(ENGINES)
+    pool = FaultyRolloutPool(ENGINES)
     with TemporaryDirectory() as folder:
         run = Run(
-            Path(folder), total_steps=STEPS, prompts_per_step=SIZE, max_concurrent=8, rollouts=fleet,
+            Path(folder), total_steps=STEPS, prompts_per_step=SIZE, max_concurrent=8, rollouts=pool,
             learner=TimedLearner(seconds=5.0), checkpoint_interval=0,
         )  # fmt: skip
         loop.run_until_complete(run.go())

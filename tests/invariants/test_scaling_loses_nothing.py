@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-from crews import FakeHosts, settle
+from hosts import FakeHosts, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.crew import Crew
 from cluster.errors import WorkerDiedError
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerState
+from cluster.work_queue import WorkQueue
 
 MAX_LOAD = 2
 NEVER_EXHAUSTED = RestartPolicy(max_restarts=10_000, window_s=1e9, backoff_s=0, max_backoff_s=0)
@@ -59,29 +59,29 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
     hosts = FakeHosts(make, booked=2)
     done: Counter[int] = Counter()
 
-    async def greet(name: str, handle: Worker) -> None:
+    async def join(name: str, handle: Worker) -> None:
         await asyncio.sleep(0)
 
-    crew = Crew(
+    work = WorkQueue(
         "judge",
         first,
         hosts,
         max_load=MAX_LOAD,
         restarts=NEVER_EXHAUSTED,
         alive_s=1,
-        greet=greet,
+        join=join,
         on_lost=lambda error: None,
     )
 
     async def do(index: int, num_turns: int) -> None:
         is_done = False
         while not is_done:
-            async with crew.place() as place:
+            async with work.place() as place:
                 try:
                     await place.handle.do(num_turns)
                     is_done = True
                 except WorkerDiedError as error:
-                    crew.lose(place, error)
+                    work.lose(place, error)
         done[index] += 1
 
     tasks = [asyncio.create_task(do(index, num_turns)) for index, num_turns in enumerate(lengths)]
@@ -91,9 +91,9 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
             await asyncio.sleep(0)
         if event == "scale":
             wanted = number
-            await crew.scale(number)
-        elif crew.handles:
-            crew.handles[number % len(crew.handles)].is_dead = True
+            await work.pool.scale(number)
+        elif work.handles:
+            work.handles[number % len(work.handles)].is_dead = True
     async with asyncio.timeout(20):
         await asyncio.gather(*tasks)
     await settle()
@@ -101,6 +101,6 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
 
     assert done == Counter(range(len(lengths)))
     assert max(worker.max_load for worker in workers) <= MAX_LOAD
-    serving = [worker for worker in crew.status() if worker.state is WorkerState.SERVING]
-    assert len(serving) == len(crew.status()) == wanted
+    serving = [worker for worker in work.pool.status() if worker.state is WorkerState.SERVING]
+    assert len(serving) == len(work.pool.status()) == wanted
     assert len(hosts.booked) == wanted, "a place was lost, or is booked for nobody"

@@ -42,22 +42,22 @@ class Fault:
 
 
 class FaultyEngine:
-    """Samples a token in a second or many, whatever else it does; each with the version that its fleet then has."""
+    """Samples a token in a second or many, whatever else it does; each with the version that its pool then has."""
 
     def __init__(self, faults: Sequence[Fault], timing: int) -> None:
         self.num_in_flight = 0
         self._faults = faults
         self._timing = timing
 
-    async def sample(self, prompt: Prompt, min_version: int, fleet: FaultyFleet) -> Generated:
+    async def sample(self, prompt: Prompt, min_version: int, pool: FaultyRolloutPool) -> Generated:
         await asyncio.sleep(CONNECT_S)
         self._check_alive(since_s=_now())
-        while fleet.version < min_version:
+        while pool.version < min_version:
             await asyncio.sleep(CONNECT_S)
         versions = []
         for _ in range(NUM_TOKENS):
             await self._sample_token(random.Random(f"{self._timing}/{prompt.prompt_id}").choice([0.1, 1, 2, 3, 15]))
-            versions.append(fleet.version)
+            versions.append(pool.version)
         if self._at_fault(Kind.LOSE_REPLY):
             await asyncio.Event().wait()
         group = make_group(prompt, versions)
@@ -78,7 +78,7 @@ class FaultyEngine:
         return [fault for fault in self._faults if fault.kind is kind and fault.at_s <= _now() < fault.end_s]
 
 
-class FaultyFleet:
+class FaultyRolloutPool:
     """A rollout pool of such engines that knows nothing of their state: a dead one, idle, is its first choice.
 
     As with an actor in another process, a call that ran into its deadline goes on unheard. `failures` counts by kind.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cluster.actions import TokenActions
-from cluster.crew import Hosts
 from cluster.restarts import RestartPolicy
 from cluster.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from cluster.work_queue import Hosts
 from configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from rewards.pool import LossCounter, RewardPool
 from rewards.service import RewardService, ServiceSettings

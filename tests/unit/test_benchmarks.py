@@ -110,15 +110,15 @@ async def test_sides_take_turns_and_warm_up_rounds_are_thrown_away() -> None:
 
 
 async def test_a_round_of_rollouts_samples_every_prompt_as_a_run_would_and_counts_what_came() -> None:
-    fleet, prompts = FakeRollouts(), [make_prompt("0/0/a"), make_prompt("0/1/b")]
+    rollouts, prompts = FakeRollouts(), [make_prompt("0/0/a"), make_prompt("0/1/b")]
     prepared = SimpleNamespace(config=load_config(["experiment=digits", "sampler.max_tokens=8"]))
-    sides = Sides(prepared, fleet, engine=None, rounds=[[], prompts], max_tokens=16)
+    sides = Sides(prepared, rollouts, engine=None, rounds=[[], prompts], max_tokens=16)
     started = time.perf_counter()
     rate = await sides.ours(1)
     assert rate >= len(prompts) * NUM_SAMPLES / (time.perf_counter() - started)
     assert sides.lengths["ours"] == [NUM_TOKENS] * len(prompts)
-    assert {s.max_tokens for s in fleet.settings.values()} == {16}
-    assert len({s.seed for s in fleet.settings.values()}) == len(prompts)
+    assert {s.max_tokens for s in rollouts.settings.values()} == {16}
+    assert len({s.seed for s in rollouts.settings.values()}) == len(prompts)
 
 
 def test_the_share_of_a_phase_is_over_all_steps_and_a_phase_that_did_not_run_took_nothing() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from crews import AT_ONCE, FakeHosts
 from handles import LocalHandle
+from hosts import AT_ONCE, FakeHosts
 from reward_data import answers, component, pool_over, rewards_of
 from waiting import wait_until
 

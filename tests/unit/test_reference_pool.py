@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crews import AT_ONCE, FakeHosts, settle
 from fakes import make_scored
 from handles import LocalHandle, never
+from hosts import AT_ONCE, FakeHosts, settle
 
 from actors.reference_pool import DIED, HUNG, NullReference, ReferencePool
 from cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError

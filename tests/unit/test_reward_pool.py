@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from crews import AT_ONCE, FakeHosts, settle
+from hosts import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 

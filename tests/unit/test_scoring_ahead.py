@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from crews import AT_ONCE, FakeHosts, settle
 from handles import LocalHandle
+from hosts import AT_ONCE, FakeHosts, settle
 from interrupted import KnownSampler, token_at
 from reward_data import answers, component, component_of, pool_over, rewards_of
 
@@ -167,11 +167,11 @@ def rollouts(bench: Bench, *samplers: KnownSampler) -> RetryingRollouts:
         for sampler in samplers
     ]
 
-    class Fleet:
+    class Pool:
         async def generate(self, prompt: Any, settings: SamplingSettings) -> Any:
             return await clients.pop(0).generate(prompt, settings)
 
-    return RetryingRollouts(Fleet(), bench.leases, max_retries=1, on_retry=lambda kind: None)
+    return RetryingRollouts(Pool(), bench.leases, max_retries=1, on_retry=lambda kind: None)
 
 
 def text(sibling: int) -> str:
@@ -315,7 +315,7 @@ def test_a_run_tells_its_reward_pool_of_responses_that_end(monkeypatch: pytest.M
     told: list[object] = []
     kinds: list[str] = []
     monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: told.append(on_lost) or bench.pool)
-    monkeypatch.setattr(build, "rollout_fleet", lambda prepared, spawner, leases, on_lost: None)
+    monkeypatch.setattr(build, "rollout_pool", lambda prepared, spawner, leases, on_lost: None)
     config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK))
     inference = build.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
     assert inference.leases.on_ended == bench.pool.score_ahead

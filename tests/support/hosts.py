@@ -13,7 +13,7 @@ AT_ONCE = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0, max_backoff_
 
 
 class FakeHosts:
-    """Implements `cluster.crew.Hosts`. `start(index)` is what makes a worker; it may raise."""
+    """Implements `cluster.work_queue.Hosts`. `start(index)` is what makes a worker; it may raise."""
 
     def __init__(self, start: Callable[[int], Any], *, booked: int = 0) -> None:
         """Places 0 to `booked` - 1 are taken by the first workers."""

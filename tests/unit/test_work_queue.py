@@ -1,28 +1,26 @@
-"""A crew hands work to its workers in order, replaces lost ones within a budget, and grows and shrinks under load."""
+"""Work goes to the workers of a pool in order; lost workers are replaced, and the pool grows and shrinks under load."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from crews import AT_ONCE, FakeHosts, settle
 from handles import LocalHandle, never
+from hosts import AT_ONCE, FakeHosts, settle
 
-from cluster.crew import Crew, Place
-from cluster.errors import DeadlineError, LostReplyError, PlacementError, PreflightError, WorkerDiedError
-from cluster.failures import Failure
-from cluster.restarts import MAX_EQUAL, RestartPolicy
+from cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
+from cluster.restarts import RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
+from cluster.work_queue import Place, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
 DIED = WorkerDiedError("its process ended")
 
 
-async def welcome(name: str, handle: Any) -> None:
-    """Every newcomer may serve."""
+async def join(name: str, handle: Any) -> None:
+    """Every new worker serves at once."""
 
 
 def new_worker(index: int) -> str:
@@ -30,14 +28,14 @@ def new_worker(index: int) -> str:
 
 
 class Team:
-    """A crew whose first workers are "old 0", "old 1", ...; what was lost is in `lost`."""
+    """A queue whose first workers are "old 0", "old 1", ...; what was lost is in `lost`."""
 
     def __init__(
         self,
         num_workers: int,
         *,
         start: Callable[[int], Any] = new_worker,
-        greet: Any = welcome,
+        join: Any = join,
         restarts: RestartPolicy = AT_ONCE,
         max_load: int = 2,
         may_pile_up: Callable[[], bool] = lambda: True,
@@ -45,35 +43,35 @@ class Team:
     ) -> None:
         self.hosts = FakeHosts(start, booked=num_workers)
         self.lost: list[Exception] = []
-        self.crew = Crew(
+        self.queue = WorkQueue(
             "judge",
             first or [f"old {index}" for index in range(num_workers)],
             self.hosts,
             max_load=max_load,
             restarts=restarts,
             alive_s=0.05,
-            greet=greet,
+            join=join,
             on_lost=self.lost.append,
             may_pile_up=may_pile_up,
         )
 
     def states(self) -> dict[str, WorkerState]:
-        return {worker.name: worker.state for worker in self.crew.status()}
+        return {worker.name: worker.state for worker in self.queue.pool.status()}
 
     def work(self, *, is_urgent: bool = False) -> Work:
-        return Work(self.crew, is_urgent)
+        return Work(self.queue, is_urgent)
 
 
 class Work:
     """A piece of work that lasts until it is finished, and remembers where it was done."""
 
-    def __init__(self, crew: Crew, is_urgent: bool) -> None:
+    def __init__(self, queue: WorkQueue, is_urgent: bool) -> None:
         self.place: Place | None = None
         self._done = asyncio.Event()
-        self.task = asyncio.create_task(self._run(crew, is_urgent))
+        self.task = asyncio.create_task(self._run(queue, is_urgent))
 
-    async def _run(self, crew: Crew, is_urgent: bool) -> None:
-        async with crew.place(is_urgent=is_urgent) as self.place:
+    async def _run(self, queue: WorkQueue, is_urgent: bool) -> None:
+        async with queue.place(is_urgent=is_urgent) as self.place:
             await self._done.wait()
 
     async def finish(self) -> None:
@@ -102,7 +100,7 @@ async def test_work_piles_up_at_a_worker_only_where_it_may() -> None:
     await settle()
     assert [work.handle for work in works] == ["old 0", None, None]
     is_much = True
-    team.crew.dispatch()
+    team.queue.dispatch()
     await settle()
     assert [work.handle for work in works] == ["old 0", "old 0", None]
 
@@ -123,7 +121,7 @@ async def test_work_that_is_cancelled_gives_its_place_to_the_next() -> None:
     second.task.cancel()  # in the moment in which it is promised the place
     await settle()
     assert third.handle == "old 0"
-    assert [worker.num_in_flight for worker in team.crew.status()] == [1]
+    assert [worker.num_in_flight for worker in team.queue.pool.status()] == [1]
 
 
 async def test_a_lost_worker_is_replaced_once_however_many_say_so() -> None:
@@ -131,12 +129,12 @@ async def test_a_lost_worker_is_replaced_once_however_many_say_so() -> None:
     works = [team.work() for _ in range(4)]
     await settle()
     for work in works[::2]:
-        team.crew.lose(work.place, DIED)
+        team.queue.lose(work.place, DIED)
     await settle()
-    assert team.crew.handles == ("new 0", "old 1")
+    assert team.queue.handles == ("new 0", "old 1")
     assert team.hosts.stopped == [(0, "old 0")]
     assert team.lost == [DIED]
-    assert team.crew.status()[0] == WorkerStatus("judge/0", SERVING, None, 2, 1, "died: its process ended")
+    assert team.queue.pool.status()[0] == WorkerStatus("judge/0", SERVING, None, 2, 1, "died: its process ended")
 
 
 async def test_a_lost_worker_gets_no_more_work() -> None:
@@ -145,10 +143,10 @@ async def test_a_lost_worker_gets_no_more_work() -> None:
     async def slow(name: str, handle: Any) -> None:
         await waiting.wait()
 
-    team = Team(2, greet=slow)
+    team = Team(2, join=slow)
     first = team.work()
     await settle()
-    team.crew.lose(first.place, DIED)
+    team.queue.lose(first.place, DIED)
     await settle()
     assert team.states() == {"judge/0": WorkerState.JOINING, "judge/1": SERVING}
     later = [team.work() for _ in range(3)]
@@ -159,59 +157,18 @@ async def test_a_lost_worker_gets_no_more_work() -> None:
     assert later[2].handle == "new 0"
 
 
-async def test_a_worker_that_is_lost_too_often_is_quarantined_and_its_place_given_back() -> None:
-    def fail(index: int) -> Any:
-        raise PlacementError("no room")
-
-    team = Team(2, start=fail)
-    work = team.work()
-    await settle()
-    team.crew.lose(work.place, DIED)
-    await settle()
-    assert team.states() == {"judge/0": QUARANTINED, "judge/1": SERVING}
-    assert team.hosts.booked == {1}
-    assert team.hosts.started[0] == AT_ONCE.max_restarts
-    assert team.crew.status()[0].detail == "error: PlacementError: no room"
-    assert len(team.lost) == 1 + AT_ONCE.max_restarts
-
-
-async def test_a_worker_that_fails_to_start_with_one_cause_is_not_started_again_and_again() -> None:
-    def fail(index: int) -> Any:
-        raise ValueError("there is no reward function 'nope'")
-
-    patient = replace(AT_ONCE, max_restarts=2 * MAX_EQUAL)
-    team = Team(1, start=fail, restarts=patient)
-    work = team.work()
-    await settle()
-    team.crew.lose(work.place, DIED)
-    await settle()
-    assert team.states() == {"judge/0": QUARANTINED}
-    assert team.hosts.started[0] == MAX_EQUAL
-    assert "3 times in a row with one cause; error: ValueError: there is no reward" in team.crew.status()[0].detail
-
-
-async def test_a_first_worker_that_cannot_be_built_ends_the_start_with_its_cause() -> None:
-    async def refuse(name: str, handle: Any) -> None:
-        died = WorkerDiedError(f"its actor died while waiting for {name} to start: a long text of Ray's")
-        died.failure = Failure("ValueError: reward function 'nope:score' cannot be imported")
-        raise died
-
-    with pytest.raises(PreflightError, match="^a judge worker cannot be started: ValueError: reward function 'nope"):
-        await Team(2, greet=refuse).crew.start()
-
-
-async def test_work_does_not_wait_for_a_crew_that_is_gone() -> None:
+async def test_work_does_not_wait_for_a_pool_that_is_gone() -> None:
     def fail(index: int) -> Any:
         raise PlacementError("no room")
 
     team = Team(1, start=fail, max_load=1)
     work, waiting = team.work(), team.work()
     await settle()
-    team.crew.lose(work.place, DIED)
+    team.queue.lose(work.place, DIED)
     with pytest.raises(WorkerDiedError, match=r"every judge worker is lost.*judge/0: error: PlacementError: no room"):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
-        async with team.crew.place():
+        async with team.queue.place():
             pass
 
 
@@ -231,11 +188,11 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
     team, late = Team(3, first=workers), DeadlineError("waited 5 s for an answer")
     works = [team.work() for _ in workers]
     await settle()
-    befell = [await team.crew.failed(work.place, late) for work in works]
+    befell = [await team.queue.failed(work.place, late) for work in works]
     await settle()
     assert befell[1:] == [late, late]
     assert isinstance(befell[0], LostReplyError) and str(befell[0]).startswith(f"{late}, which is done with it")
-    assert team.crew.handles == (workers[0], "new 1", "new 2")
+    assert team.queue.handles == (workers[0], "new 1", "new 2")
     assert team.lost == [late, DIED]
 
 
@@ -248,23 +205,23 @@ async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
         is_alive = staticmethod(never)
 
     team = Team(2, first=[LocalHandle(Alive()), LocalHandle(Silent())])
-    healthy, _ = team.crew.handles
-    await team.crew.check()
+    healthy, _ = team.queue.handles
+    await team.queue.pool.check()
     await settle()
-    assert team.crew.handles == (healthy, "new 1")
+    assert team.queue.handles == (healthy, "new 1")
     assert isinstance(team.lost[0], DeadlineError) and "judge/1 to say that it lives" in str(team.lost[0])
 
 
 async def test_new_workers_join_in_the_background_and_take_work_that_waits() -> None:
     greeted: list[str] = []
 
-    async def greet(name: str, handle: Any) -> None:
+    async def join(name: str, handle: Any) -> None:
         greeted.append(f"{name} {handle}")
 
-    team = Team(1, max_load=1, greet=greet)
+    team = Team(1, max_load=1, join=join)
     works = [team.work() for _ in range(3)]
     await settle()
-    await team.crew.scale(3)
+    await team.queue.pool.scale(3)
     assert team.states() == {"judge/0": SERVING, "judge/1": WorkerState.STARTING, "judge/2": WorkerState.STARTING}
     await settle()
     assert [work.handle for work in works] == ["old 0", "new 1", "new 2"]
@@ -276,7 +233,7 @@ async def test_a_worker_that_is_scaled_away_finishes_what_it_has_and_takes_nothi
     team = Team(2, max_load=2)
     works = [team.work() for _ in range(4)]
     await settle()
-    await team.crew.scale(1)
+    await team.queue.pool.scale(1)
     assert team.states() == {"judge/0": SERVING, "judge/1": DRAINING}
     await works[1].finish()
     waiting = team.work()
@@ -289,93 +246,14 @@ async def test_a_worker_that_is_scaled_away_finishes_what_it_has_and_takes_nothi
     assert waiting.handle == "old 0"
 
 
-async def test_a_worker_that_dies_while_it_drains_is_not_replaced() -> None:
-    team = Team(2)
-    works = [team.work() for _ in range(2)]
-    await settle()
-    await team.crew.scale(1)
-    team.crew.lose(works[1].place, DIED)
-    await works[1].finish()
-    assert team.states() == {"judge/0": SERVING}
-    assert team.hosts.started == {} and team.hosts.booked == {0}
-    assert team.lost == [DIED]
-
-
-async def test_a_worker_that_is_scaled_away_before_it_serves_leaves_when_it_has_started() -> None:
-    waiting = asyncio.Event()
-
-    async def slow(name: str, handle: Any) -> None:
-        await waiting.wait()
-
-    team = Team(1, greet=slow)
-    await team.crew.scale(2)
-    await settle()
-    await team.crew.scale(1)
-    assert team.states() == {"judge/0": SERVING, "judge/1": DRAINING}
-    waiting.set()
-    await settle()
-    assert team.states() == {"judge/0": SERVING}
-    assert team.hosts.stopped == [(1, "new 1")] and team.hosts.booked == {0}
-
-
-async def test_an_index_is_not_given_again_before_its_place_is_free() -> None:
-    team = Team(2)
-    works = [team.work() for _ in range(2)]
-    await settle()
-    await team.crew.scale(1)
-    await team.crew.scale(2)
-    assert list(team.states()) == ["judge/0", "judge/1", "judge/2"]
-    await works[1].finish()
-    assert team.states() == {"judge/0": SERVING, "judge/2": SERVING}
-
-
-async def test_scaling_replaces_those_in_quarantine() -> None:
-    is_full = [True]
-
-    def start(index: int) -> str:
-        if is_full:
-            raise PlacementError("no room")
-        return new_worker(index)
-
-    team = Team(2, start=start)
-    work = team.work()
-    await settle()
-    team.crew.lose(work.place, DIED)
-    await settle()
-    is_full.clear()
-    await team.crew.scale(2)
-    await settle()
-    assert team.states() == {"judge/0": SERVING, "judge/1": SERVING}
-    assert team.hosts.booked == {0, 1}
-
-
-@pytest.mark.parametrize("num_workers", [0, -1])
-async def test_a_crew_of_nobody_is_refused(num_workers: int) -> None:
-    with pytest.raises(ValueError, match=f"judge={num_workers}: a run with this role needs at least one"):
-        await Team(1).crew.scale(num_workers)
-    with pytest.raises(ValueError, match="resources.judge.num_workers"):
-        Team(0)
-
-
 async def test_closing_ends_every_worker_and_those_who_wait_are_told() -> None:
     team = Team(2, max_load=1)
     works = [team.work() for _ in range(3)]
     await settle()
-    await team.crew.close()
+    await team.queue.pool.close()
     assert sorted(team.hosts.stopped) == [(0, "old 0"), (1, "old 1")]
     with pytest.raises(WorkerDiedError, match="closed: the run is over"):
         await works[2].task
-    team.crew.lose(works[0].place, DIED)
+    team.queue.lose(works[0].place, DIED)
     await works[0].finish()
-    assert team.crew.status() == [] and team.lost == []
-
-
-async def test_closing_does_not_wait_for_a_worker_that_starts() -> None:
-    async def stuck(name: str, handle: Any) -> None:
-        await never()
-
-    team = Team(1, greet=stuck)
-    await team.crew.scale(2)
-    await settle()
-    await team.crew.close()
-    assert sorted(team.hosts.stopped) == [(0, "old 0"), (1, "new 1")]
+    assert team.queue.pool.status() == [] and team.lost == []

@@ -204,7 +204,16 @@ class WorkerPool(Generic[Handle]):
             self._set(worker, WorkerState.SERVING)
 
     async def _start(self, worker: Worker[Handle]) -> None:
-        """Start processes for the worker until one serves, within the budget."""
+        while not await self._try_start(worker):
+            if not await self._clear(worker):
+                return
+
+    async def _restart(self, worker: Worker[Handle]) -> None:
+        if await self._clear(worker):
+            await self._start(worker)
+
+    async def _try_start(self, worker: Worker[Handle]) -> bool:
+        """Start a process for the worker; returns False if that failed and is to be retried."""
         self._set(worker, WorkerState.STARTING)
         try:
             worker.handle = await self._hooks.start(worker.index)
@@ -214,37 +223,34 @@ class WorkerPool(Generic[Handle]):
         except Exception as error:  # any error: it is counted and logged, and the start is retried within the budget
             if worker.leaving.is_set():
                 _logger.info("%s was scaled away before it had started: %s", worker.name, error)
-                return
+                return True
             self._note_loss(worker, error)
             if worker.failed_starts.failed(error):
                 worker.detail = f"it failed to start {MAX_EQUAL} times in a row with one cause; {worker.detail}"
-                await self._quarantine(worker)
-            else:
-                await self._restart(worker)
-            return
+            return False
         worker.failed_starts.succeeded()
         if not worker.leaving.is_set():
             self._set(worker, WorkerState.SERVING)
             _logger.info("%s serves", worker.name)
+        return True
 
-    async def _restart(self, worker: Worker[Handle]) -> None:
-        """End what is left of a lost worker, pause, and start it again; quarantine it if the budget is used up."""
+    async def _clear(self, worker: Worker[Handle]) -> bool:
+        """End what is left of a lost worker and pause; returns whether it is to be started again.
+
+        It is quarantined if no restart is left, and is not started again if it is scaled away during the pause.
+        """
         await self._end(worker)
-        pause = worker.budget.take(time.monotonic())
+        pause = None if worker.failed_starts.are_equal else worker.budget.take(time.monotonic())
         if pause is None:
-            await self._quarantine(worker)
-            return
+            self._set(worker, WorkerState.QUARANTINED)
+            await self._hooks.release(worker.index)
+            return False
         try:
             async with asyncio.timeout(pause):
-                await worker.leaving.wait()  # a worker that is scaled away does not wait for its restart
+                await worker.leaving.wait()
         except TimeoutError:
-            await self._start(worker)
-
-    async def _quarantine(self, worker: Worker[Handle]) -> None:
-        """End what is left of the worker and give its place back."""
-        await self._end(worker)
-        self._set(worker, WorkerState.QUARANTINED)
-        await self._hooks.release(worker.index)
+            return True
+        return False
 
     def _drain(self, worker: Worker[Handle]) -> None:
         worker.leaving.set()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.errors import ExcludedPromptError, RewardError
-from cluster.mending import sample_and_score
+from cluster.lost_groups import sample_and_score
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.supervision import background_tasks
 from cluster.trajectory import Prompt, Reward

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from cluster.concurrency import run_all
 from cluster.controller import RunMetrics
-from cluster.errors import JournalError, LostObjectError, SkippedSample
+from cluster.errors import JournalError, SkippedSample
 from cluster.journal import FinishedGroup, Journal, Recovered, TrainedStep
 from cluster.live_groups import LiveGroups
-from cluster.roles import Learner, ReplayStats, UpdateReport
+from cluster.recording_learner import StepJournal
+from cluster.roles import ReplayStats, UpdateReport
 from cluster.rollout_stream import OVER_AGE
 from cluster.staleness import AgeLimit
 from cluster.trajectory import ScoredGroup
@@ -33,10 +33,8 @@ TORN = "torn"
 NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
-class JournalledReplay(Protocol):
-    """The replay buffer as the keeper of the journal."""
-
-    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+class JournalledReplay(StepJournal, Protocol):
+    """The replay buffer, which keeps the journal."""
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None: ...
 
@@ -51,41 +49,10 @@ class Stream(Protocol):
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None: ...
 
 
-class JournalledLearner:
-    """The learner as the loop sees it: what a step trains is written down beside its update, at no cost of time.
+class RepeatingLearner(Protocol):
+    """The learner, which can train on a step without writing it to the journal again."""
 
-    It is written before anybody sees the new version, so no token is ever newer than what a kill leaves.
-    """
-
-    def __init__(self, learner: Learner, replay: JournalledReplay) -> None:
-        self._learner = learner
-        self._replay = replay
-        self._version = 0
-
-    def resume(self, version: int) -> None:
-        """State which version the learner holds."""
-        self._version = version
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Raises: LostObjectError: the learner could not get at the groups, and has learned nothing from them."""
-        version = self._version + 1
-        report, uncommitted = await run_all(self._learner.update(groups), self._commit(version, groups))
-        assert report.version == version, f"the learner made version {report.version} instead of {version}"
-        if uncommitted is not None and (again := await self._commit(version, groups)) is not None:
-            raise JournalError(
-                f"version {version} was made from groups that the journal could not get at: {again}; "
-                "go on with resume=auto, which makes it anew"
-            ) from again
-        self._version = version
-        return report
-
-    async def _commit(self, version: int, groups: Sequence[ScoredGroup]) -> LostObjectError | None:
-        """What the journal missed; the learner may still have had it."""
-        try:
-            await self._replay.commit(version, groups)
-        except LostObjectError as error:
-            return error
-        return None
+    async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
 
 
 class JournalRecovery:
@@ -95,8 +62,7 @@ class JournalRecovery:
         self,
         journal: Journal,
         *,
-        learner: Learner,
-        journalled: JournalledLearner,
+        learner: RepeatingLearner,
         groups: LiveGroups,
         stream: Stream,
         replay: JournalledReplay,
@@ -104,12 +70,11 @@ class JournalRecovery:
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`learner` takes the steps again, `journalled` goes on in the loop. `metrics` has no record of some of them
-        yet. `on_recovered` is told how many steps and groups came back, and by reason what did not.
+        """`metrics` may lack some of the steps that are repeated. `on_recovered` is called with the number of steps and
+        groups that came back, and with the number of lost groups by reason.
         """
         self._journal = journal
         self._learner = learner
-        self._journalled = journalled
         self._groups = groups
         self._stream = stream
         self._replay = replay
@@ -135,7 +100,6 @@ class JournalRecovery:
         finished = await asyncio.to_thread(self._revived, found, lost)
         trained = (group_id for step in found.steps for group_id in step.group_ids)
         self._stream.catch_up(found.reached, [*trained, *filter(self._stream.is_open, found.rejected)], finished)
-        self._journalled.resume(found.reached)
         await self._replay.resume(found.reached, [group.summary.group_id for group in finished])
         self._tell(found, finished, lost)
         return found.reached
@@ -156,7 +120,7 @@ class JournalRecovery:
             raise self._unfit(step, str(error)) from error
         with self._metrics.step(step.version) as measured:
             with measured.timed("update"):
-                update = await self._learner.update(groups)
+                update = await self._learner.repeat(groups)
             assert update.version == step.version, f"step {step.version} of the journal made version {update.version}"
             measured.record(groups, update, NO_STATS)
 

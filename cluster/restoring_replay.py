@@ -70,7 +70,7 @@ class Buffer(Protocol):
 
 
 class RestoringReplay:
-    """Implements `cluster.roles.Replay`, `cluster.recovery.JournalledReplay` and `cluster.mending.Keeper`.
+    """Implements `cluster.roles.Replay`, `cluster.recovery.JournalledReplay` and `cluster.lost_groups.Keeper`.
 
     The ledger knows of everything that the buffer holds, so where it sees room for a finished group there is room: the
     buffer then hears of the group a moment later, together with others, or by the `put` of its step. Nor does anybody

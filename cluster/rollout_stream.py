@@ -23,7 +23,7 @@ from cluster.errors import (
     WorkerDiedError,
 )
 from cluster.leases import LeaseTable
-from cluster.mending import sample_and_score
+from cluster.lost_groups import sample_and_score
 from cluster.prompts_ahead import Prompts, PromptsAhead
 from cluster.repeated_events import RepeatedEvents
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings

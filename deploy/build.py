@@ -15,15 +15,16 @@ from actors.reference_pool import NullReference, ReferencePool
 from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state, run_identity
 from cluster.controller import Controller
 from cluster.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
+from cluster.gpu_lease import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
-from cluster.mending import GroupMender, MendingLearner, MendingReference
+from cluster.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
 from cluster.ray_group import answer, stop
+from cluster.restartable_learner import RestartableLearner
 from cluster.restarts import RestartBudget
-from cluster.restoring import RestoringLearner
 from cluster.restoring_replay import RestoringReplay
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout_pool import RolloutPool
@@ -35,7 +36,6 @@ from cluster.trajectory import GroupSummary, Prompt
 from cluster.weight_sync.publish import Push, WeightSync
 from configs.schema import RunConfig
 from deploy.buffer import replay_buffer
-from deploy.colocation import sharing
 from deploy.preparation import TRAIN, Prepared
 from deploy.records import age_limit, build_records
 from deploy.rollouts import adaptive_concurrency, rollout_pool
@@ -69,7 +69,7 @@ class Training:
     """The roles that RL needs besides."""
 
     ranks: LearnerGroup  # as they are: the warm start, before there is anything to restore
-    learner: RestoringLearner
+    learner: RestartableLearner
     reference: ReferencePool | NullReference
     replay: RestoringReplay
     watched: tuple[Watched, ...]
@@ -97,7 +97,7 @@ def spawn_training(
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
-    learner = RestoringLearner(
+    learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
@@ -139,9 +139,9 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
     )
-    shared = sharing(config, inference.rollouts, training.learner)
+    lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     rollouts = RetryingRollouts(
-        shared.rollouts(inference.rollouts),
+        LeasedRollouts(inference.rollouts, lease) if lease else inference.rollouts,
         inference.leases,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
@@ -153,13 +153,12 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(stream.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
-    mender = _mender(config, source, stream, training, metrics)
-    reference = MendingReference(training.reference, mender)
+    regenerator = _regenerator(config, source, stream, training, metrics)
+    reference = RegeneratingReference(training.reference, regenerator)
     records = build_records(config, training.learner, source, stream, training.replay, metrics)
-    learner = shared.learner(records.learner, before=evaluator.finish)
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
-        learner=records.durable,
+        learner=records.learner,
         parts={"stream": stream, "evaluator": evaluator},
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
@@ -172,7 +171,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         total_steps=config.num_steps,
         groups_per_step=config.algorithm.prompts_per_step,
         checkpoints=checkpoints,
-        weights=shared.weights(weights),
+        weights=LeasedWeights(weights, lease) if lease else weights,
         supervisor=Supervisor(
             [*training.watched, *inference.watched],
             [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
@@ -182,8 +181,10 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         rollouts=stream,
         replay=training.replay,
         reference=reference,
-        # While the learner has devices that it shares, nothing can be sampled again: there the loss ends the run.
-        learner=learner if config.resources.colocated else MendingLearner(learner, reference, mender),
+        # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+        learner=LeasedLearner(records.learner, lease, before=evaluator.finish)
+        if lease
+        else RegeneratingLearner(records.learner, reference, regenerator),
         evaluator=evaluator,
         metrics=metrics,
     )
@@ -227,7 +228,7 @@ def _watched(name: str, handle: Any, config: RunConfig) -> Watched:
     return Watched(name, ping, close)
 
 
-def _watched_rank(ranks: LearnerGroup, index: int, learner: RestoringLearner, config: RunConfig) -> Watched:
+def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
     """A learner rank: when it is lost all ranks are restored. What was asked of ranks before them says nothing."""
     name = f"learner/{index}"
 
@@ -283,18 +284,18 @@ def _stream(
     )
 
 
-def _mender(
+def _regenerator(
     config: RunConfig, source: PromptSource, stream: RolloutStream, training: Training, metrics: Metrics
-) -> GroupMender:
-    mender = GroupMender(
+) -> GroupRegenerator:
+    regenerator = GroupRegenerator(
         training.replay,
         LiveGroups(source, ray.put),
         stream.sample_again,
         timeout_s=config.timeouts.object_s,
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
-    training.learner.recall_with(mender.recall)
-    return mender
+    training.learner.recall_with(regenerator.recall)
+    return regenerator
 
 
 def build_evaluator(

@@ -10,15 +10,14 @@ from pathlib import Path
 import ray
 
 from actors.datasets.prompts import PromptSource
-from cluster.checkpoints import Durable, Recovery
+from cluster.checkpoints import Recovery
 from cluster.journal import Journal, journal_identity
 from cluster.journal_writer import GroupJournal, JournalWriter, NoJournal
 from cluster.live_groups import LiveGroups
-from cluster.logged_learner import DurableLearner, LoggedLearner
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
-from cluster.recovery import JournalledLearner, JournalledReplay, JournalRecovery, NoRecovery
-from cluster.roles import Learner
+from cluster.recording_learner import DurableLearner, RecordingLearner
+from cluster.recovery import JournalledReplay, JournalRecovery, NoRecovery
 from cluster.rollout_stream import RolloutStream
 from cluster.staleness import AgeLimit
 from cluster.trajectory_log import TrajectoryLog
@@ -31,10 +30,9 @@ MAX_WAITING_STEPS = 2  # whose groups are held in memory until the trajectory lo
 
 @dataclass(frozen=True)
 class Records:
-    """The learner with all that is written down around it."""
+    """The learner that records its steps, and how a run goes on from the records."""
 
-    learner: Learner  # as the loop calls it
-    durable: Durable  # as checkpoints save and load it
+    learner: DurableLearner
     recovery: Recovery
 
 
@@ -63,21 +61,23 @@ def build_records(
     replay: JournalledReplay,
     metrics: Metrics,
 ) -> Records:
-    """Log and journal around `learner`, as configured."""
-    if config.replay.trajectory_log:
-        learner = LoggedLearner(
-            learner,
-            trajectory_log(config.run_folder, config),
-            max_waiting=MAX_WAITING_STEPS,
-            on_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
-        )
-    if not config.replay.journal:
-        return Records(learner, learner, NoRecovery(config.run_folder / JOURNAL_FOLDER))
-    journalled = JournalledLearner(learner, replay)
+    """Journal and trajectory log of `learner`, as configured."""
+    keep = config.replay
+    unrecorded = NoRecovery(config.run_folder / JOURNAL_FOLDER)
+    if not (keep.journal or keep.trajectory_log):
+        return Records(learner, unrecorded)
+    recording = RecordingLearner(
+        learner,
+        journal=replay if keep.journal else None,
+        log=trajectory_log(config.run_folder, config) if keep.trajectory_log else None,
+        max_waiting=MAX_WAITING_STEPS,
+        on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
+    )
+    if not keep.journal:
+        return Records(recording, unrecorded)
     recovery = JournalRecovery(
         _journal(config),
-        learner=learner,
-        journalled=journalled,
+        learner=recording,
         groups=LiveGroups(source, ray.put),
         stream=stream,
         replay=replay,
@@ -85,7 +85,7 @@ def build_records(
         age_limit=age_limit(config),
         on_recovered=partial(_count_recovered, metrics),
     )
-    return Records(journalled, learner, recovery)
+    return Records(recording, recovery)
 
 
 def age_limit(config: RunConfig) -> AgeLimit:

@@ -30,12 +30,13 @@ from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
-from cluster.mending import GroupMender, MendingLearner, MendingReference
+from cluster.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.ray_group import BESIDE, HEALTH, _hosted, answer, stop
-from cluster.recovery import JournalledLearner, JournalRecovery
+from cluster.recording_learner import RecordingLearner
+from cluster.recovery import JournalRecovery
 from cluster.replay_client import ReplayClient, ReplayDeadlines
+from cluster.restartable_learner import RestartableLearner
 from cluster.restarts import RestartBudget, RestartPolicy
-from cluster.restoring import RestoringLearner
 from cluster.restoring_replay import RestoringReplay
 from cluster.roles import SamplingSettings
 from cluster.rollout_pool import HealthChecks, RolloutPool
@@ -178,7 +179,7 @@ class SmallRun:
             on_lost=self._lost,
         )
         self._ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts)
-        self._learner = RestoringLearner(
+        self._learner = RestartableLearner(
             self._ranks,
             newest=lambda: newest_learner_state(self.folder / "checkpoints"),
             budget=RestartBudget(POLICY),
@@ -224,8 +225,8 @@ class SmallRun:
     def _controller(self) -> Controller:
         stream = self._stream()
         checkpoints, learner = self._records(stream)
-        mender = self._mender(stream)
-        reference = MendingReference(self.reference, mender)
+        regenerator = self._regenerator(stream)
+        reference = RegeneratingReference(self.reference, regenerator)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
         watched += [watched_pool("reward", self.rewards.check, _nothing)]
@@ -239,7 +240,7 @@ class SmallRun:
             rollouts=stream,
             replay=self.replay,
             reference=reference,
-            learner=MendingLearner(learner, reference, mender),
+            learner=RegeneratingLearner(learner, reference, regenerator),
             evaluator=Visitor(self._on_version),
             metrics=self._metrics,
         )
@@ -262,18 +263,17 @@ class SmallRun:
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100),
         )
 
-    def _mender(self, stream: RolloutStream) -> GroupMender:
+    def _regenerator(self, stream: RolloutStream) -> GroupRegenerator:
         groups, on_lost = LiveGroups(self.prompts, ray.put), lambda kind: self._lost(f"group_{kind}")
-        mender = GroupMender(self.replay, groups, stream.sample_again, timeout_s=OBJECT_S, on_lost=on_lost)
-        self._learner.recall_with(mender.recall)
-        return mender
+        regenerator = GroupRegenerator(self.replay, groups, stream.sample_again, timeout_s=OBJECT_S, on_lost=on_lost)
+        self._learner.recall_with(regenerator.recall)
+        return regenerator
 
-    def _records(self, stream: RolloutStream) -> tuple[Checkpoints, JournalledLearner]:
-        journalled = JournalledLearner(self._learner, self.replay)
+    def _records(self, stream: RolloutStream) -> tuple[Checkpoints, RecordingLearner]:
+        recording = RecordingLearner(self._learner, journal=self.replay)
         recovery = JournalRecovery(
             self._journal(),
-            learner=self._learner,
-            journalled=journalled,
+            learner=recording,
             groups=LiveGroups(self.prompts, ray.put),
             stream=stream,
             replay=self.replay,
@@ -283,7 +283,7 @@ class SmallRun:
         )
         checkpoints = Checkpoints(
             self.folder / "checkpoints",
-            learner=self._learner,
+            learner=recording,
             parts={"stream": stream},
             prepare=_nothing,
             finish=_nothing,
@@ -292,7 +292,7 @@ class SmallRun:
             schedule=CheckpointSchedule(self.shape.checkpoint_interval, self.shape.total_steps, 2),
             recovery=recovery,
         )
-        return checkpoints, journalled
+        return checkpoints, recording
 
     def _weights(self, stream: RolloutStream) -> WeightSync:
         weights = WeightSync(

@@ -27,7 +27,8 @@ from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.leases import LeaseTable
 from cluster.live_groups import LiveGroups
-from cluster.recovery import JournalledLearner, JournalRecovery
+from cluster.recording_learner import RecordingLearner
+from cluster.recovery import JournalRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Rewards, Rollouts
 from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
@@ -117,11 +118,10 @@ class Run:
             on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
         )
         self.weights.on_announced(self.stream.advance)
-        journalled = JournalledLearner(self.learner, self.replay)
+        recording = RecordingLearner(self.learner, journal=self.replay)
         recovery = JournalRecovery(
             self.journal,
-            learner=self.learner,
-            journalled=journalled,
+            learner=recording,
             groups=LiveGroups(self.prompts, put=lambda value: value),
             stream=self.stream,
             replay=self.replay,
@@ -131,7 +131,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
-            learner=self.learner,
+            learner=recording if has_journal else self.learner,
             parts={"rollouts": self.stream},
             prepare=self._prepare,
             finish=self._finish,
@@ -149,7 +149,7 @@ class Run:
             rollouts=self.stream,
             replay=self.replay,
             reference=FakeReference(),
-            learner=journalled if has_journal else self.learner,
+            learner=recording if has_journal else self.learner,
             evaluator=self.evaluator,
             metrics=self.metrics,
         )

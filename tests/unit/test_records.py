@@ -9,9 +9,9 @@ from fakes import FakeLearner, make_scored
 from metrics_data import FakeClock, make_metrics
 
 from cluster.journal_writer import JournalWriter, NoJournal
-from cluster.logged_learner import LoggedLearner
 from cluster.metrics.definitions import CounterName
-from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
+from cluster.recording_learner import RecordingLearner
+from cluster.recovery import JournalRecovery, NoRecovery
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.records import Records, build_journal_writer, build_records, reached_version, trajectory_log
@@ -43,7 +43,7 @@ async def test_the_journal_leads_from_a_checkpoint_to_the_last_step_that_was_wri
 def test_a_run_without_a_journal_has_none_around_its_learner(tmp_path: Path) -> None:
     run, learner = config(tmp_path, "replay.journal=false"), FakeLearner()
     records = build(run, learner)
-    assert (records.learner, records.durable) == (learner, learner)
+    assert records.learner is learner
     assert isinstance(records.recovery, NoRecovery)
     assert isinstance(build_journal_writer(run), NoJournal)
 
@@ -51,12 +51,11 @@ def test_a_run_without_a_journal_has_none_around_its_learner(tmp_path: Path) -> 
 async def test_steps_are_logged_whether_the_loop_or_a_recovery_takes_them(tmp_path: Path) -> None:
     run, learner = config(tmp_path, "replay.trajectory_log=true"), FakeLearner()
     records = build(run, learner)
-    assert isinstance(records.learner, JournalledLearner)
+    assert isinstance(records.learner, RecordingLearner)
     assert isinstance(records.recovery, JournalRecovery)
-    assert isinstance(records.durable, LoggedLearner)
-    await records.recovery._learner.update([make_scored("0/0/s0")])
+    await records.recovery._learner.repeat([make_scored("0/0/s0")])
     (tmp_path / "state").mkdir()
-    await records.durable.save(tmp_path / "state")
+    await records.learner.save(tmp_path / "state")
     assert trajectory_log(run.run_folder, run).steps() == [1]
 
 

@@ -19,7 +19,8 @@ from cluster.errors import JournalError, SkippedSample
 from cluster.journal import Journal
 from cluster.journal_writer import JournalWriter
 from cluster.live_groups import LiveGroups
-from cluster.recovery import JournalledLearner, JournalRecovery, NoRecovery
+from cluster.recording_learner import RecordingLearner
+from cluster.recovery import JournalRecovery, NoRecovery
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import Learner as LearnerRole
 from cluster.roles import UpdateReport
@@ -52,12 +53,11 @@ class Bench:
         self.replay = ReplayBuffer(journal=JournalWriter(Journal(folder / "journal", {}), timeout_s=5))
         self.stream = RecordingStream(closed)
         self.metrics = FakeMetrics()
-        self.learner = JournalledLearner(learner, self.replay)
+        self.learner = RecordingLearner(learner, journal=self.replay)
         self.counts: dict[str, int] = {}
         self.recovery = JournalRecovery(
             self.journal,
-            learner=learner,
-            journalled=self.learner,
+            learner=self.learner,
             groups=LiveGroups(prompts, put=lambda value: value),
             stream=self.stream,
             replay=self.replay,
@@ -227,7 +227,7 @@ class Slow:
 
 async def test_a_step_is_written_down_while_it_is_trained() -> None:
     slow = Slow()
-    report = await asyncio.wait_for(JournalledLearner(slow, slow).update([]), 30)
+    report = await asyncio.wait_for(RecordingLearner(slow, journal=slow).update([]), 30)
     assert report.version == 1
 
 
@@ -237,4 +237,4 @@ async def test_a_step_that_cannot_be_written_down_ends_the_run() -> None:
             raise JournalError("no space left")
 
     with pytest.raises(JournalError, match="no space left"):
-        await asyncio.wait_for(JournalledLearner(Slow(), FullDisk()).update([]), 30)
+        await asyncio.wait_for(RecordingLearner(Slow(), journal=FullDisk()).update([]), 30)

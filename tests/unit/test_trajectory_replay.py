@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from cluster.errors import ChangedDataError, PreflightError
 from cluster.live_groups import LiveGroups
-from cluster.logged_learner import LoggedLearner
+from cluster.recording_learner import RecordingLearner
 from cluster.roles import UpdateReport
 from cluster.trajectory import ScoredGroup
 from cluster.trajectory_log import TrajectoryLog
@@ -31,8 +31,9 @@ def log_in(folder: Path) -> TrajectoryLog:
 
 def logged(
     learner: FakeLearner, log: TrajectoryLog, failures: list[str] | None = None, waiting: int = 2
-) -> LoggedLearner:
-    return LoggedLearner(learner, log, max_waiting=waiting, on_failed=(failures if failures is not None else []).append)
+) -> RecordingLearner:
+    on_failed = (failures if failures is not None else []).append
+    return RecordingLearner(learner, log=log, max_waiting=waiting, on_log_failed=on_failed)
 
 
 def live(groups: Sequence[ScoredGroup]) -> LiveGroups:

@@ -1,8 +1,8 @@
-"""Mending: finished groups that went with their node are made again, in the moment in which somebody misses them.
+"""Regeneration of finished groups that were lost with their node, from the journal or by sampling again.
 
-A group of a rollout actor lives on that actor's node until the journal has fetched it. Nothing is copied ahead of need:
-whoever finds a group of a step missing has it taken from the journal, or sampled and scored once more if the journal
-has not got it. A step that was trained is only ever made again from the journal, or its weights would be others.
+A finished group lives on the node of its rollout actor until the journal has fetched it, and is not copied before. A
+group of a step that is missing is taken from the journal, or sampled and scored again if the journal does not have it.
+A step that was trained comes from the journal only: with other groups, its weights would be others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
-MAX_NODES_LOST = 8  # over one prompt, or one step, one after the other
+MAX_NODES_LOST = 8  # in a row, over one prompt or one step
 
 
 class Keeper(Protocol):
@@ -41,11 +41,12 @@ class Keeper(Protocol):
 async def sample_and_score(
     rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
 ) -> tuple[Any, GroupSummary, Sequence[Reward | None]]:
-    """A reference to a group of `prompt`, its summary and its rewards. One that goes with its node before it is scored
-    is sampled again, on whichever nodes are left; `on_lost` is told of each. One that nobody can score has no rewards.
+    """A reference to a group of `prompt`, its summary and its rewards. A group that cannot be scored has no rewards.
+
+    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each.
 
     Raises:
-        RolloutError: one node after the other went.
+        RolloutError: `MAX_NODES_LOST` groups were lost.
     """
     for _ in range(MAX_NODES_LOST):
         generated = await rollouts.generate(prompt, settings)
@@ -64,8 +65,8 @@ async def sample_and_score(
     )
 
 
-class GroupMender:
-    """Makes the groups of a step whole again; all that is still there is left as it is."""
+class GroupRegenerator:
+    """Replaces the lost groups of a step, and leaves the others as they are."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class GroupMender:
         timeout_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
-        """`sample_again(prompt_id)` gives a scored group; `timeout_s` bounds the look at one group. `on_lost` is told
-        of each group that is sampled again.
+        """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
+        called for each group that is sampled again.
         """
         self._keeper = keeper
         self._groups = groups
@@ -85,24 +86,24 @@ class GroupMender:
         self._timeout_s = timeout_s
         self._on_lost = on_lost
 
-    async def mend(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups of a step that is not trained yet, in order. What is made again has no reference log-probs, nor
-        has a group whose log-probs alone are lost.
+    async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step that is not trained yet, in order. A regenerated group has no reference log-probs, nor
+        has a group that only lost those.
 
         Raises:
             RolloutError, RewardError: a prompt could not be sampled or scored again.
         """
         lost = [group for group in groups if await self._is_lost(group.group)]
         recorded = await self._keeper.recall(_ids(lost)) if lost else {}
-        mended = {group.summary.group_id: group for group in await run_all(*(self._mend(g, recorded) for g in lost))}
-        whole = [mended.get(group.summary.group_id, group) for group in groups]
+        new = {group.summary.group_id: group for group in await run_all(*(self._replace(g, recorded) for g in lost))}
+        whole = [new.get(group.summary.group_id, group) for group in groups]
         return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
 
     async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups of a step that was trained, with their log-probs, as the journal has them.
 
         Raises:
-            LostObjectError: it has not; `replay.journal` is off.
+            LostObjectError: the journal does not have one of them; `replay.journal` is off.
         """
         recorded = await self._keeper.recall(_ids(groups))
         missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
@@ -113,13 +114,13 @@ class GroupMender:
             )
         return [await asyncio.to_thread(self._groups.revive, recorded[group_id]) for group_id in _ids(groups)]
 
-    async def _mend(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
+    async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
         group_id = lost.summary.group_id
         if group_id in recorded:
             bare = replace(recorded[group_id], reference_logprobs=None)
             group = await asyncio.to_thread(self._groups.revive, bare)
         else:
-            _logger.warning("group %s went with its node and is sampled again", group_id)
+            _logger.warning("group %s was lost with its node and is sampled again", group_id)
             self._on_lost(LostObjectError.__name__)
             group = await self._sample_again(group_id)
         await self._keeper.exchange(group)
@@ -134,58 +135,58 @@ class GroupMender:
         return False
 
 
-class MendingReference:
-    """`reference`, which gets lost groups made again and is asked once more."""
+class RegeneratingReference:
+    """A reference that regenerates lost groups and scores the step again."""
 
-    def __init__(self, reference: Reference, mender: GroupMender) -> None:
+    def __init__(self, reference: Reference, regenerator: GroupRegenerator) -> None:
         self._reference = reference
-        self._mender = mender
+        self._regenerator = regenerator
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Raises: LostObjectError: one node after the other went."""
+        """Raises: LostObjectError: groups were lost more than `MAX_NODES_LOST` times."""
         for _ in range(MAX_NODES_LOST):
             try:
                 return await self._reference.score(groups)
             except LostObjectError as error:
-                _logger.warning("a step is mended before it is scored: %s", error)
-                groups = await self._mender.mend(groups)
+                _logger.warning("groups of a step are regenerated before it is scored: %s", error)
+                groups = await self._regenerator.regenerate(groups)
         return await self._reference.score(groups)
 
 
-class MendingLearner:
-    """`learner`, which gets what is lost of a step made again and updates once more.
+class RegeneratingLearner:
+    """A learner that regenerates lost groups and trains on the step again.
 
-    It raises LostObjectError only as long as it has learned nothing of the step. The loop's own list still names the
-    groups that were lost, so the step's metrics are of those.
+    `learner` raises LostObjectError only while it has learned nothing from the step. The caller's list still holds the
+    lost groups, so the metrics of the step are computed from those.
     """
 
-    def __init__(self, learner: Learner, reference: Reference, mender: GroupMender) -> None:
-        """`reference` scores what has no log-probs any more."""
+    def __init__(self, learner: Learner, reference: Reference, regenerator: GroupRegenerator) -> None:
+        """`reference` scores groups that have lost their log-probs."""
         self._learner = learner
         self._reference = reference
-        self._mender = mender
+        self._regenerator = regenerator
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Raises: LostObjectError: one node after the other went."""
+        """Raises: LostObjectError: groups were lost more than `MAX_NODES_LOST` times."""
         for _ in range(MAX_NODES_LOST):
             try:
                 return await self._learner.update(groups)
             except LostObjectError as error:
-                _logger.warning("a step is mended before it is trained: %s", error)
-                groups = await self._mended(groups)
+                _logger.warning("groups of a step are regenerated before it is trained: %s", error)
+                groups = await self._regenerated(groups)
         return await self._learner.update(groups)
 
-    async def _mended(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        mended = await self._mender.mend(groups)
-        unscored = [new for new, old in zip(mended, groups, strict=True) if _needs_score(new, old)]
+    async def _regenerated(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        whole = await self._regenerator.regenerate(groups)
+        unscored = [
+            new
+            for new, old in zip(whole, groups, strict=True)
+            if new.reference_logprobs is None and old.reference_logprobs is not None
+        ]
         if not unscored:
-            return mended
+            return whole
         scored = {group.summary.group_id: group for group in await self._reference.score(unscored)}
-        return [scored.get(group.summary.group_id, group) for group in mended]
-
-
-def _needs_score(new: ScoredGroup, old: ScoredGroup) -> bool:
-    return new.reference_logprobs is None and old.reference_logprobs is not None
+        return [scored.get(group.summary.group_id, group) for group in whole]
 
 
 def _ids(groups: Sequence[ScoredGroup]) -> list[str]:

@@ -12,8 +12,8 @@ from fakes import make_scored
 
 from cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
 from cluster.failures import Failure
+from cluster.restartable_learner import RestartableLearner
 from cluster.restarts import MAX_EQUAL, RestartBudget, RestartPolicy
-from cluster.restoring import RestoringLearner
 from cluster.roles import UpdateReport
 from cluster.trajectory import ScoredGroup
 from cluster.weight_sync.transport import Rendezvous
@@ -93,7 +93,7 @@ class Bench:
         self.ranks = ranks or FakeRanks()
         self.checkpoint: tuple[int, Path] | None = None
         self.lost: list[str] = []
-        self.learner = RestoringLearner(
+        self.learner = RestartableLearner(
             self.ranks,
             newest=lambda: self.checkpoint,
             budget=RestartBudget(POLICY),
@@ -137,7 +137,7 @@ async def test_only_steps_after_the_checkpoint_are_taken_again() -> None:
     await bench.train("0/3/s")
     bench.ranks.dies_in["update"] = 1
     await bench.train("0/4/s")
-    assert bench.learner.num_steps_taken_again == 1
+    assert bench.learner.num_steps_repeated == 1
     assert bench.ranks.weights == [f"0/{n}/s" for n in range(5)]
 
 

@@ -15,9 +15,9 @@ from cluster.errors import JournalError, LostObjectError
 from cluster.journal import Journal, finished, trained
 from cluster.journal_writer import JournalWriter
 from cluster.live_groups import LiveGroups
-from cluster.mending import MAX_NODES_LOST, GroupMender, MendingLearner, MendingReference
+from cluster.lost_groups import MAX_NODES_LOST, GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.objects import fetch
-from cluster.recovery import JournalledLearner
+from cluster.recording_learner import RecordingLearner
 from cluster.replay_buffer import ReplayBuffer
 from cluster.roles import UpdateReport
 from cluster.trajectory import Reward, ScoredGroup
@@ -44,14 +44,14 @@ class Bench:
     """A buffer with a journal, in which the groups of a step are leased."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cluster.mending.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("cluster.lost_groups.fetch_or_miss", fetch_or_lose)
         monkeypatch.setattr("cluster.journal_writer.fetch_or_miss", fetch_or_lose)
         monkeypatch.setattr("cluster.journal_writer.fetch_at_hand", fetch_what_is_there)
         self.journal = Journal(folder, {})
         self.replay = ReplayBuffer(journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce))
         self.sampled_again: list[str] = []
         self.counted: list[str] = []
-        self.mender = GroupMender(
+        self.regenerator = GroupRegenerator(
             self.replay,
             LiveGroups(FakePrompts(), put=lambda value: value),
             self._sample_again,
@@ -79,7 +79,7 @@ async def test_what_the_journal_has_comes_from_there_and_the_rest_is_sampled_aga
     await bench.leased(whole, written, lost(gone))
     num_bytes = (await bench.replay.stats()).num_bytes
     step = [whole, lost(written), lost(gone)]
-    mended = await bench.mender.mend(step)
+    mended = await bench.regenerator.regenerate(step)
     assert [group.summary.group_id for group in mended] == list(IDS)
     assert mended[0] is whole and mended[1].rewards == written.rewards
     assert mended[1].group.trajectories[0].response == written.group.trajectories[0].response
@@ -94,7 +94,7 @@ async def test_what_the_journal_has_comes_from_there_and_the_rest_is_sampled_aga
 
 async def test_log_probs_that_are_lost_alone_are_dropped_and_the_group_is_left_as_it_is(bench: Bench) -> None:
     group = replace(make_scored(IDS[0]), reference_logprobs=LOST)
-    [mended] = await bench.mender.mend(await bench.leased(group))
+    [mended] = await bench.regenerator.regenerate(await bench.leased(group))
     assert mended == replace(group, reference_logprobs=None) and bench.sampled_again == []
 
 
@@ -102,11 +102,11 @@ async def test_a_trained_step_comes_with_its_log_probs_from_the_journal_or_not_a
     group = make_scored(IDS[0])
     logprobs = [t.behavior_logprobs - 1 for t in group.group.trajectories]
     bench.journal.append([finished(group.group, group.rewards), trained(1, [IDS[0]], [logprobs])])
-    [recalled] = await bench.mender.recall([lost(group)])
+    [recalled] = await bench.regenerator.recall([lost(group)])
     assert recalled.rewards == group.rewards
     assert [list(of_one) for of_one in recalled.reference_logprobs] == [list(of_one) for of_one in logprobs]
     with pytest.raises(LostObjectError, match=f"{IDS[1]} went with their node after they were trained"):
-        await bench.mender.recall([lost(group), lost(make_scored(IDS[1]))])
+        await bench.regenerator.recall([lost(group), lost(make_scored(IDS[1]))])
     assert bench.sampled_again == []
 
 
@@ -140,12 +140,12 @@ async def test_a_step_is_mended_before_its_score_and_before_its_update_where_onl
     bench: Bench,
 ) -> None:
     roles = Picky()
-    reference = MendingReference(roles, bench.mender)
+    reference = RegeneratingReference(roles, bench.regenerator)
     first, second, third = await bench.leased(lost(make_scored(IDS[0])), *(make_scored(i) for i in IDS[1:]))
     first, second, third = await reference.score([first, second, third])
     assert roles.scored == [list(IDS)] and bench.sampled_again == [IDS[0]]
     step = [first, lost(second), replace(third, reference_logprobs=LOST)]
-    await MendingLearner(roles, reference, bench.mender).update(step)
+    await RegeneratingLearner(roles, reference, bench.regenerator).update(step)
     assert roles.scored[1:] == [[IDS[1], IDS[2]]]
     [learned] = roles.learned
     assert [group.summary.group_id for group in learned] == list(IDS) and bench.sampled_again == [IDS[0]]
@@ -154,7 +154,7 @@ async def test_a_step_is_mended_before_its_score_and_before_its_update_where_onl
 async def test_without_a_reference_nothing_is_scored(bench: Bench) -> None:
     roles = Picky()
     step = await bench.leased(lost(make_scored(IDS[0])), make_scored(IDS[1]))
-    await MendingLearner(roles, roles, bench.mender).update(step)
+    await RegeneratingLearner(roles, roles, bench.regenerator).update(step)
     assert roles.scored == [] and len(roles.learned) == 1
 
 
@@ -162,7 +162,7 @@ async def test_without_a_reference_nothing_is_scored(bench: Bench) -> None:
 async def test_a_step_that_is_lost_again_and_again_ends_the_run(bench: Bench, losses: int) -> None:
     step = await bench.leased(make_scored(IDS[0]))
     roles = Picky(losses)
-    learner = MendingLearner(roles, roles, bench.mender)
+    learner = RegeneratingLearner(roles, roles, bench.regenerator)
     if losses > MAX_NODES_LOST:
         with pytest.raises(LostObjectError):
             await learner.update(step)
@@ -181,10 +181,10 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
             return UpdateReport(1, {})
 
     with pytest.raises(JournalError, match="resume=auto"):
-        await JournalledLearner(Learner(), bench.replay).update(step)
+        await RecordingLearner(Learner(), journal=bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
     monkeypatch.setattr(
         "cluster.journal_writer.fetch_or_miss", lambda found, **rest: [there.get(one, one) for one in found]
     )
-    assert (await JournalledLearner(Learner(), bench.replay).update(step)).version == 1
+    assert (await RecordingLearner(Learner(), journal=bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

@@ -12,7 +12,6 @@ from cluster.concurrency import run_all
 from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
-from cluster.status import WorkerStatus
 from cluster.trajectory import ScoredGroup
 from cluster.work_queue import Hosts, Place, WorkQueue
 
@@ -22,7 +21,7 @@ DIED, HUNG = "reference_died", "reference_hung"
 class ReferencePool:
     """Divides the groups of one step among the scorers; log-probs stay in the object store, owned by the caller.
 
-    Implements `cluster.roles.Reference` and `cluster.status.Scalable`. A scorer that died or hangs is counted in
+    Implements `cluster.roles.Reference`; `pool` holds the scorers. A scorer that died or hangs is counted in
     `losses` and replaced. A share that was not answered within `timeout_s` goes to the next free scorer,
     up to `max_attempts` times in all.
     """
@@ -54,6 +53,7 @@ class ReferencePool:
             join=self._join,
             on_lost=self._count_loss,
         )
+        self.pool = self._work.pool
         self._folder = folder
         self._timeout_s = timeout_s
         self._max_attempts = max_attempts
@@ -75,19 +75,6 @@ class ReferencePool:
         parts = await run_all(*(self._score_somewhere(share) for share in shares))
         scored = {group.summary.group_id: group for part in parts for group in part}
         return [scored[group.summary.group_id] for group in groups]
-
-    def status(self) -> list[WorkerStatus]:
-        return self._work.pool.status()
-
-    async def scale(self, num_workers: int) -> None:
-        await self._work.pool.scale(num_workers)
-
-    async def check(self) -> None:
-        """Replace scorers that give no sign of life."""
-        await self._work.pool.check()
-
-    async def close(self) -> None:
-        await self._work.pool.close()
 
     async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         for attempt in range(1, self._max_attempts + 1):

@@ -180,7 +180,7 @@ class LeasedRollouts:
 
 
 class LeasedLearner:
-    """A learner that updates in its turn. `before` ends what samples besides: an evaluation of the old weights."""
+    """A learner that updates in its turn, after `before` has ended other sampling, such as an evaluation."""
 
     def __init__(self, learner: Learner, lease: GpuLease, before: Callable[[], Awaitable[None]]) -> None:
         self._learner = learner

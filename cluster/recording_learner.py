@@ -12,25 +12,18 @@ from typing import Protocol
 
 import pyarrow as pa
 
+from cluster.checkpoints import Durable
 from cluster.concurrency import run_all
 from cluster.errors import JournalError, LostObjectError, MobulaError
-from cluster.roles import UpdateReport
+from cluster.roles import Learner, UpdateReport
 from cluster.trajectory import ScoredGroup
 from cluster.trajectory_log import TrajectoryLog
 
 _logger = logging.getLogger(__name__)
 
 
-class DurableLearner(Protocol):
-    """`cluster.roles.Learner` and `cluster.checkpoints.Durable`."""
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
-
-    async def save(self, folder: Path) -> None: ...
-
-    async def finish_save(self) -> bool: ...
-
-    async def load(self, folder: Path) -> int: ...
+class DurableLearner(Learner, Durable, Protocol):
+    """A learner that checkpoints can save and load."""
 
 
 class StepJournal(Protocol):

@@ -17,14 +17,13 @@ from typing import Protocol
 
 from cluster.controller import RunMetrics
 from cluster.errors import JournalError, SkippedSample
-from cluster.journal import FinishedGroup, Journal, Recovered, TrainedStep
+from cluster.journal import Journal, Recovered, TrainedStep
 from cluster.live_groups import LiveGroups
 from cluster.recording_learner import StepJournal
 from cluster.roles import ReplayStats, UpdateReport
 from cluster.rollout_stream import OVER_AGE
 from cluster.staleness import AgeLimit
 from cluster.trajectory import ScoredGroup
-from cluster.trajectory_records import RecordedGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class JournalRecovery:
         self._on_recovered = on_recovered
 
     async def begin(self) -> None:
-        """A new run begins: whatever a journal holds in its place is void."""
+        """A new run begins: records that an earlier run left in the journal become void."""
         await self._replay.resume(0, ())
 
     async def recover(self, version: int) -> int:
@@ -95,20 +94,27 @@ class JournalRecovery:
         """
         found = await asyncio.to_thread(self._journal.recover, version)
         for step in found.steps:
-            await self._take_again(step)
+            await self._repeat(step)
         lost: Counter[str] = Counter({TORN: found.num_torn} if found.num_torn else {})
         finished = await asyncio.to_thread(self._revived, found, lost)
         trained = (group_id for step in found.steps for group_id in step.group_ids)
         self._stream.catch_up(found.reached, [*trained, *filter(self._stream.is_open, found.rejected)], finished)
         await self._replay.resume(found.reached, [group.summary.group_id for group in finished])
-        self._tell(found, finished, lost)
+        _logger.info(
+            "the journal led from version %d to %d; %d finished groups came back, %s",
+            version,
+            found.reached,
+            len(finished),
+            f"lost: {dict(lost)}" if lost else "none was lost",
+        )
+        self._on_recovered({"steps": len(found.steps), "groups": len(finished), **lost})
         return found.reached
 
     async def saved(self, version: int) -> None:
         """A checkpoint of `version` is complete."""
         await self._replay.forget(version)
 
-    async def _take_again(self, step: TrainedStep) -> None:
+    async def _repeat(self, step: TrainedStep) -> None:
         closed = [group_id for group_id in step.group_ids if not self._stream.is_open(group_id)]
         if closed:
             raise self._unfit(
@@ -131,40 +137,24 @@ class JournalRecovery:
         )
 
     def _revived(self, found: Recovered, lost: Counter[str]) -> list[ScoredGroup]:
-        """The finished groups that can still be trained on; the others are counted and sampled again."""
-        return [
-            group
-            for candidate in found.finished
-            if self._stream.is_open(candidate.group_id) and (group := self._fit(candidate, found.reached, lost))
-        ]
-
-    def _fit(self, candidate: FinishedGroup, version: int, lost: Counter[str]) -> ScoredGroup | None:
-        recorded = candidate.read()
-        reason = self._reason_to_drop(recorded, version)
-        if reason is None:
-            try:
-                return self._groups.revive(recorded)
-            except SkippedSample as error:
-                _logger.warning("finished group %s is sampled again: %s", candidate.group_id, error)
-                reason = error.reason
-        lost[reason] += 1
-        return None
-
-    def _reason_to_drop(self, recorded: RecordedGroup, version: int) -> str | None:
-        versions = recorded.group.summary().tokens_by_version
-        if max(versions) > version:
-            return NEWER  # it was sampled by weights that are lost
-        return OVER_AGE if self._age_limit.drops(versions, version) else None
-
-    def _tell(self, found: Recovered, finished: Sequence[ScoredGroup], lost: Mapping[str, int]) -> None:
-        _logger.info(
-            "the journal led from version %d to %d; %d finished groups came back, %s",
-            found.version,
-            found.reached,
-            len(finished),
-            f"lost: {dict(lost)}" if lost else "none was lost",
-        )
-        self._on_recovered({"steps": len(found.steps), "groups": len(finished), **lost})
+        """The finished groups that can still be trained on; the others are counted by reason and sampled again."""
+        groups: list[ScoredGroup] = []
+        for candidate in found.finished:
+            if not self._stream.is_open(candidate.group_id):
+                continue
+            recorded = candidate.read()
+            versions = recorded.group.summary().tokens_by_version
+            if max(versions) > found.reached:
+                lost[NEWER] += 1  # it was sampled with weights that are lost
+            elif self._age_limit.drops(versions, found.reached):
+                lost[OVER_AGE] += 1
+            else:
+                try:
+                    groups.append(self._groups.revive(recorded))
+                except SkippedSample as error:
+                    _logger.warning("finished group %s is sampled again: %s", candidate.group_id, error)
+                    lost[error.reason] += 1
+        return groups
 
 
 class NoRecovery:

@@ -15,12 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cluster.checkpoints import Durable
 from cluster.errors import CheckpointError, DeadlineError, LostObjectError, WeightSyncError
+from cluster.gpu_lease import MovableLearner
 from cluster.restarts import RestartBudget
 from cluster.restoration import BeyondRestoring, Restoration
-from cluster.roles import UpdateReport
+from cluster.roles import Learner, UpdateReport
 from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.members import Sender
 from cluster.weight_sync.transport import Rendezvous
 
 _logger = logging.getLogger(__name__)
@@ -28,40 +31,14 @@ _logger = logging.getLogger(__name__)
 Recall = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
-class Ranks(Protocol):
-    """The learner group: `cluster.roles.Learner`, `weight_sync.Sender` and `checkpoints.Durable`."""
+class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
+    """The learner group."""
 
     version: int
 
     async def respawn(self) -> None:
         """End every rank at once and start all of them again."""
         ...
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
-
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
-
-    async def manifest(self) -> Manifest: ...
-
-    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous: ...
-
-    async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
-
-    async def leave_transfer(self, epoch: int) -> None: ...
-
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None: ...
-
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]: ...
-
-    async def offload(self, part: str) -> None: ...
-
-    async def onload(self) -> None: ...
-
-    async def save(self, folder: Path) -> None: ...
-
-    async def finish_save(self) -> bool: ...
-
-    async def load(self, folder: Path) -> int: ...
 
     async def export(self, folder: Path) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on, one line a worker; and who can be given more or fewer workers."""
+"""The status of a running run and of its workers, and the interface of roles that can be scaled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
 
 
 class WorkerState(StrEnum):
-    """The life of one worker as its supervisor sees it."""
+    """The state of one worker of a pool."""
 
     STARTING = "starting"  # its process is being created
     JOINING = "joining"  # its process runs, builds itself, and gets its model or weights
@@ -42,14 +42,14 @@ class WorkerStatus:
 
 
 class Scalable(Protocol):
-    """A role whose workers may come and go while the run goes on."""
+    """A role that can be scaled while the run goes on."""
 
     def status(self) -> Sequence[WorkerStatus]:
-        """Every worker there is or is to be, by index."""
+        """Every worker, by index; also those that start or drain."""
         ...
 
     async def scale(self, num_workers: int) -> None:
-        """Have so many workers from now on: new ones start in the background, superfluous ones finish what they have.
+        """Have `num_workers` from now on: new ones start in the background, superfluous ones drain and are removed.
 
         Raises:
             ValueError: the role cannot have that many.

@@ -1,4 +1,4 @@
-"""The wiring of a run: which roles there are, and who is given whom. Every mode is chosen here and nowhere else."""
+"""The wiring of a run: creates its roles and connects them. Every mode is chosen here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 @dataclass(frozen=True)
 class Inference:
-    """The roles that answer and judge; all that evaluation needs."""
+    """The roles that sample and score; evaluation needs no others."""
 
     rollouts: RolloutPool
     leases: LeaseTable  # of the prompts that it samples
@@ -66,9 +66,9 @@ class Inference:
 
 @dataclass(frozen=True)
 class Training:
-    """The roles that RL needs besides."""
+    """The other roles of training."""
 
-    ranks: LearnerGroup  # as they are: the warm start, before there is anything to restore
+    ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
     replay: RestoringReplay
@@ -93,7 +93,7 @@ def spawn_training(
 ) -> Training:
     """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background.
 
-    `on_rescore` is told why a scorer is asked once more.
+    `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
@@ -106,7 +106,9 @@ def spawn_training(
     replay = replay_buffer(config, spawner, on_lost)
     reference = reference_pool(config, spawner, banned, on_lost=on_lost, on_retry=on_rescore)
     scorers = (
-        [watched_pool("reference", reference.check, reference.close)] if isinstance(reference, ReferencePool) else []
+        [watched_pool("reference", reference.pool.check, reference.pool.close)]
+        if isinstance(reference, ReferencePool)
+        else []
     )
     return Training(
         ranks=ranks,
@@ -122,15 +124,15 @@ def spawn_training(
 
 
 def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
-    """The roles whose workers may come and go while the run goes on, by name."""
+    """The roles that can be scaled while the run goes on, by name."""
     reference = training.reference
-    rewards = {reward_role(name): service for name, service in inference.rewards.services.items()}
-    scorers = {"reference": reference} if isinstance(reference, ReferencePool) else {}
+    rewards = {reward_role(name): service.pool for name, service in inference.rewards.services.items()}
+    scorers = {"reference": reference.pool} if isinstance(reference, ReferencePool) else {}
     return {"rollout": inference.rollouts, **rewards, **scorers}
 
 
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
-    """The loop with everything that it asks of others."""
+    """The main loop and its collaborators."""
     config = prepared.config
     source = PromptSource(
         prepared.splits[TRAIN].rows,
@@ -216,32 +218,20 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
-def _watched(name: str, handle: Any, config: RunConfig) -> Watched:
-    deadline_s = config.supervision.sign_timeout_s
-
-    async def ping() -> None:
-        await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
-
-    async def close() -> None:
-        await stop(handle, timeout_s=config.timeouts.stop_s, what=name)
-
-    return Watched(name, ping, close)
-
-
 def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """A learner rank: when it is lost all ranks are restored. What was asked of ranks before them says nothing."""
+    """A learner rank; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
     name = f"learner/{index}"
 
     async def ping() -> None:
-        asked = ranks.workers[index]
+        handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
         try:
-            await _watched(name, asked, config).ping()
+            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
         except Exception:
-            if ranks.workers[index] is asked:
+            if ranks.workers[index] is handle:
                 raise
 
     async def close() -> None:
-        await _watched(name, ranks.workers[index], config).close()
+        await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)
 
     return Watched(name, ping, close, on_lost=learner.lose)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from actors.datasets.jsonl import Skipped
@@ -27,18 +26,40 @@ from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
-CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups are in its news, so they take none
+CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
 
 
 def rollout_pool(
     prepared: Prepared, spawner: Spawner, leases: LeaseTable, on_lost: Callable[[str], None]
 ) -> RolloutPool:
     """The pool; its `start` starts the engines. `on_lost` is called with the kind of each loss."""
-    config, supervision = prepared.config, prepared.config.supervision
-    hosts = RoleHosts(spawner, "rollout", partial(_start_rollout, prepared, spawner), stop_s=config.timeouts.stop_s)
+    config, timeouts, supervision = prepared.config, prepared.config.timeouts, prepared.config.supervision
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(
+            RolloutActor,
+            config.sampler.kind.value,
+            engine_settings(prepared, worker.index),
+            object_timeout_s=timeouts.object_s,
+            worker=worker,
+            env=engine_environment(config, worker),
+            max_concurrency=CALLS_AT_A_TIME,
+        )
+
+    hosts = RoleHosts(spawner, "rollout", start, stop_s=timeouts.stop_s)
 
     async def spawn(index: int) -> RolloutClient:
-        return _rollout_client(config, f"rollout/{index}", await hosts.start(index), leases)
+        return RolloutClient(
+            await hosts.start(index),
+            f"rollout/{index}",
+            leases=leases,
+            start_s=timeouts.start_s,
+            rollout_s=timeouts.rollout_s,
+            sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
+            sign_s=supervision.sign_timeout_s,
+            probe_s=supervision.probe_timeout_s,
+            stop_s=timeouts.stop_s,
+        )
 
     return RolloutPool(
         spawn,
@@ -59,7 +80,7 @@ def rollout_pool(
 def adaptive_concurrency(
     config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
 ) -> list[AdaptiveConcurrency]:
-    """Who moves the gate's limit: nobody, or one that follows the engines' load."""
+    """What adapts the gate's limit to the load of the engines; empty if the limit is fixed."""
     found = config.concurrency
     if found.kind == "fixed":
         return []
@@ -79,34 +100,6 @@ def adaptive_concurrency(
 
     limit = AimdLimit(policy, start=found.start_groups)
     return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
-
-
-def _start_rollout(prepared: Prepared, spawner: Spawner, worker: PlacedWorker) -> Any:
-    config = prepared.config
-    return spawner.start(
-        RolloutActor,
-        config.sampler.kind.value,
-        engine_settings(prepared, worker.index),
-        object_timeout_s=config.timeouts.object_s,
-        worker=worker,
-        env=engine_environment(config, worker),
-        max_concurrency=CALLS_AT_A_TIME,
-    )
-
-
-def _rollout_client(config: RunConfig, name: str, handle: Any, leases: LeaseTable) -> RolloutClient:
-    timeouts, supervision = config.timeouts, config.supervision
-    return RolloutClient(
-        handle,
-        name,
-        leases=leases,
-        start_s=timeouts.start_s,
-        rollout_s=timeouts.rollout_s,
-        sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
-        sign_s=supervision.sign_timeout_s,
-        probe_s=supervision.probe_timeout_s,
-        stop_s=timeouts.stop_s,
-    )
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:

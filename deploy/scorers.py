@@ -90,7 +90,11 @@ def reference_pool(
 
     `on_lost` is told the kind of each loss, `on_retry` why a share of a step is sent out again.
     """
-    start, timeouts = partial(_start_scorer, config, spawner, banned), config.timeouts
+    timeouts = config.timeouts
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(ReferenceScorer, config, banned, worker=worker)
+
     scorers = [start(worker) for worker in spawner.workers("reference")]
     if not scorers:
         return NullReference()
@@ -121,10 +125,6 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
         dtype=config.resources.dtype,
         worker=worker,
     )
-
-
-def _start_scorer(config: RunConfig, spawner: Spawner, banned: tuple[int, ...], worker: PlacedWorker) -> Any:
-    return spawner.start(ReferenceScorer, config, banned, worker=worker)
 
 
 def _alive_s(config: RunConfig) -> float:

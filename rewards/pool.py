@@ -67,8 +67,12 @@ class RewardPool:
         return self._losses.failures
 
     async def start(self) -> None:
-        """Wait until the first workers of every service are built; raises what `RewardService.start` does."""
-        await run_all(*(service.start() for service in self.services.values()))
+        """Wait until the first workers of every service are built.
+
+        Raises:
+            PreflightError: a worker cannot be built: a reward function does not exist, or its options do not fit.
+        """
+        await run_all(*(service.pool.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
         """Begin to score a response before its group is there. What is said of it counts if the group holds it."""
@@ -101,8 +105,8 @@ class RewardPool:
         )
 
     async def check(self) -> None:
-        """Replace workers that give no sign of life."""
-        await asyncio.gather(*(service.check() for service in self.services.values()))
+        """Replace workers that do not answer."""
+        await asyncio.gather(*(service.pool.check() for service in self.services.values()))
 
     async def close(self) -> None:
         await self._ahead.close()

@@ -19,7 +19,6 @@ from cluster.errors import (
 )
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
-from cluster.status import WorkerStatus
 from cluster.work_queue import Hosts, Place, WorkQueue
 from rewards.worker import GroupOutcomes, Question
 
@@ -47,7 +46,7 @@ class _Waiting:
 
 
 class RewardService:
-    """Implements `cluster.status.Scalable` over handles of `RewardWorker` actors that run the same components.
+    """Scores groups on `RewardWorker` actors that run the same components; `pool` holds them.
 
     A group goes to an idle worker, together with the groups that wait as well, up to `max_batch`: batches form while
     workers are busy, and no group waits for a batch. Only a full batch is sent to a busy worker: a smaller one would
@@ -80,18 +79,11 @@ class RewardService:
             on_lost=on_lost,
             may_pile_up=self._has_full_batch,
         )
+        self.pool = self._work.pool
         self._queue: deque[_Waiting] = deque()
         self._room = asyncio.Semaphore(settings.max_queued)
         self._carriers: set[asyncio.Task[None]] = set()
-        self._is_waiting = False  # a carrier waits for a worker; the ones that have one are on their way
-
-    async def start(self) -> None:
-        """Wait until the first workers are built.
-
-        Raises:
-            PreflightError: one cannot be: a reward function is not there, or its options do not fit.
-        """
-        await self._work.pool.start()
+        self._is_waiting = False  # a carrier task waits for a worker
 
     @property
     def workers(self) -> tuple[Any, ...]:
@@ -99,13 +91,13 @@ class RewardService:
         return self._work.handles
 
     async def score(self, question: Question) -> GroupOutcomes:
-        """What the service's components say of a group; waits for room in the queue, then for a worker.
+        """The outcomes of the service's components for a group; waits for room in the queue, then for a worker.
 
         Raises:
             UnscoredGroupError: `max_attempts` workers, or their answers, were lost over this group.
-            RewardError: the worker could not get at it.
+            RewardError: the worker could not fetch it.
             WorkerDiedError: every worker was lost too often.
-            LostObjectError: the group went with the node that held it.
+            LostObjectError: the group was lost with its node.
         """
         async with self._room:
             waiting = _Waiting(question, asyncio.get_running_loop().create_future())
@@ -116,30 +108,20 @@ class RewardService:
             try:
                 return await waiting.result
             finally:
-                if waiting in self._queue:  # whoever asked has gone
+                if waiting in self._queue:  # the caller was cancelled
                     self._queue.remove(waiting)
-
-    def status(self) -> list[WorkerStatus]:
-        return self._work.pool.status()
-
-    async def scale(self, num_workers: int) -> None:
-        await self._work.pool.scale(num_workers)
-
-    async def check(self) -> None:
-        """Replace workers that give no sign of life."""
-        await self._work.pool.check()
 
     async def close(self) -> None:
         for carrier in self._carriers:
             carrier.cancel()
         await asyncio.gather(*self._carriers, return_exceptions=True)
-        await self._work.pool.close()
+        await self.pool.close()
 
     def _has_full_batch(self) -> bool:
         return len(self._queue) >= self._settings.max_batch
 
     def _carry(self, *, is_urgent: bool = False) -> None:
-        """Have one carrier wait for a worker if anything is to be carried."""
+        """Have one task wait for a worker if any group is queued and no task waits yet."""
         if self._is_waiting or not self._queue:
             return
         self._is_waiting = True
@@ -159,21 +141,23 @@ class RewardService:
         except asyncio.CancelledError:
             _fail(batch, RewardError(f"the {self._role} service was closed"))
             raise
-        except Exception as error:  # nobody waits for the carrier: those whose groups it had are told
-            if self._is_waiting and not batch:  # no worker will come any more
+        except Exception as error:  # no caller waits for this task: the error goes to the callers of its groups
+            if self._is_waiting and not batch:  # no worker will be free any more
                 self._is_waiting = False
                 batch = [self._queue.popleft() for _ in range(len(self._queue))]
             _fail(batch, error)
 
     def _next_batch(self) -> list[_Waiting]:
-        """What goes to one worker now; a group over which a worker was lost goes alone."""
+        """The groups of the next call; a group over which a worker was lost is alone in its call."""
         size = min(len(self._queue), self._settings.max_batch)
         alone = next((i for i in range(size) if self._queue[i].lost), size)
         return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
 
     async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
+        what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
+        call = place.handle.score.remote([waiting.question for waiting in batch])
         try:
-            results = await self._ask(place, batch)
+            results = await answer(call, timeout_s=self._settings.timeout_s, what=what)
         except (WorkerDiedError, DeadlineError, StuckError) as error:
             found = await self._work.failed(place, error)
             if isinstance(found, LostReplyError):
@@ -182,7 +166,7 @@ class RewardService:
         except (LostObjectError, RewardError) as error:
             if len(batch) == 1:
                 _fail(batch, error)
-            for waiting in batch if len(batch) > 1 else ():  # one of them is to blame: each by itself
+            for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: each in a call of its own
                 await self._deliver(place, [waiting])
         else:
             for waiting, result in zip(batch, results, strict=True):
@@ -190,7 +174,7 @@ class RewardService:
                     waiting.result.set_result(result)
 
     def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
-        """Queue groups that were not answered before all others, unless too many workers or answers went with them."""
+        """Queue unanswered groups before all others, except those over which too many workers or answers were lost."""
         for waiting in reversed(batch):
             waiting.lost.append(str(error))
             if len(waiting.lost) < self._settings.max_attempts:
@@ -199,11 +183,6 @@ class RewardService:
                 who = f"{len(waiting.lost)} {self._role} workers, or their answers,"
                 _fail([waiting], UnscoredGroupError(f"{who} were lost over one group; last: {error}"))
         self._carry(is_urgent=True)
-
-    async def _ask(self, place: Place, batch: Sequence[_Waiting]) -> list[GroupOutcomes]:
-        what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
-        call = place.handle.score.remote([waiting.question for waiting in batch])
-        return await answer(call, timeout_s=self._settings.timeout_s, what=what)
 
     async def _join(self, name: str, handle: Any) -> None:
         what = f"{name} to start (timeouts.start_s)"

@@ -141,7 +141,11 @@ class SmallRun:
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        return [*self.rollout_pool.status(), *self.rewards.services["reward"].status(), *self.reference.status()]
+        return [
+            *self.rollout_pool.status(),
+            *self.rewards.services["reward"].pool.status(),
+            *self.reference.pool.status(),
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -166,7 +170,7 @@ class SmallRun:
         finally:
             self.losses.update({f"reward_{kind}": num for kind, num in self.rewards.failures.items() if num})
             self.losses.update({kind: num for kind, num in self.reference.losses.items() if num})
-            closing = (self._ranks, self.replay, self.rollout_pool, self.rewards, self.reference)
+            closing = (self._ranks, self.replay, self.rollout_pool, self.rewards, self.reference.pool)
             await asyncio.gather(*(role.close() for role in closing), return_exceptions=True)
 
     def _start(self) -> None:
@@ -230,7 +234,7 @@ class SmallRun:
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
         watched += [watched_pool("reward", self.rewards.check, _nothing)]
-        watched += [watched_pool("reference", self.reference.check, _nothing)]
+        watched += [watched_pool("reference", self.reference.pool.check, _nothing)]
         return Controller(
             total_steps=self.shape.total_steps,
             groups_per_step=PROMPTS_PER_STEP,

@@ -203,10 +203,8 @@ async def _sabotage(run: SmallRun, outcome: Outcome, rng: random.Random) -> None
 
 
 async def _scale(run: SmallRun, outcome: Outcome, rng: random.Random) -> None:
-    role, num = (
-        rng.choice([run.rollout_pool, run.rewards.services["reward"], run.reference]),
-        rng.randint(1, MAX_WORKERS),
-    )
+    role = rng.choice([run.rollout_pool, run.rewards.services["reward"].pool, run.reference.pool])
+    num = rng.randint(1, MAX_WORKERS)
     outcome.faults["scaled"] += 1
     await role.scale(num)
 

@@ -253,7 +253,7 @@ def test_one_run_in_which_engines_die_join_are_scaled_up_lose_a_reply_and_are_sc
     seen: dict[str, set[str]] = {}
 
     async def scale(num: int) -> None:
-        for role in (run.rollout_pool, run.rewards.services["reward"], run.reference):
+        for role in (run.rollout_pool, run.rewards.services["reward"].pool, run.reference.pool):
             await role.scale(num)
 
     async def act(version: int) -> None:

@@ -148,8 +148,10 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         load = Load(run.rewards, num_at_a_time=24)
         await until(lambda: load.scored)
         assert await run.scale(reward=3) == (RoleOutcome("reward", 3, ""),)
-        await until(lambda: list(states(run.rewards.services["reward"].status()).values()) == [WorkerState.SERVING] * 3)
-        await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].status()))
+        await until(
+            lambda: list(states(run.rewards.services["reward"].pool.status()).values()) == [WorkerState.SERVING] * 3
+        )
+        await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].pool.status()))
         everybody = {f"reward/{i}": WorkerState.SERVING for i in range(3)}
         async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago
             while states((await run.status()).workers) != everybody:
@@ -157,7 +159,7 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)
-        await until(lambda: list(states(run.rewards.services["reward"].status())) == ["reward/0"])
+        await until(lambda: list(states(run.rewards.services["reward"].pool.status())) == ["reward/0"])
         num_sent = await load.stop()
 
         assert load.scored == {index: float(index) for index in range(num_sent)}

@@ -146,7 +146,7 @@ async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() 
     assert reference.losses == {DIED: 1, HUNG: 0}
     assert (restarts, retries) == ([DIED], ["WorkerDiedError"])
     await settle()
-    assert [worker.num_restarts for worker in reference.status()] == [1, 0]
+    assert [worker.num_restarts for worker in reference.pool.status()] == [1, 0]
     assert newcomers.scorers[0].loaded == [FOLDER], "it has the frozen policy before it is given work"
 
 
@@ -200,11 +200,11 @@ async def test_the_shares_follow_the_number_of_scorers() -> None:
     reference = pool([first], start=newcomers.start)
     groups = [make_scored(f"0/{n}/s{n}") for n in range(4)]
     await reference.score(groups)
-    await reference.scale(2)
+    await reference.pool.scale(2)
     await settle()
     assert newcomers.scorers[0].loaded == [FOLDER]
     await reference.score(groups)
-    await reference.scale(1)
+    await reference.pool.scale(1)
     await settle()
     await reference.score(groups)
     assert [len(share) for share in first.scored] == [4, 2, 4]
@@ -215,7 +215,7 @@ async def test_the_shares_follow_the_number_of_scorers() -> None:
 async def test_a_scorer_that_joins_before_there_is_a_frozen_policy_loads_it_when_it_is_asked() -> None:
     newcomers = Newcomers()
     reference = pool([FakeScorer()], start=newcomers.start)
-    await reference.scale(2)
+    await reference.pool.scale(2)
     await settle()
     assert newcomers.scorers[0].loaded == []
     await reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")])
@@ -233,11 +233,11 @@ async def test_a_scorer_that_is_scaled_away_finishes_its_share() -> None:
     reference = pool([Slow(), Slow()])
     step = asyncio.create_task(reference.score([make_scored("0/0/s0"), make_scored("0/1/s1")]))
     await settle()
-    await reference.scale(1)
+    await reference.pool.scale(1)
     release.set()
     assert len(await step) == 2
     await settle()
-    assert [worker.name for worker in reference.status()] == ["reference/0"]
+    assert [worker.name for worker in reference.pool.status()] == ["reference/0"]
     assert reference.losses == {DIED: 0, HUNG: 0}
 
 

@@ -226,17 +226,17 @@ async def test_the_pool_grows_and_shrinks_while_it_scores() -> None:
     pool = make_pool([first], start=start)
     tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(3)]
     await settle()
-    await service(pool).scale(2)
+    await service(pool).pool.scale(2)
     await settle()
     assert [call[0] for call in newcomers[0].calls] == [1]
-    await service(pool).scale(1)
+    await service(pool).pool.scale(1)
     first.finish(0)
     await settle()
     assert [call[0] for call in first.calls] == [0, 2], "who leaves takes nothing new"
     newcomers[0].finish(0), first.finish(1)
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2]
     await settle()
-    assert [worker.name for worker in service(pool).status()] == ["reward/0"]
+    assert [worker.name for worker in service(pool).pool.status()] == ["reward/0"]
 
 
 def half_failed(_: Any) -> GroupOutcomes:

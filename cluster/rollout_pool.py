@@ -137,7 +137,7 @@ class RolloutPool:
         """Start the first engines side by side. They serve the weights that they were started with.
 
         Raises:
-            PreflightError: the process of one of them ended.
+            WorkerDiedError: the process of one of them ended.
             Exception: what `Engine.start` raises; it is not retried.
         """
         await self._pool.start()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, LostReplyError, StuckError, WorkerDiedError
+from cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
 from cluster.ray_group import answer
 from cluster.restarts import RestartPolicy
 from cluster.status import WorkerState
@@ -93,6 +93,18 @@ class WorkQueue:
     def handles(self) -> tuple[Any, ...]:
         """The processes that serve now."""
         return tuple(worker.handle for worker in self.pool.serving)
+
+    async def start(self) -> None:
+        """Wait until the first workers serve.
+
+        Raises:
+            PreflightError: a worker died: its role cannot be built with the run's configuration.
+            DeadlineError: a worker did not start in time.
+        """
+        try:
+            await self.pool.start()
+        except WorkerDiedError as error:
+            raise PreflightError(f"a {self.pool.role} worker cannot be started: {error.failure or error}") from error
 
     @asynccontextmanager
     async def place(self, *, is_urgent: bool = False) -> AsyncIterator[Place]:

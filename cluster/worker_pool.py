@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from cluster.concurrency import run_all
-from cluster.errors import PreflightError, WorkerDiedError
+from cluster.errors import WorkerDiedError
 from cluster.faults import report_loss
 from cluster.restarts import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
 from cluster.status import WorkerState, WorkerStatus
@@ -111,13 +111,10 @@ class WorkerPool(Generic[Handle]):
         """Start the first workers side by side and wait until they serve. An error ends the start: it is not retried.
 
         Raises:
-            PreflightError: a worker died while it started.
+            WorkerDiedError: a worker died while it started.
             DeadlineError: a worker did not start in time.
         """
-        try:
-            await run_all(*(self._start_first(worker) for worker in self.workers))
-        except WorkerDiedError as error:
-            raise PreflightError(f"a {self.role} worker cannot be started: {error.failure or error}") from error
+        await run_all(*(self._start_first(worker) for worker in self.workers))
 
     def lose(self, handle: Handle, error: Exception) -> None:
         """Restart the worker whose process died or hangs, in the background. Later reports about it are ignored."""

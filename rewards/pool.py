@@ -72,7 +72,7 @@ class RewardPool:
         Raises:
             PreflightError: a worker cannot be built: a reward function does not exist, or its options do not fit.
         """
-        await run_all(*(service.pool.start() for service in self.services.values()))
+        await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
         """Begin to score a response before its group is there. What is said of it counts if the group holds it."""

@@ -85,6 +85,10 @@ class RewardService:
         self._carriers: set[asyncio.Task[None]] = set()
         self._is_waiting = False  # a carrier task waits for a worker
 
+    async def start(self) -> None:
+        """Wait until the first workers are built; raises what `WorkQueue.start` does."""
+        await self._work.start()
+
     @property
     def workers(self) -> tuple[Any, ...]:
         """The handles that serve now; replaced ones are gone."""

@@ -40,11 +40,11 @@ class QueueUser:
         self._queue = WorkQueue(
             ROLE, first, hosts, max_load=2, restarts=policy, alive_s=1, join=join, on_lost=self.lost.append
         )
-        self.pool = self._queue.pool
+        self.pool, self.start = self._queue.pool, self._queue.start
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        await self.pool.start()
+        await self.start()
         yield
 
     @property
@@ -69,10 +69,11 @@ class RolloutUser:
             self._spawn, num, release=hosts.release, policy=policy, health=NO_CHECKS, on_lost=self.lost.append
         )
         self.pool.admit_with(lambda engine: engine.weight_version())
+        self.start = self.pool.start
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        await self.pool.start()
+        await self.start()
         async with self.pool.tended():
             yield
 
@@ -210,16 +211,24 @@ async def test_a_worker_that_fails_to_start_with_one_cause_is_not_started_again_
         assert "3 times in a row with one cause; error: ValueError: there is no reward" in team.pool.status()[0].detail
 
 
-@both
-async def test_a_first_worker_that_cannot_be_built_ends_the_start_with_its_cause(user: Any) -> None:
+@pytest.mark.parametrize(
+    ("user", "error", "message"),
+    [
+        (QueueUser, PreflightError, "^a rollout worker cannot be started: ValueError: reward function 'nope"),
+        (RolloutUser, WorkerDiedError, "^its actor died while waiting for rollout/0 to start"),
+    ],
+)
+async def test_a_first_worker_that_cannot_be_built_ends_the_start_with_its_cause(
+    user: Any, error: type[Exception], message: str
+) -> None:
     async def refuse(name: str, handle: Any) -> None:
         died = WorkerDiedError(f"its actor died while waiting for {name} to start: a long text of Ray's")
         died.failure = Failure("ValueError: reward function 'nope:score' cannot be imported")
         raise died
 
     made = user(FakeHosts(no_room, booked=1), 1, refuse, AT_ONCE)
-    with pytest.raises(PreflightError, match="^a rollout worker cannot be started: ValueError: reward function 'nope"):
-        await made.pool.start()
+    with pytest.raises(error, match=message):
+        await made.start()
 
 
 @both

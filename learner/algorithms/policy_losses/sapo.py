@@ -24,6 +24,7 @@ def sapo(
     Source: Soft Adaptive Policy Optimization, arXiv:2511.20347.
     """
     ratio = log_ratio(logprobs, old_logprobs).exp()
-    temperature = torch.where(advantages > 0, temperature_positive, temperature_negative).to(ratio.dtype)
+    positive, negative = torch.full_like(ratio, temperature_positive), torch.full_like(ratio, temperature_negative)
+    temperature = torch.where(advantages > 0, positive, negative)
     gate = (temperature * (ratio - 1)).sigmoid() * 4 / temperature
     return PolicyLoss(-gate * advantages, ratio.detach(), torch.zeros_like(mask))

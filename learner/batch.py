@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 
 from cluster.media import MediaReader
 from cluster.objects import fetch_or_miss
-from cluster.trajectory import ScoredGroup, TrajectoryGroup
-from learner.algorithms.advantages import AdvantageFunction
+from cluster.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
 from learner.algorithms.aggregation import Totals
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 
@@ -21,24 +21,43 @@ from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 class LearnerItem:
     """One trajectory as the learner sees it. A truncated response ends in its last sampled token, never in an EOS."""
 
+    index: int  # its place among all trajectories of the step
+    group: int  # the place of its group in the step
     sequence: TokenSequence
     behavior_logprobs: np.ndarray  # float32 [T]
-    loss_mask: np.ndarray  # bool [T]: True where a token is trained
+    loss_mask: np.ndarray  # bool [T]: True where a token is trained; these count where a mean is taken
+    kept_mask: np.ndarray  # bool [T]: those of them that have a loss
+    policy_mask: np.ndarray  # bool [T]: those of the kept that the policy loss trains
     ages: np.ndarray  # int32 [T], versions: the one trained from less the one that sampled a token
-    advantage: float
+    advantages: np.ndarray  # float32 [T]
+    reward: Reward | None
+    metadata: Mapping[str, Any]  # of the prompt
+    is_truncated: bool  # the response hit the length limit
     reference_logprobs: np.ndarray | None  # float32 [T]
+    old_logprobs: np.ndarray | None = None  # float32 [T], of the weights that the step trains from
+    entropies: np.ndarray | None = None  # float32 [T], of the same weights
 
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
 
+    @property
+    def response_ids(self) -> np.ndarray:
+        """int [T]"""
+        return self.sequence.token_ids[self.sequence.num_context :]
+
     def num_older(self, age: int) -> int:
         """How many of the trained tokens are older."""
         return int((self.loss_mask & (self.ages > age)).sum())
 
+    def without_loss(self) -> LearnerItem:
+        """The same row, whose tokens count where a mean is taken but have no loss."""
+        nothing = np.zeros_like(self.loss_mask)
+        return replace(self, kept_mask=nothing, policy_mask=nothing)
+
     def untrained(self) -> LearnerItem:
         """The same row with no token to learn from."""
-        return replace(self, loss_mask=np.zeros_like(self.loss_mask))
+        return replace(self.without_loss(), loss_mask=np.zeros_like(self.loss_mask))
 
 
 @dataclass(frozen=True)
@@ -56,36 +75,62 @@ class LearnerBatch:
     tokens: TokenBatch
     behavior_logprobs: Tensor  # float32 [B, T]
     loss_mask: Tensor  # bool [B, T]
+    kept_mask: Tensor  # bool [B, T]
+    policy_mask: Tensor  # bool [B, T]
     ages: Tensor  # int32 [B, T]
-    advantages: Tensor  # float32 [B, 1]
+    advantages: Tensor  # float32 [B, T]
+    old_logprobs: Tensor | None  # float32 [B, T]
     reference_logprobs: Tensor | None  # float32 [B, T]
 
 
-def fetch_items(
-    groups: Sequence[ScoredGroup], advantage: AdvantageFunction, version: int, timeout_s: float
-) -> list[list[LearnerItem]]:
-    """The trajectories of each group with their advantages, and with the ages that their tokens have for the step that
-    trains from `version`; media stay where they are.
+def fetch_items(groups: Sequence[ScoredGroup], version: int, timeout_s: float) -> list[list[LearnerItem]]:
+    """The trajectories of each group with the ages that their tokens have for the step that trains from `version`;
+    advantages are 0. Media stay where they are.
 
-    A trajectory without a reward (None) is left out of its group's statistics and is not trained.
+    A trajectory without a reward (None) is not trained.
     """
     fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in groups], timeout_s=timeout_s, what="groups")
     references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
-    advantages = iter(_advantages(groups, advantage))
-    return [
-        [
-            LearnerItem(
-                sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids),
-                behavior_logprobs=trajectory.behavior_logprobs,
-                loss_mask=trajectory.action_mask & (reward is not None),
-                ages=version - trajectory.weight_versions,
-                advantage=next(advantages),
-                reference_logprobs=None if reference is None else reference[i],
-            )
-            for i, (trajectory, reward) in enumerate(zip(group.trajectories, scored.rewards, strict=True))
+    ids = {group.summary.group_id: n for n, group in enumerate(groups)}
+    items: list[list[LearnerItem]] = []
+    num = 0
+    for group, scored, reference in zip(fetched, groups, references, strict=True):
+        row = [
+            _item(group, i, scored.rewards[i], reference, version, index=num + i, place=ids[scored.summary.group_id])
+            for i in range(len(group.trajectories))
         ]
-        for group, scored, reference in zip(fetched, groups, references, strict=True)
-    ]
+        items.append(row)
+        num += len(row)
+    return items
+
+
+def _item(
+    group: TrajectoryGroup,
+    sibling: int,
+    reward: Reward | None,
+    references: Sequence[np.ndarray] | None,
+    version: int,
+    *,
+    index: int,
+    place: int,
+) -> LearnerItem:
+    trajectory = group.trajectories[sibling]
+    mask = trajectory.action_mask & (reward is not None)
+    return LearnerItem(
+        index=index,
+        group=place,
+        sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids),
+        behavior_logprobs=trajectory.behavior_logprobs,
+        loss_mask=mask,
+        kept_mask=mask,
+        policy_mask=mask,
+        ages=version - trajectory.weight_versions,
+        advantages=np.zeros(len(mask), dtype=np.float32),
+        reward=reward,
+        metadata=group.prompt.metadata,
+        is_truncated=trajectory.finish_reason is FinishReason.LENGTH,
+        reference_logprobs=None if references is None else references[sibling],
+    )
 
 
 def totals(items: Sequence[LearnerItem]) -> Totals:
@@ -101,33 +146,47 @@ def tokens_by_age(items: Sequence[LearnerItem]) -> TokensByAge:
 
 
 def minibatches(groups: list[list[LearnerItem]], num_minibatches: int) -> list[list[LearnerItem]]:
-    """Whole groups in `num_minibatches` parts of nearly equal number of groups."""
-    return [
-        [item for n in part for item in groups[n]] for part in np.array_split(np.arange(len(groups)), num_minibatches)
-    ]
+    """Whole groups in `num_minibatches` parts of nearly equal number of groups; those without any loss are left out."""
+    parts = np.array_split(np.arange(len(groups)), num_minibatches)
+    filled = [[item for n in part for item in groups[n]] for part in parts]
+    return [part for part in filled if any(item.kept_mask.any() for item in part)]
+
+
+def epochs(groups: list[list[LearnerItem]], num_epochs: int, seed: Sequence[int]) -> list[list[list[LearnerItem]]]:
+    """The groups once for every epoch: as they are in the first one, then in orders drawn from `seed`."""
+    rng = np.random.default_rng(seed)
+    return [groups, *([groups[n] for n in rng.permutation(len(groups))] for _ in range(num_epochs - 1))]
+
+
+def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[LearnerItem]:
+    """Policy loss on the `top_share` of the minibatch's kept tokens that have the highest entropy, at least one; tokens
+    as likely as the last of them are kept too.
+
+    Source: Beyond the 80/20 Rule, arXiv:2506.01939, equation 6.
+    """
+    if top_share == 1:
+        return items
+    entropies = np.concatenate([item.entropies[item.kept_mask] for item in items])
+    num = max(1, int(np.ceil(top_share * len(entropies))))
+    least = np.partition(entropies, len(entropies) - num)[len(entropies) - num]
+    return [replace(item, policy_mask=item.kept_mask & (item.entropies >= least)) for item in items]
 
 
 def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: torch.device) -> LearnerBatch:
     """Pad trajectories into one micro-batch."""
     references = [item.reference_logprobs for item in items if item.reference_logprobs is not None]
+    old = [item.old_logprobs for item in items if item.old_logprobs is not None]
     return LearnerBatch(
         tokens=collate([item.sequence for item in items], reader, device),
         behavior_logprobs=_column([item.behavior_logprobs for item in items], np.float32, device),
         loss_mask=_column([item.loss_mask for item in items], np.bool_, device),
+        kept_mask=_column([item.kept_mask for item in items], np.bool_, device),
+        policy_mask=_column([item.policy_mask for item in items], np.bool_, device),
         ages=_column([item.ages for item in items], np.int32, device),
-        advantages=torch.tensor([[item.advantage] for item in items], dtype=torch.float32, device=device),
+        advantages=_column([item.advantages for item in items], np.float32, device),
+        old_logprobs=_column(old, np.float32, device) if len(old) == len(items) else None,
         reference_logprobs=_column(references, np.float32, device) if len(references) == len(items) else None,
     )
-
-
-def _advantages(groups: Sequence[ScoredGroup], advantage: AdvantageFunction) -> list[float]:
-    rewards = [(n, reward) for n, group in enumerate(groups) for reward in group.rewards]
-    ids = {group.summary.group_id: n for n, group in enumerate(groups)}
-    return advantage(
-        torch.tensor([0.0 if reward is None else reward.value for _, reward in rewards]),
-        torch.tensor([reward is not None for _, reward in rewards]),
-        torch.tensor([ids[groups[n].summary.group_id] for n, _ in rewards]),
-    ).tolist()
 
 
 def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:

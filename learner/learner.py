@@ -18,10 +18,20 @@ from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
-from learner.algorithms.advantages import ADVANTAGES
 from learner.backends import build_backend
 from learner.backends.base import Optimizer
-from learner.batch import LearnerItem, collate_items, fetch_items, minibatches, tokens_by_age, totals
+from learner.batch import (
+    LearnerBatch,
+    LearnerItem,
+    collate_items,
+    epochs,
+    fetch_items,
+    minibatches,
+    select_by_entropy,
+    tokens_by_age,
+    totals,
+)
+from learner.credit import Credit
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
@@ -29,10 +39,11 @@ from learner.optim import learning_rate
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import DTYPES, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import TokenPolicy
+from learner.policies.token import PolicyOutput, TokenPolicy
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.residence import Residence
+from learner.scoring_pass import ScoringPass, unscored
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedExample, SupervisedTrainer
 from learner.weight_publisher import WeightPublisher
@@ -57,6 +68,7 @@ class Learner:
         self._device = torch.device(config.resources.device)
         self._distribution = Distribution(config.sampler.temperature, banned_ids)
         self._objective = PolicyObjective(config.algorithm)
+        self._credit = Credit(config)
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_images_per_prompt,
@@ -86,6 +98,8 @@ class Learner:
         self._policy = self._backend.wrap(TokenPolicy(model))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
+        scoring = ScoringPass(self._backend, self._step, lambda rows: self._forward(rows)[0])
+        self._scored = scoring if self._config.algorithm.needs_scoring_pass else unscored
         self._supervised = SupervisedTrainer(
             self._policy,
             self._backend,
@@ -100,15 +114,25 @@ class Learner:
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
         algorithm = self._config.algorithm
-        items = fetch_items(groups, ADVANTAGES[algorithm.advantage], version - 1, self._config.timeouts.object_s)
+        fetched = fetch_items(groups, version - 1, self._config.timeouts.object_s)
+        credited = self._credit.assign(fetched)
+        items = self._scored(self._filtered(credited.groups))
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
-        parts = [part for part in minibatches(items, algorithm.num_minibatches) if totals(part).num_tokens > 0]
+        order = (self._config.seed, version)
+        parts = [
+            select_by_entropy(part, algorithm.entropy.top_share)
+            for epoch in epochs(items, algorithm.num_epochs, order)
+            for part in minibatches(epoch, algorithm.num_minibatches)
+        ]
         meter = Meter()
         grad_norms = [self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)]
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
-        skipped = algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
-        return UpdateReport(version, {**metrics, "learning_rate": rate, "skipped": float(skipped)})
+        if "kl" in metrics:
+            self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
+        skipped = algorithm.num_epochs * algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
+        report = {**credited.metrics, **metrics, "learning_rate": rate, "skipped": float(skipped)}
+        return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:
         """One step of the warm start, with an optimizer of its own: RL starts with a fresh one."""
@@ -159,7 +183,7 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Copy the learner's state for an exact resume; it is written while training goes on."""
-        self._states.save(folder, self._backend, self._optimizer, self.version)
+        self._states.save(folder, self._backend, self._optimizer, self.version, self._credit.state())
 
     def finish_save(self) -> None:
         """Wait until the copy is on disk; not collective, and may be called beside any other method."""
@@ -168,7 +192,8 @@ class Learner:
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
         self._states.finish()
-        self.version = load_state(folder, self._backend, self._optimizer, self._rank)
+        self.version, algorithm = load_state(folder, self._backend, self._optimizer, self._rank)
+        self._credit.load(algorithm)
         return self.version
 
     def export(self, folder: Path) -> None:
@@ -190,16 +215,26 @@ class Learner:
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
         """The loss of a minibatch's micro-batches, as a function of their rows."""
-        part_totals, ages = totals(part), tokens_by_age(part)
+        part_totals, ages, kl_coef = totals(part), tokens_by_age(part), self._credit.kl.value
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
-            batch = collate_items(rows, self._reader, self._device)
-            output = self._policy(batch.tokens, self._distribution)
+            output, batch = self._forward(rows)
             if is_first:
                 measure_gap(output, batch, ages, meter)
-            return self._objective(output, batch, part_totals, meter)
+            return self._objective(output, batch, part_totals, meter, kl_coef)
 
         return loss
+
+    def _forward(self, rows: Sequence[LearnerItem]) -> tuple[PolicyOutput, LearnerBatch]:
+        batch = collate_items(rows, self._reader, self._device)
+        has_bonus = self._config.algorithm.entropy.bonus > 0
+        return self._policy(batch.tokens, self._distribution, entropy_has_gradient=has_bonus), batch
+
+    def _filtered(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
+        """The groups with no loss on what `algorithm.overlong_filter` leaves out."""
+        if not self._config.algorithm.overlong_filter:
+            return groups
+        return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(
@@ -229,5 +264,6 @@ class Learner:
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "response_length": sum(item.sequence.num_targets for item in rows) / len(rows),
             "num_tokens": float(sum(item.num_trained for item in rows)),
+            "filtered_responses": float(sum(bool(item.loss_mask.any() and not item.kept_mask.any()) for item in rows)),
             "over_age_tokens": float(sum(item.num_older(self._config.algorithm.max_staleness) for item in rows)),
         }

@@ -1,73 +1,91 @@
-"""The RL objective: clipped policy loss plus a KL term, and the numbers that tell how it goes."""
+"""The RL objective: policy loss, KL term and entropy bonus, and the numbers that describe them."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
+from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.kl.base import capped
 from learner.algorithms.over_age import by_age, truncated_importance
-from learner.algorithms.policy_losses import clipped_surrogate
+from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.batch import LearnerBatch, TokensByAge
+from learner.credit import missing_reference
 from learner.meter import Meter
 from learner.policies.token import PolicyOutput
 
 
 class PolicyObjective:
-    """loss = policy_loss + kl.coef * kl, each brought to one number by `algorithm.loss_aggregation`.
+    """loss = policy loss + KL coefficient * KL - entropy.bonus * entropy, each aggregated to one number.
 
-    The old policy of the ratio is the engine's own: its log-probs of what it sampled. Tokens older than
-    `algorithm.max_staleness` have a loss of their own, and none beyond `algorithm.max_trained_age`.
+    The policy loss of a token is `algorithm.loss` times the weight of `algorithm.correction`. Tokens older than
+    `algorithm.max_staleness` have a loss of their own, and none beyond `algorithm.max_trained_age`. A token without a
+    loss still counts where a mean is taken.
     """
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._aggregate = AGGREGATIONS[config.loss_aggregation]
+        self._aggregate = partial(AGGREGATIONS[config.loss_aggregation], norm=config.loss_norm)
+        self._policy_loss = partial(POLICY_LOSSES[config.loss], **config.loss_parameters)
+        self._old = OLD_LOGPROBS[config.old_logprobs]
+        self._correction = partial(CORRECTIONS[config.correction], **config.correction_parameters)
         self._kl = KL_ESTIMATORS[config.kl.estimator]
 
-    def __call__(self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> torch.Tensor:
+    def __call__(
+        self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, kl_coef: float
+    ) -> Tensor:
         """This micro-batch's part of the minibatch's loss; its metrics go to `meter`."""
         mask = batch.loss_mask
-        policy = clipped_surrogate(
-            output.logprobs,
-            batch.behavior_logprobs,
-            batch.advantages,
-            clip_low=self._config.clip_low,
-            clip_high=self._config.clip_high,
-        )
-        policy_loss = self._aggregate(self._by_age(policy.loss, output, batch), mask, totals)
-        loss = policy_loss + self._kl_term(output, batch, totals, meter)
+        old = self._old(output.logprobs, batch.behavior_logprobs, batch.old_logprobs, batch.ages)
+        policy = self._policy_loss(output.logprobs, old, batch.advantages, mask)
+        weights = self._correction(old, batch.behavior_logprobs, mask)
+        by_token = self._by_age(policy.loss * weights, output, batch)
+        policy_loss = self._aggregate(torch.where(batch.policy_mask, by_token, 0.0), mask, totals)
+        entropy = torch.where(batch.kept_mask, output.entropy, 0.0)
+        bonus = self._config.entropy.bonus
+        loss = policy_loss + self._kl_term(output, batch, totals, meter, kl_coef)
+        if bonus > 0:
+            loss = loss - bonus * self._aggregate(entropy, mask, totals)
         meter.add(
             loss=loss,
             policy_loss=policy_loss,
             entropy=token_mean(output.entropy, mask, totals),
             clip_fraction=token_mean(policy.is_clipped.float(), mask, totals),
             ratio_mean=token_mean(policy.ratio, mask, totals),
+            rejected_fraction=token_mean((weights == 0).float(), mask, totals),
+            correction_weight=token_mean(weights, mask, totals),
+            without_loss_fraction=token_mean((~batch.policy_mask).float(), mask, totals),
         )
         meter.keep_max(ratio_max=torch.where(mask, policy.ratio, 0.0).max())
         return loss
 
-    def _by_age(self, loss: torch.Tensor, output: PolicyOutput, batch: LearnerBatch) -> torch.Tensor:
+    def _by_age(self, loss: Tensor, output: PolicyOutput, batch: LearnerBatch) -> Tensor:
         config = self._config
         cap = config.over_age.weight_cap
         over_age = truncated_importance(output.logprobs, batch.behavior_logprobs, batch.advantages, weight_cap=cap)
         ages, limits = batch.ages, {"max_staleness": config.max_staleness, "max_age": config.max_trained_age}
         return by_age(loss, over_age, ages, **limits)
 
-    def _kl_term(self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter) -> torch.Tensor | float:
+    def _kl_term(
+        self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, coef: float
+    ) -> Tensor | float:
+        config = self._config.kl
         if batch.reference_logprobs is None:
-            if self._config.kl.coef > 0:
-                raise ValueError(
-                    f"algorithm.kl.coef={self._config.kl.coef:g} but these groups carry no reference log-probs: "
-                    "set resources.reference.num_workers=1, or algorithm.kl.coef=0"
-                )
+            if config.coef > 0:
+                raise ValueError(missing_reference(self._config))
             return 0.0
-        kl_by_token = self._kl(output.logprobs, batch.reference_logprobs)
-        is_masked = batch.ages > self._config.max_trained_age
-        kl = self._aggregate(torch.where(is_masked, 0.0, kl_by_token), batch.loss_mask, totals)
-        meter.add(kl=kl)
-        return self._config.kl.coef * kl if self._config.kl.coef > 0 else 0.0
+        by_token = self._kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs)
+        is_left_out = (batch.ages > self._config.max_trained_age) | ~batch.kept_mask
+        kl = torch.where(is_left_out, 0.0, capped(by_token, config.token_cap))
+        meter.add(kl=token_mean(kl, batch.loss_mask, totals))
+        if config.coef == 0 or config.place == "reward":
+            return 0.0
+        return coef * self._aggregate(kl, batch.loss_mask, totals)
 
 
 def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:

@@ -1,14 +1,19 @@
-"""Learner checkpoints: what is trained and its optimizer, as the backend keeps them, version and random state. What is
-frozen comes from `policy.model` again."""
+"""Learner checkpoints: what is trained and its optimizer, as the backend keeps them, version, random state and the
+state of the algorithm. What is frozen comes from `policy.model` again."""
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cluster.errors import CheckpointError
 from learner.backends.base import Backend, Optimizer
+
+ALGORITHM_FILE = "algorithm.json"
 
 
 class StateWriter:
@@ -19,15 +24,23 @@ class StateWriter:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def save(self, folder: Path, backend: Backend, optimizer: Optimizer, version: int) -> None:
-        """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective."""
+    def save(
+        self, folder: Path, backend: Backend, optimizer: Optimizer, version: int, algorithm: dict[str, Any]
+    ) -> None:
+        """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective.
+
+        `algorithm` is JSON that all ranks agree on; rank 0 writes it.
+        """
         self.finish()
         folder.mkdir(parents=True, exist_ok=True)
         write, random_state = backend.save(folder, optimizer, version), torch.get_rng_state()
+        algorithm_text = json.dumps(algorithm)
 
         def write_all() -> None:
             write()
             torch.save(random_state, _rng_file(folder, self._rank))
+            if self._rank == 0:
+                (folder / ALGORITHM_FILE).write_text(algorithm_text, encoding="utf-8")
 
         self._writing = self._thread.submit(write_all)
 
@@ -41,8 +54,9 @@ class StateWriter:
             self._writing.result()
 
 
-def load_state(folder: Path, backend: Backend, optimizer: Optimizer, rank: int) -> int:
-    """Read this rank's part from `folder` into policy and optimizer; returns the version. Collective.
+def load_state(folder: Path, backend: Backend, optimizer: Optimizer, rank: int) -> tuple[int, dict[str, Any]]:
+    """Read this rank's part from `folder` into policy and optimizer; returns the version and the algorithm's state.
+    Collective.
 
     Raises:
         CheckpointError: there is no complete learner state in `folder`, or none that this backend and these ranks read.
@@ -50,7 +64,12 @@ def load_state(folder: Path, backend: Backend, optimizer: Optimizer, rank: int) 
     version = backend.load(folder, optimizer)
     if _rng_file(folder, rank).is_file():  # a rank that the checkpoint did not have keeps its own
         torch.set_rng_state(torch.load(_rng_file(folder, rank)))
-    return version
+    if not (folder / ALGORITHM_FILE).is_file():
+        raise CheckpointError(
+            f"{folder / ALGORITHM_FILE} is missing (KL coefficient, reward moments): an older version of the program "
+            "wrote this checkpoint, so resume with that version or start a new run"
+        )
+    return version, json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8"))
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

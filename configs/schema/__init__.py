@@ -1,6 +1,7 @@
 """The schema of a run's configuration."""
 
-from configs.schema.learner import AlgorithmConfig, KLConfig, LearnerConfig, OverAgeConfig, WarmStartConfig
+from configs.schema.algorithm import AlgorithmConfig, KLConfig, OverAgeConfig
+from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from configs.schema.rollout import (

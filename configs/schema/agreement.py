@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
 from configs.schema.rollout import DataKind
@@ -24,8 +25,8 @@ MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one promp
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
-    """Every contradiction between sections of `config`, in the order of RULES, and those within the reward."""
-    found = (rule(config) for rule in RULES)
+    """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
+    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES))
     return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
 
 

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from configs.schema.agreement import contradictions
+from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
-from configs.schema.learner import AlgorithmConfig, LearnerConfig, WarmStartConfig
+from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
 from configs.schema.rollout import DataConfig, PolicyConfig, SamplerConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses import MAX_LOG_RATIO
+from learner.algorithms.policy_losses.base import MAX_LOG_RATIO
 
 
 def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float) -> Tensor:

@@ -26,11 +26,13 @@ class TokenLogprobs(NamedTuple):
     """What is known about each target; leading shape [...] is that of the targets."""
 
     logprobs: Tensor  # float32 [...]
-    entropy: Tensor  # float32 [...], detached
+    entropy: Tensor  # float32 [...], detached unless a gradient was asked for
     is_argmax: Tensor  # bool [...]: greedy decoding picks this target
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution) -> TokenLogprobs:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, distribution: Distribution, *, entropy_has_gradient: bool = False
+) -> TokenLogprobs:
     """Log-probs of `targets` [...] under `logits` [..., V], in float32 whatever the logits' type.
 
     The same numbers as vLLM's `processed_logprobs` with this temperature and a `logit_bias` of -100 on banned ids.
@@ -43,7 +45,8 @@ def token_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution) 
     if distribution.temperature != 1.0:
         logits = logits / distribution.temperature
     all_logprobs = logits.log_softmax(dim=-1)  # [..., V]
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
         entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+    with torch.no_grad():
         is_argmax = all_logprobs.argmax(dim=-1) == targets
     return TokenLogprobs(all_logprobs.gather(-1, targets[..., None])[..., 0], entropy, is_argmax)

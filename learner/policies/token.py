@@ -17,7 +17,7 @@ class PolicyOutput(NamedTuple):
     """What the policy says about each target of a batch; 0 and False behind a row's end."""
 
     logprobs: Tensor  # float32 [B, T]
-    entropy: Tensor  # float32 [B, T], detached
+    entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
     is_argmax: Tensor  # bool [B, T]
 
 
@@ -33,13 +33,16 @@ class TokenPolicy(nn.Module):
         self.model = model
         self.has_vision = model.config.model_type in VISION_FAMILIES
 
-    def forward(self, batch: TokenBatch, distribution: Distribution) -> PolicyOutput:
+    def forward(
+        self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
+    ) -> PolicyOutput:
         """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
         hidden = self.model.get_decoder()(
             inputs_embeds=self._embed(batch), position_ids=self._positions(batch.layout), use_cache=False
         ).last_hidden_state  # [B, S, H]
         logits = self.model.get_output_embeddings()(hidden[batch.hidden_rows, batch.hidden_columns])  # [N, V]
-        flat = token_logprobs(logits, batch.targets[batch.target_mask], distribution)
+        targets = batch.targets[batch.target_mask]
+        flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
         mask = batch.target_mask
         return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))
 

@@ -86,6 +86,20 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["algorithm.samples_per_prompt=1", "algorithm.advantage=reinforce", "algorithm.drop_uniform_groups=true"],
         ["set algorithm.drop_uniform_groups=false"],
     ),
+    (["algorithm=pass_at_k", "algorithm.pass_k=8"], ["algorithm.pass_k=8", "algorithm.samples_per_prompt=8"]),
+    (["algorithm=gdpo", "algorithm.shaping.reward_clip=1"], ["algorithm.shaping.reward_clip", "turn"]),
+    (["algorithm.advantage=reinforce_pp", "algorithm.shaping.whiten=true"], ["set algorithm.shaping.whiten=false"]),
+    (["algorithm.advantage=reinforce_pp_baseline", "algorithm.samples_per_prompt=1"], ["2 or more"]),
+    (["algorithm.correction=icepop"], ["algorithm.correction=icepop", "set algorithm.old_logprobs=recomputed"]),
+    (["algorithm.old_logprobs=interpolated"], ["algorithm.max_staleness=0", "algorithm.max_staleness=1 or more"]),
+    (["algorithm.corrections.icepop.low=6"], ["algorithm.corrections.icepop.low=6", "raise the other"]),
+    (["algorithm.kl.controller=adaptive", "algorithm.kl.coef=0"], ["algorithm.kl.coef to where it starts"]),
+    (["algorithm.kl.estimator=k1"], ["expected gradient of 0", "algorithm.kl.place=reward"]),
+    (["algorithm.loss=reinforce", "algorithm.num_epochs=2"], ["algorithm.num_epochs=2", "algorithm.loss=cispo"]),
+    (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
+    (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
+    (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
+    (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
@@ -194,6 +208,28 @@ def test_every_option_of_every_group_loads(choice: str) -> None:
     values = json.loads(config.model_dump_json())
     for name, value in leaves(own_values(group, option)):
         assert value_at(values, name) == value
+
+
+PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_of_an_algorithm_is_short_and_trains_the_digits(name: str) -> None:
+    path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}.yaml"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
+    config, digits = load_config([f"experiment={name}"]), load_config(["experiment=digits"])
+    assert config.name == name and config.data == digits.data and config.warm_start == digits.warm_start
+    assert config.algorithm != digits.algorithm
+
+
+def test_presets_state_the_values_of_their_papers() -> None:
+    dapo, gspo = (load_config([f"experiment={name}"]).algorithm for name in ("dapo", "gspo"))
+    assert (dapo.losses.ppo_clip.clip_low, dapo.losses.ppo_clip.clip_high) == (0.2, 0.28)
+    assert dapo.loss_aggregation == "token_mean" and dapo.drop_uniform_groups and dapo.overlong_filter
+    assert dapo.kl.coef == 0
+    assert (gspo.losses.gspo.clip_low, gspo.losses.gspo.clip_high) == (3e-4, 4e-4)
+    assert (gspo.loss, gspo.loss_aggregation) == ("gspo", "sequence_mean")
+    assert load_config(["experiment=dr_grpo"]).algorithm.loss_aggregation == "sequence_sum_token_norm"
 
 
 @pytest.mark.parametrize("order", [1, -1])

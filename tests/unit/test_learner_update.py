@@ -16,8 +16,8 @@ from actors.reference_scorer import ReferenceScorer
 from cluster.errors import CheckpointError
 from cluster.trajectory import FinishReason, ScoredGroup, WeightSpan
 from configs.schema import LearnerConfig, RunConfig
-from learner.algorithms.advantages import dr_grpo
 from learner.batch import fetch_items
+from learner.credit import Credit
 from learner.learner import Learner
 from learner.optim import learning_rate
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -93,7 +93,7 @@ def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> No
     assert largest_difference(before, weights(learner)) == 0
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"])
 def test_any_split_into_microbatches_gives_the_same_gradient(folder, tokenizer, aggregation) -> None:
     overrides = (f"algorithm.loss_aggregation={aggregation}", "learner.max_grad_norm=1000000")
     groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))
@@ -194,14 +194,15 @@ def test_a_sampled_eos_is_trained_and_a_truncated_answer_is_left_as_it_is(tokeni
     scored = group(prompt(tokenizer, "a"), [[7, eos], [7, 8]], [1.0, 0.0])
     cut = dataclasses.replace(scored.group.trajectories[1], finish_reason=FinishReason.LENGTH)
     whole = dataclasses.replace(scored.group, trajectories=(scored.group.trajectories[0], cut))
-    [[stopped, truncated]] = fetch_items([dataclasses.replace(scored, group=whole)], dr_grpo, 0, 1.0)
+    [[stopped, truncated]] = fetch_items([dataclasses.replace(scored, group=whole)], 0, 1.0)
     assert stopped.sequence.token_ids[-2:].tolist() == [7, eos] and stopped.loss_mask.tolist() == [True, True]
     assert truncated.sequence.token_ids[-2:].tolist() == [7, 8] and truncated.loss_mask.tolist() == [True, True]
 
 
-def test_a_response_without_a_reward_is_not_trained_and_not_compared(tokenizer) -> None:
-    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1], [2], [3]], [1.0, None, 0.0])], dr_grpo, 0, 1.0)
-    assert [item.advantage for item in items] == [0.5, 0.0, -0.5]
+def test_a_response_without_a_reward_is_not_trained_and_not_compared(folder, tokenizer) -> None:
+    fetched = fetch_items([group(prompt(tokenizer, "a"), [[1], [2], [3]], [1.0, None, 0.0])], 0, 1.0)
+    [items] = Credit(tiny_config(folder, "algorithm=dr_grpo")).assign(fetched).groups
+    assert [item.advantages.tolist() for item in items] == [[0.5], [0.0], [-0.5]]
     assert [item.num_trained for item in items] == [1, 0, 1]
 
 

@@ -1,0 +1,278 @@
+"""The RL algorithm as values: advantages, policy losses, corrections, KL, shaping."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import Section
+
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+ClipLow = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp")
+"""Advantages that compare a response with nothing, or with the whole step, and not with its siblings."""
+WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
+"""Advantages that are standardised over the whole step already."""
+
+
+class KLConfig(Section):
+    """Distance to the reference policy, as a term of the loss or of the reward."""
+
+    coef: NonNegativeFloat
+    """Weight of the KL term; 0 turns the reference off."""
+    estimator: Literal["k1", "k2", "k3", "k3_importance"]
+    """Schulman's estimators; k3 is unbiased and never negative, `k3_importance` also for tokens of older weights."""
+    place: Literal["loss", "reward"]
+    """`loss`: a term of the loss, with a gradient; `reward`: subtracted from the reward of each token."""
+    controller: Literal["fixed", "adaptive"]
+    """`fixed`: `coef` throughout; `adaptive`: raised where the KL is above `target`, lowered where it is below."""
+    target: PositiveFloat
+    """The KL, in nat a token, that `adaptive` aims at."""
+    horizon: PositiveFloat
+    """Responses over which `adaptive` moves: the larger, the slower."""
+    token_cap: NonNegativeFloat
+    """Largest magnitude of one token's KL; 0 sets no bound."""
+
+
+class OverAgeConfig(Section):
+    """Tokens that are more than `max_staleness` versions behind when their step trains."""
+
+    action: Literal["mask", "reweight", "drop"]
+    """`mask`: no loss; `reweight`: truncated importance weights instead of a clipped ratio; `drop`: their whole group
+    is not trained, which favours short responses. A group with nothing left to train is dropped in any case."""
+    reweighted_versions: PositiveInt
+    """`reweight` goes so many versions beyond `max_staleness`; what is still older is masked."""
+    weight_cap: PositiveFloat
+    """Largest importance weight of `reweight`."""
+
+
+class ClipConfig(Section):
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: ClipLow
+    """Lower half of the clip range; 1 sets no lower bound."""
+    clip_high: NonNegativeFloat
+    """Upper half of the clip range; larger than `clip_low` lets unlikely tokens grow more (clip-higher)."""
+
+
+class DualClipConfig(Section):
+    """The clip of `ppo_clip`, and a bound on the loss of tokens with a negative advantage."""
+
+    clip_low: ClipLow
+    """Lower half of the clip range."""
+    clip_high: NonNegativeFloat
+    """Upper half of the clip range."""
+    bound: Annotated[float, Field(gt=1)]
+    """The loss of a token with a negative advantage A is at most -bound * A."""
+
+
+class CPGConfig(Section):
+    """The log-ratio is clipped to [log(1 - clip_low), log(1 + clip_high)]."""
+
+    clip_low: Annotated[float, Field(ge=0, lt=1)]
+    """Lower half of the clip range."""
+    clip_high: NonNegativeFloat
+    """Upper half of the clip range."""
+    drift: NonNegativeFloat
+    """Weight of the divergence of the policy from the old one; 0 is off."""
+
+
+class GMPOConfig(Section):
+    """The log-ratio of each token is clipped before the geometric mean is taken."""
+
+    clip_low: NonNegativeFloat
+    """The log-ratio is at least -clip_low where the advantage is negative."""
+    clip_high: NonNegativeFloat
+    """The log-ratio is at most clip_high where the advantage is positive."""
+
+
+class SAPOConfig(Section):
+    """The temperatures of SAPO's gate."""
+
+    temperature_positive: PositiveFloat
+    """For tokens with a positive advantage; the larger, the faster the gradient falls off beside a ratio of 1."""
+    temperature_negative: PositiveFloat
+    """For the other tokens."""
+
+
+class LossesConfig(Section):
+    """Parameters of each policy loss; those of `algorithm.loss` are read. `reinforce` has none."""
+
+    ppo_clip: ClipConfig
+    """The clipped ratio of PPO."""
+    dual_clip: DualClipConfig
+    """PPO with a second clip."""
+    cpg: CPGConfig
+    """The clipped log-ratio of CPGD."""
+    gspo: ClipConfig
+    """One clipped ratio for the whole response."""
+    gspo_token: ClipConfig
+    """GSPO's ratio with the gradient of each token."""
+    gmpo: GMPOConfig
+    """The geometric mean of clipped ratios."""
+    cispo: ClipConfig
+    """REINFORCE weighted by a clipped constant ratio."""
+    sapo: SAPOConfig
+    """A smooth gate."""
+
+
+class CapConfig(Section):
+    """A bound on an importance weight."""
+
+    cap: PositiveFloat
+    """Largest weight; `tis_token` and `tis_sequence` truncate to it, `mis` rejects what is above it."""
+
+
+class IcePopConfig(Section):
+    """The weights that IcePop keeps."""
+
+    low: NonNegativeFloat
+    """A token of a smaller weight is rejected."""
+    high: PositiveFloat
+    """A token of a larger weight is rejected."""
+
+
+class CorrectionsConfig(Section):
+    """Parameters of each correction; those of `algorithm.correction` are read. `none` and `decoupled` have none."""
+
+    tis_token: CapConfig
+    """Truncated importance sampling by token."""
+    tis_sequence: CapConfig
+    """Truncated importance sampling by response."""
+    icepop: IcePopConfig
+    """Rejection of tokens."""
+    mis: CapConfig
+    """Rejection of responses."""
+
+
+class EntropyConfig(Section):
+    """The entropy of the policy's token distribution."""
+
+    bonus: NonNegativeFloat
+    """Weight of the mean entropy, which is subtracted from the loss; 0 is off."""
+    top_share: Share
+    """Share of a minibatch's trained tokens, those of highest entropy before the step, that the policy loss trains;
+    1 trains all. A token left out still counts where a mean is taken."""
+
+
+class ShapingConfig(Section):
+    """Changes to rewards and advantages, each applied once, in the order of these keys; docs/algorithms.md has the
+    formulas. Overlong responses are penalised by the reward component `overlong`, which comes before all of them."""
+
+    repetition_penalty: NonNegativeFloat
+    """Weight of the share of a response's n-grams that repeat an earlier one; 0 is off."""
+    repetition_ngram: Annotated[int, Field(ge=2)]
+    """Tokens in one n-gram."""
+    length_penalty: NonNegativeFloat
+    """Weight of a reward for short responses within the group; 0 is off."""
+    running_moments: Literal["none", "scale", "standardise"]
+    """Divide rewards by the standard deviation of all rewards so far (`scale`), and subtract their mean before
+    (`standardise`)."""
+    reward_clip: NonNegativeFloat
+    """Rewards are held within this distance of 0; 0 sets no bound."""
+    whiten: bool
+    """Standardise advantages over all trained tokens of the step."""
+    advantage_clip: NonNegativeFloat
+    """Advantages are held within this distance of 0; 0 sets no bound."""
+
+
+class AlgorithmConfig(Section):
+    """The RL algorithm, as values."""
+
+    advantage: Literal[
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce",
+        "reinforce_batch",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "opo",
+        "cpgd",
+        "cpgd_clip_filter",
+        "gdpo",
+        "pass_at_k",
+    ]
+    """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
+    within the group; `rloo`: r - mean of the others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step."""
+    std: Literal["population", "unbiased"]
+    """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
+    pass_k: PositiveInt
+    """The k of `pass_at_k`."""
+    solved_reward: float
+    """A response with at least this reward is solved, for `pass_at_k` and `shaping.length_penalty`."""
+    gamma: Share
+    """Discount of a reward by the number of tokens between it and the token that is credited; 1 is none."""
+    prompts_per_step: PositiveInt
+    """Groups in one step (B)."""
+    samples_per_prompt: PositiveInt
+    """Siblings in one group (n)."""
+    max_staleness: Annotated[int, Field(ge=0)]
+    """Versions a trained token may be behind; 0 is synchronous on-policy training."""
+    stragglers: Literal["wait", "overtake"]
+    """A step that would leave a slow group over-age waits for it, or is filled with others that are finished."""
+    over_age: OverAgeConfig
+    """What becomes of tokens that are further behind: of overtaken groups, or sampled before a fault."""
+    max_concurrent_groups: PositiveInt
+    """Groups in flight at most."""
+    num_epochs: PositiveInt
+    """Times that a step's groups are trained; from the second on, minibatches are drawn in another order."""
+    num_minibatches: PositiveInt
+    """Optimizer steps that one step's groups are split into, in each epoch."""
+    loss: Literal["ppo_clip", "dual_clip", "cpg", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "reinforce"]
+    """The policy loss: docs/algorithms.md has the formulas."""
+    losses: LossesConfig
+    """Parameters of each policy loss."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"]
+    """`token_mean`: every trained token weighs the same; `sequence_mean`: every response does;
+    `sequence_sum_token_norm`: the sum over tokens divided by `loss_norm` and the number of responses; `constant`: the
+    sum divided by `loss_norm` alone."""
+    loss_norm: PositiveFloat
+    """The constant of `sequence_sum_token_norm` (Dr. GRPO: the longest response) and `constant`."""
+    old_logprobs: Literal["engine", "recomputed", "interpolated"]
+    """The policy that the ratio is taken to. `engine`: the one that sampled, by the engine's log-probs; `recomputed`:
+    the weights that the step trains from, in a forward pass before the first minibatch; `interpolated`: the same,
+    approximated by the age of each token."""
+    correction: Literal["none", "decoupled", "tis_token", "tis_sequence", "icepop", "mis"]
+    """Weights for the difference between the policy of `old_logprobs` and the one that sampled."""
+    corrections: CorrectionsConfig
+    """Parameters of each correction."""
+    kl: KLConfig
+    """Distance to the reference policy."""
+    entropy: EntropyConfig
+    """Entropy bonus and selection of tokens by entropy."""
+    shaping: ShapingConfig
+    """Changes to rewards and advantages."""
+    overlong_filter: bool
+    """Responses that hit `sampler.max_tokens` leave the loss; they still count in their group's statistics and where a
+    mean is taken."""
+    drop_uniform_groups: bool
+    """Reject groups whose rewards are all equal (they carry no gradient) and sample others instead."""
+
+    @property
+    def is_group_relative(self) -> bool:
+        return self.advantage not in STEP_WIDE
+
+    @property
+    def max_trained_age(self) -> int:
+        """Versions that a token may be behind and still have a loss."""
+        beyond = self.over_age.reweighted_versions if self.over_age.action == "reweight" else 0
+        return self.max_staleness + beyond
+
+    @property
+    def loss_parameters(self) -> dict[str, Any]:
+        """The parameters of `loss`."""
+        return self.losses.model_dump().get(self.loss, {})
+
+    @property
+    def correction_parameters(self) -> dict[str, Any]:
+        """The parameters of `correction`."""
+        return self.corrections.model_dump().get(self.correction, {})
+
+    @property
+    def needs_scoring_pass(self) -> bool:
+        """Whether the learner scores a step's tokens before it trains on them."""
+        return self.old_logprobs == "recomputed" or self.entropy.top_share < 1

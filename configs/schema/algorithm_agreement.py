@@ -1,0 +1,123 @@
+"""What the parts of `algorithm` must agree on, one rule a function; see `configs/schema/agreement.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from configs.schema.algorithm import WHITENED
+
+if TYPE_CHECKING:
+    from configs.schema.run import RunConfig
+
+
+def _pass_k_fits_the_group(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.advantage != "pass_at_k" or algorithm.pass_k < algorithm.samples_per_prompt:
+        return None
+    return (
+        f"algorithm.pass_k={algorithm.pass_k} leaves no subsets of algorithm.samples_per_prompt="
+        f"{algorithm.samples_per_prompt} siblings to compare: lower algorithm.pass_k or raise "
+        "algorithm.samples_per_prompt"
+    )
+
+
+def _components_are_not_shaped(config: RunConfig) -> str | None:
+    shaping = config.algorithm.shaping
+    changes = {
+        "repetition_penalty": shaping.repetition_penalty > 0,
+        "length_penalty": shaping.length_penalty > 0,
+        "running_moments": shaping.running_moments != "none",
+        "reward_clip": shaping.reward_clip > 0,
+    }
+    found = [name for name, is_on in changes.items() if is_on]
+    if config.algorithm.advantage != "gdpo" or not found:
+        return None
+    return (
+        f"algorithm.advantage=gdpo reads the components of the reward, and algorithm.shaping.{found[0]} changes their "
+        f"sum: turn algorithm.shaping.{found[0]} off, or choose another algorithm.advantage"
+    )
+
+
+def _advantages_are_whitened_once(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if not algorithm.shaping.whiten or algorithm.advantage not in WHITENED:
+        return None
+    return (
+        f"algorithm.advantage={algorithm.advantage} is standardised over the step already: set "
+        "algorithm.shaping.whiten=false"
+    )
+
+
+def _corrections_have_two_policies(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.correction == "none" or algorithm.old_logprobs != "engine":
+        return None
+    return (
+        f"algorithm.correction={algorithm.correction} weighs the policy of algorithm.old_logprobs against the engine's "
+        "policy, and algorithm.old_logprobs=engine makes them one: set algorithm.old_logprobs=recomputed, or "
+        "algorithm.correction=none"
+    )
+
+
+def _interpolation_has_ages(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.old_logprobs != "interpolated" or algorithm.max_staleness > 0:
+        return None
+    return (
+        "algorithm.old_logprobs=interpolated approximates by the age of tokens, and algorithm.max_staleness=0 trains "
+        "tokens of age 0 alone: set algorithm.old_logprobs=recomputed, or algorithm.max_staleness=1 or more"
+    )
+
+
+def _rejection_keeps_something(config: RunConfig) -> str | None:
+    icepop = config.algorithm.corrections.icepop
+    if icepop.low < icepop.high:
+        return None
+    return (
+        f"algorithm.corrections.icepop.low={icepop.low:g} is not below algorithm.corrections.icepop.high="
+        f"{icepop.high:g}, so every token would be rejected: lower the one or raise the other"
+    )
+
+
+def _adaptive_kl_has_a_start(config: RunConfig) -> str | None:
+    kl = config.algorithm.kl
+    if kl.controller == "fixed" or kl.coef > 0:
+        return None
+    return (
+        "algorithm.kl.controller=adaptive multiplies algorithm.kl.coef, which is 0: set algorithm.kl.coef to where it "
+        "starts, e.g. 0.01, or algorithm.kl.controller=fixed"
+    )
+
+
+def _loss_gradient_is_that_of_the_kl(config: RunConfig) -> str | None:
+    kl = config.algorithm.kl
+    if kl.coef == 0 or (kl.estimator, kl.place) != ("k1", "loss"):
+        return None
+    return (
+        "algorithm.kl.estimator=k1 has an expected gradient of 0 as a term of the loss: set algorithm.kl.estimator=k2 "
+        "or k3, or algorithm.kl.place=reward"
+    )
+
+
+def _epochs_have_a_ratio(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.loss != "reinforce" or algorithm.num_epochs == 1:
+        return None
+    return (
+        f"algorithm.loss=reinforce has no ratio, so algorithm.num_epochs={algorithm.num_epochs} would train on tokens "
+        "of another policy as if they were its own: set algorithm.num_epochs=1, or algorithm.loss=cispo"
+    )
+
+
+ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+    _pass_k_fits_the_group,
+    _components_are_not_shaped,
+    _advantages_are_whitened_once,
+    _corrections_have_two_policies,
+    _interpolation_has_ages,
+    _rejection_keeps_something,
+    _adaptive_kl_has_a_start,
+    _loss_gradient_is_that_of_the_kl,
+    _epochs_have_a_ratio,
+)

@@ -1,0 +1,36 @@
+"""What advantage functions read: the rewards of one step's responses, and the options of `algorithm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepRewards:
+    """All N responses of a step. Siblings have equal group ids, wherever they stand.
+
+    A response that is not included has no reward. It takes no part in any statistic and gets advantage 0.
+    """
+
+    values: Tensor  # float [N], shaped
+    included: Tensor  # bool [N]
+    group_ids: Tensor  # int [N]
+    lengths: Tensor  # int [N], trained tokens
+    components: Tensor  # float [N, C], unweighted value of each reward component
+    weights: Tensor  # float [N, C], weight of the component in the response's recipe; 0 outside of it
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """The keys of `algorithm` that some advantage functions depend on."""
+
+    std: str  # "population" or "unbiased"
+    pass_k: int
+    solved_reward: float
+
+
+AdvantageFunction = Callable[[StepRewards, AdvantageOptions], Tensor]
+"""Returns advantages [N], one number a response."""

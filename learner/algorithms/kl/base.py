@@ -1,0 +1,20 @@
+"""What KL estimators have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0  # keeps the exponential finite where the two policies share no mass
+
+KLEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(logprobs, reference_logprobs, behavior_logprobs)`, all [B, T], to KL(policy || reference) a token [B, T]. Tokens
+were sampled by the behaviour policy. The first three estimators are those of Schulman, Approximating KL Divergence,
+joschu.net/blog/kl-approx.html; they read no behaviour log-probs.
+"""
+
+
+def capped(kl: Tensor, cap: float) -> Tensor:
+    """Token values held within -cap and cap; a cap of 0 sets no bound."""
+    return kl.clamp(-cap, cap) if cap > 0 else kl

@@ -1,0 +1,167 @@
+"""Credit: from the rewards of a step to an advantage for each token, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.schema import AlgorithmConfig, KLConfig, RewardsConfig, RunConfig
+from configs.schema.rewards import DEFAULT_RECIPE
+from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, GroupStatistics, StepRewards, whitened
+from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
+from learner.algorithms.kl.base import capped
+from learner.algorithms.moments import RunningMoments
+from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share
+from learner.batch import LearnerItem
+
+Groups = list[list[LearnerItem]]
+
+
+@dataclass(frozen=True)
+class Credited:
+    """The step's groups with their advantages, and what assigning them measured."""
+
+    groups: Groups
+    metrics: dict[str, float]
+
+
+class Credit:
+    """Assigns advantages. Every rank is given the whole step, so its statistics are global without communication.
+
+    The order, each step once and only if its key is set:
+
+    1. penalties on the reward: repetition, length
+    2. running moments, 3. reward clip
+    4. advantage of each response (`algorithm.advantage`)
+    5. return of each token: discount, and the KL where `algorithm.kl.place=reward`
+    6. whitening over the step's trained tokens, 7. advantage clip
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config.algorithm
+        self._rewards = config.rewards
+        self._advantage = ADVANTAGES[config.algorithm.advantage]
+        self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
+        self._moments = RunningMoments()
+        self.kl = _coefficient(config.algorithm.kl)
+
+    def assign(self, groups: Groups) -> Credited:
+        """Advantages for every item. Changes the running moments, so call it once a step."""
+        items = [item for group in groups for item in group]
+        rewards = _step_rewards(items, self._rewards)
+        shaped, clip_fraction = self._shaped(items, rewards)
+        shaped_rewards = replace(rewards, values=shaped)
+        options = AdvantageOptions(self._config.std, self._config.pass_k, self._config.solved_reward)
+        scalars = self._advantage(shaped_rewards, options).tolist()
+        returns = [self._returns(item, scalar) for item, scalar in zip(items, scalars, strict=True)]
+        advantages, advantage_clip_fraction = self._finished(items, returns)
+        credited = iter(replace(item, advantages=a) for item, a in zip(items, advantages, strict=True))
+        included = rewards.included
+        metrics = {
+            "uniform_groups": float(GroupStatistics.of(shaped_rewards).is_constant().sum()),
+            "shaped_reward_mean": shaped[included].mean().item() if included.any() else 0.0,
+            "reward_clip_fraction": clip_fraction,
+            "advantage_clip_fraction": advantage_clip_fraction,
+            "kl_coef": self.kl.value,
+        }
+        return Credited([[next(credited) for _ in group] for group in groups], metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON."""
+        return {"moments": self._moments.state(), "kl_coef": self.kl.value}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned. A fixed coefficient stays as it is configured."""
+        self._moments.load(state["moments"])
+        if self._config.kl.controller == "adaptive":
+            self.kl.value = state["kl_coef"]
+
+    def _shaped(self, items: Sequence[LearnerItem], rewards: StepRewards) -> tuple[Tensor, float]:
+        """Rewards [N] after shaping, and the share that the clip changed."""
+        shaping = self._config.shaping
+        values = rewards.values.double()
+        is_solved = values >= self._config.solved_reward
+        if shaping.repetition_penalty > 0:
+            shares = [repeated_share(item.response_ids.tolist(), shaping.repetition_ngram) for item in items]
+            values = values - shaping.repetition_penalty * torch.tensor(shares, dtype=torch.float64)
+        if shaping.length_penalty > 0:
+            lengths = length_rewards(rewards.lengths, is_solved, rewards.included, rewards.group_ids)
+            values = values + shaping.length_penalty * lengths
+        if shaping.running_moments != "none":
+            self._moments.add(values[rewards.included])
+            mean = self._moments.mean if shaping.running_moments == "standardise" else 0.0
+            values = (values - mean) / self._moments.scale
+        if shaping.reward_clip == 0:
+            return values, 0.0
+        is_out = (values.abs() > shaping.reward_clip) & rewards.included
+        held = values.clamp(-shaping.reward_clip, shaping.reward_clip)
+        return held, is_out.sum().item() / max(int(rewards.included.sum()), 1)
+
+    def _returns(self, item: LearnerItem, advantage: float) -> np.ndarray:
+        """float32 [T]"""
+        kl, costs = self._config.kl, np.zeros(len(item.loss_mask), dtype=np.float32)
+        if kl.place == "reward" and kl.coef > 0:
+            if item.reference_logprobs is None:
+                raise ValueError(missing_reference(self._config))
+            policy, reference = (torch.from_numpy(a) for a in (item.behavior_logprobs, item.reference_logprobs))
+            costs = self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
+        return credit_by_token(advantage, costs, item.loss_mask, self._config.gamma)
+
+    def _finished(self, items: Sequence[LearnerItem], returns: list[np.ndarray]) -> tuple[list[np.ndarray], float]:
+        """Whitened and clipped advantages, and the share of trained tokens that the clip changed."""
+        shaping = self._config.shaping
+        mask = torch.from_numpy(np.concatenate([item.loss_mask for item in items]))
+        values = torch.from_numpy(np.concatenate(returns))
+        if shaping.whiten:
+            values = whitened(values, mask, self._config.std).float()
+        fraction = 0.0
+        if shaping.advantage_clip > 0:
+            is_out = (values.abs() > shaping.advantage_clip) & mask
+            fraction = is_out.sum().item() / max(int(mask.sum()), 1)
+            values = values.clamp(-shaping.advantage_clip, shaping.advantage_clip)
+        ends = np.cumsum([len(item.loss_mask) for item in items])
+        return np.split(values.numpy(), ends[:-1]), fraction
+
+
+def missing_reference(config: AlgorithmConfig) -> str:
+    """What to do about groups that were not scored by the reference."""
+    return (
+        f"algorithm.kl.coef={config.kl.coef:g} but these groups carry no reference log-probs: "
+        "set resources.reference.num_workers=1, or algorithm.kl.coef=0"
+    )
+
+
+def _coefficient(config: KLConfig) -> KLCoefficient:
+    if config.controller == "fixed":
+        return FixedCoefficient(config.coef)
+    return AdaptiveCoefficient(config.coef, target=config.target, horizon=config.horizon)
+
+
+def _step_rewards(items: Sequence[LearnerItem], rewards: RewardsConfig) -> StepRewards:
+    names = [component.name for component in rewards.components]
+    found = [item.reward for item in items]
+    weights = [_weights(item, rewards) for item in items]
+    return StepRewards(
+        values=torch.tensor([0.0 if r is None else r.value for r in found], dtype=torch.float64),
+        included=torch.tensor([r is not None for r in found]),
+        group_ids=torch.tensor([item.group for item in items]),
+        lengths=torch.tensor([item.num_trained for item in items]),
+        components=torch.tensor(
+            [[0.0 if r is None or n not in r.components else r.components[n] for n in names] for r in found],
+            dtype=torch.float64,
+        ),
+        weights=torch.tensor([[w[n] if n in w else 0.0 for n in names] for w in weights], dtype=torch.float64),
+    )
+
+
+def _weights(item: LearnerItem, rewards: RewardsConfig) -> dict[str, float]:
+    """Component -> weight in the recipe of the item's label, as the reward pool chose it."""
+    recipes = rewards.active_recipes
+    label = str(item.metadata.get(rewards.label_key, DEFAULT_RECIPE))
+    recipe = recipes.get(label) or recipes.get(DEFAULT_RECIPE)
+    return {} if recipe is None else rewards.weights_in(recipe)

@@ -1,0 +1,230 @@
+"""Every advantage equals a plain Python reference written from its paper, on random and on edge inputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, StepRewards
+from learner.algorithms.advantages.statistics import STD_FLOOR, whitened
+
+OPTIONS = AdvantageOptions(std="unbiased", pass_k=2, solved_reward=1.0)
+GROUP_RELATIVE = sorted(ADVANTAGES.keys() - {"reinforce", "reinforce_batch", "reinforce_pp"})
+
+
+def step(groups: list[list[float]], lengths: list[list[int]] | None = None) -> StepRewards:
+    """Rewards by group, in the order of the groups; one component, of weight 1, that is the reward itself."""
+    values = [r for group in groups for r in group]
+    ids = [n for n, group in enumerate(groups) for _ in group]
+    sizes = [n for group in lengths for n in group] if lengths else [1] * len(values)
+    return StepRewards(
+        values=torch.tensor(values, dtype=torch.float64),
+        included=torch.ones(len(values), dtype=torch.bool),
+        group_ids=torch.tensor(ids),
+        lengths=torch.tensor(sizes),
+        components=torch.tensor(values, dtype=torch.float64)[:, None],
+        weights=torch.ones(len(values), 1, dtype=torch.float64),
+    )
+
+
+def spread(values: list[float], kind: str) -> float:
+    """Standard deviation by the standard library; 0 for one value."""
+    if kind == "population":
+        return statistics.pstdev(values)
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+Reference = Callable[[list[list[float]], list[list[int]], str], list[float]]
+
+
+def by_group(formula: Callable[[list[float], list[int], str], list[float]]) -> Reference:
+    return lambda groups, lengths, std: [
+        a
+        for g, n in zip(groups, lengths, strict=True)
+        for a in (formula(g, n, std) if len(set(g)) > 1 else [0.0] * len(g))
+    ]
+
+
+def reference_grpo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    mean = statistics.fmean(rewards)
+    return [(r - mean) / (spread(rewards, std) + STD_FLOOR) for r in rewards]
+
+
+def reference_dr_grpo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    return [r - statistics.fmean(rewards) for r in rewards]
+
+
+def reference_rloo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    others = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
+    return [r - statistics.fmean(rest) for r, rest in zip(rewards, others, strict=True)]
+
+
+def reference_opo(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+    return [r - baseline for r in rewards]
+
+
+def reference_cpgd(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    mean = statistics.fmean(rewards)
+    return [(r - mean) / (spread(rewards, std) + 1e-6) for r in rewards]
+
+
+def reference_pass_at_k(rewards: list[float], lengths: list[int], std: str) -> list[float]:
+    """By enumeration: every subset of k siblings has the reward of its best; a sibling gets the mean advantage of the
+    subsets that it is in."""
+    subsets = list(itertools.combinations(range(len(rewards)), OPTIONS.pass_k))
+    passes = [float(any(rewards[i] >= OPTIONS.solved_reward for i in subset)) for subset in subsets]
+    if len(set(passes)) < 2:
+        return [0.0] * len(rewards)
+    mean, deviation = statistics.fmean(passes), statistics.pstdev(passes)
+    of_subset = [(p - mean) / deviation for p in passes]
+    return [
+        statistics.fmean(a for a, subset in zip(of_subset, subsets, strict=True) if i in subset)
+        for i in range(len(rewards))
+    ]
+
+
+def reference_clip_filter(groups: list[list[float]], lengths: list[list[int]], std: str) -> list[float]:
+    differing = [g for g in groups if len(set(g)) > 1]
+    weight = min(3.0, len(groups) / max(len(differing), 1))
+    return [weight * a for a in by_group(reference_dr_grpo)(groups, lengths, std)]
+
+
+def standardised(values: list[float], std: str) -> list[float]:
+    if len(set(values)) < 2:
+        return [0.0] * len(values)
+    mean, deviation = statistics.fmean(values), spread(values, std)
+    return [(v - mean) / (deviation + STD_FLOOR) for v in values]
+
+
+REFERENCES: dict[str, Reference] = {
+    "grpo": by_group(reference_grpo),
+    "dr_grpo": by_group(reference_dr_grpo),
+    "rloo": by_group(reference_rloo),
+    "reinforce": lambda groups, lengths, std: [r for g in groups for r in g],
+    "reinforce_batch": lambda groups, lengths, std: [
+        r - statistics.fmean(x for g in groups for x in g) for g in groups for r in g
+    ],
+    "reinforce_pp": lambda groups, lengths, std: standardised([r for g in groups for r in g], std),
+    "reinforce_pp_baseline": lambda groups, lengths, std: standardised(
+        by_group(reference_dr_grpo)(groups, lengths, std), std
+    ),
+    "opo": by_group(reference_opo),
+    "cpgd": by_group(reference_cpgd),
+    "cpgd_clip_filter": reference_clip_filter,
+    "gdpo": lambda groups, lengths, std: standardised(by_group(reference_grpo)(groups, lengths, std), std),
+    "pass_at_k": by_group(reference_pass_at_k),
+}
+
+
+def test_every_advantage_has_a_reference() -> None:
+    assert REFERENCES.keys() == ADVANTAGES.keys()
+
+
+@pytest.mark.parametrize("std", ["population", "unbiased"])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_equals_its_reference(name: str, std: str) -> None:
+    rng = random.Random(7)
+    for _ in range(30):
+        sizes = [rng.randint(1, 6) for _ in range(rng.randint(1, 5))]
+        scale = rng.choice([1.0, 1e6, 1e-3])
+        groups = [[scale * rng.choice([0.0, 1.0, rng.random()]) for _ in range(n)] for n in sizes]
+        lengths = [[rng.randint(1, 50) for _ in range(n)] for n in sizes]
+        found = ADVANTAGES[name](step(groups, lengths), AdvantageOptions(std, 2, 1.0))
+        assert found.tolist() == pytest.approx(REFERENCES[name](groups, lengths, std), rel=1e-5, abs=1e-6 * scale)
+
+
+def test_gdpo_standardises_each_component_before_the_weighted_sum() -> None:
+    """Two components of very different scale count by their weight alone."""
+    first, second, weights = [[1.0, 0.0, 0.5], [0.0, 1.0]], [[100.0, 300.0, 200.0], [0.0, 0.0]], (0.25, 2.0)
+    rewards = step(first)
+    components = torch.tensor([[a, b] for g, h in zip(first, second, strict=True) for a, b in zip(g, h, strict=True)])
+    rewards = StepRewards(
+        rewards.values, rewards.included, rewards.group_ids, rewards.lengths, components, torch.tensor([weights] * 5)
+    )
+    apart = [by_group(reference_grpo)(part, part, "unbiased") for part in (first, second)]
+    total = [weights[0] * a + weights[1] * b for a, b in zip(*apart, strict=True)]
+    assert ADVANTAGES["gdpo"](rewards, OPTIONS).tolist() == pytest.approx(standardised(total, "unbiased"), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_siblings_are_found_by_id_wherever_they_stand(name: str) -> None:
+    """LightRFT defects B2 and B16: groups were taken by position, and uneven batches were split wrongly."""
+    groups = [[0.0, 1.0, 0.5], [1.0, 7.0, 9.0, 0.0], [1.0, 0.0]]
+    together = step(groups, [[3, 4, 5], [6, 7, 8, 9], [1, 2]])
+    order = torch.tensor([3, 0, 7, 4, 8, 1, 5, 2, 6])
+    mixed = StepRewards(**{field: getattr(together, field)[order] for field in vars(together)})
+    torch.testing.assert_close(ADVANTAGES[name](mixed, OPTIONS), ADVANTAGES[name](together, OPTIONS)[order])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_excluded_sibling_changes_nothing_and_gets_nothing(name: str) -> None:
+    whole = step([[1.0, 0.0, math.nan, 0.5], [0.0, 1.0]], [[1, 2, 9, 3], [4, 5]])
+    included = torch.tensor([True, True, False, True, True, True])
+    found = ADVANTAGES[name](
+        StepRewards(whole.values, included, whole.group_ids, whole.lengths, whole.components, whole.weights), OPTIONS
+    )
+    without = ADVANTAGES[name](step([[1.0, 0.0, 0.5], [0.0, 1.0]], [[1, 2, 3], [4, 5]]), OPTIONS)
+    torch.testing.assert_close(found[included], without)
+    assert found[2] == 0
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+@pytest.mark.parametrize("std", ["population", "unbiased"])
+@pytest.mark.parametrize("values", [[0.7], [0.1, 0.1, 0.1], [1e9] * 4, [1 / 3] * 7])
+def test_a_group_with_nothing_to_compare_has_advantage_zero(name: str, std: str, values: list[float]) -> None:
+    """LightRFT defect B14: the standard deviation of one response was NaN."""
+    found = ADVANTAGES[name](step([values]), AdvantageOptions(std, 2, 1.0))
+    assert found.tolist() == [0.0] * len(values)
+
+
+@pytest.mark.parametrize("name", ["reinforce_batch", "reinforce_pp"])
+@pytest.mark.parametrize("groups", [[[0.7]], [[0.1, 0.1], [0.1]]])
+def test_a_step_with_nothing_to_compare_has_advantage_zero(name: str, groups: list[list[float]]) -> None:
+    assert ADVANTAGES[name](step(groups), OPTIONS).abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_no_included_response_gives_zeros(name: str) -> None:
+    whole = step([[1.0, 0.0]])
+    nothing = torch.zeros(2, dtype=torch.bool)
+    found = ADVANTAGES[name](
+        StepRewards(whole.values, nothing, whole.group_ids, whole.lengths, whole.components, whole.weights), OPTIONS
+    )
+    assert found.tolist() == [0.0, 0.0]
+
+
+def test_cpgd_is_not_zero() -> None:
+    """LightRFT defect B2: rewards were summed to one number before they were standardised, so A was always 0."""
+    found = ADVANTAGES["cpgd"](step([[1.0, 0.0], [0.0, 0.5]]), AdvantageOptions("population", 2, 1.0))
+    assert found.tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0], abs=1e-4)
+
+
+def test_reinforce_pp_has_mean_zero_and_deviation_one_over_the_step_but_not_over_a_group() -> None:
+    found = ADVANTAGES["reinforce_pp"](step([[5.0, 6.0], [0.0, 1.0, 3.0]]), OPTIONS)
+    assert found.mean().abs() < 1e-6 and found.std().item() == pytest.approx(1, abs=1e-3)
+    assert found[:2].min() > 0
+
+
+def test_the_opo_baseline_has_the_least_length_weighted_variance() -> None:
+    """The paper's derivation: b minimises sum_i L_i (r_i - b)^2."""
+    rewards, lengths = [1.0, 0.0, 0.3], [10, 50, 3]
+    baseline = 1.0 - ADVANTAGES["opo"](step([rewards], [lengths]), OPTIONS)[0].item()
+
+    def variance(b: float) -> float:
+        return sum(n * (r - b) ** 2 for n, r in zip(lengths, rewards, strict=True))
+
+    assert all(variance(baseline) < variance(baseline + shift) for shift in (-1e-3, 1e-3))
+
+
+def test_whitening_reads_included_values_alone() -> None:
+    """LightRFT defect B14: the mean included masked tokens."""
+    values, included = torch.tensor([1.0, math.inf, 3.0, math.nan]), torch.tensor([True, False, True, False])
+    expected = standardised([1.0, 3.0], "unbiased")
+    assert whitened(values, included, "unbiased").tolist() == pytest.approx([expected[0], 0.0, expected[1], 0.0])

@@ -16,6 +16,8 @@ from cluster.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGrou
 from learner.algorithms.aggregation import Totals
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 
+SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, computed in other batches
+
 
 @dataclass(frozen=True)
 class LearnerItem:
@@ -159,8 +161,10 @@ def epochs(groups: list[list[LearnerItem]], num_epochs: int, seed: Sequence[int]
 
 
 def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[LearnerItem]:
-    """Policy loss on the `top_share` of the minibatch's kept tokens that have the highest entropy, at least one; tokens
-    as likely as the last of them are kept too.
+    """Policy loss on the `top_share` of the minibatch's kept tokens that have the highest entropy, at least one.
+
+    Tokens of equal entropy stay together: siblings share the distribution of their first token, and rounding must not
+    choose among them.
 
     Source: Beyond the 80/20 Rule, arXiv:2506.01939, equation 6.
     """
@@ -169,7 +173,7 @@ def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[Learne
     entropies = np.concatenate([item.entropies[item.kept_mask] for item in items])
     num = max(1, int(np.ceil(top_share * len(entropies))))
     least = np.partition(entropies, len(entropies) - num)[len(entropies) - num]
-    return [replace(item, policy_mask=item.kept_mask & (item.entropies >= least)) for item in items]
+    return [replace(item, policy_mask=item.kept_mask & (item.entropies >= least - SAME_ENTROPY)) for item in items]
 
 
 def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: torch.device) -> LearnerBatch:

@@ -1,27 +1,71 @@
-"""AdamW and the course of its learning rate, from the configuration."""
+"""The optimizer and the course of its learning rate, from the configuration."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Optimizer
+from learner.muon import MuonWithAdamW
+
+Named = list[tuple[str, nn.Parameter]]
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW over what is trained; vectors (biases, norms) are not decayed. Source: arXiv:1711.05101."""
-    trained = [p for p in parameters if p.requires_grad]
+def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `learner.optimizer` names, over what is trained; vectors (biases, norms) are not decayed.
+
+    Raises:
+        ValueError: it needs a package that is not installed.
+    """
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    return OPTIMIZERS[config.optimizer](trained, config)
+
+
+def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
+    """AdamW. Source: arXiv:1711.05101."""
+    return torch.optim.AdamW(_decay_groups(trained, config), **_adam_settings(config), fused=True)
+
+
+def _adamw_8bit(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
+    """AdamW whose moments are quantised block by block to 8 bits. Source: arXiv:2110.02861."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            "learner.optimizer=adamw_8bit needs the package torchao, which is not installed: install mobula[quantized] "
+            "or torchao, or set learner.optimizer=adamw"
+        )
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(_decay_groups(trained, config), **_adam_settings(config))
+
+
+def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
+    decay = config.weight_decay
+    return MuonWithAdamW(trained, weight_decay=decay, momentum=config.muon_momentum, **_adam_settings(config))
+
+
+OPTIMIZERS: dict[str, Callable[[Named, LearnerConfig], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
+    "muon": _muon,
+}
+
+
+def _decay_groups(trained: Named, config: LearnerConfig) -> list[dict[str, Any]]:
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for _, p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for _, p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (config.beta1, config.beta2)
-    filled = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(filled, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    return [group for group in groups if group["params"]]
+
+
+def _adam_settings(config: LearnerConfig) -> dict[str, Any]:
+    return {"lr": config.learning_rate, "betas": (config.beta1, config.beta2), "eps": config.adam_eps}
 
 
 def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:

@@ -1,4 +1,4 @@
-"""What the parts of `algorithm` must agree on, one rule a function; see `configs/schema/agreement.py`."""
+"""What the algorithm and its optimizer must agree on, one rule a function; see `configs/schema/agreement.py`."""
 
 from __future__ import annotations
 
@@ -110,6 +110,16 @@ def _epochs_have_a_ratio(config: RunConfig) -> str | None:
     )
 
 
+def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
+    learner = config.learner
+    if learner.optimizer == "adamw" or learner.backend != "deepspeed":
+        return None
+    return (
+        f"learner.optimizer={learner.optimizer} needs whole tensors of its own, and learner.backend=deepspeed flattens "
+        "them: use learner=fsdp2, or set learner.optimizer=adamw"
+    )
+
+
 ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _pass_k_fits_the_group,
     _components_are_not_shaped,
@@ -120,4 +130,5 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _adaptive_kl_has_a_start,
     _loss_gradient_is_that_of_the_kl,
     _epochs_have_a_ratio,
+    _optimizer_fits_the_backend,
 )

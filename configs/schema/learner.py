@@ -16,20 +16,25 @@ class LearnerConfig(Section):
 
     backend: Literal["fsdp2", "deepspeed", "single"]
     """What shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"]
+    """`adamw_8bit` keeps AdamW's moments in 8 bits and needs torchao; `muon` is Muon for hidden matrices and AdamW for
+    everything else."""
     learning_rate: PositiveFloat
-    """AdamW's learning rate in RL."""
+    """The optimizer's learning rate in RL."""
     warmup_steps: Annotated[int, Field(ge=0)]
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"]
     """Course of the learning rate after the rise, over `num_steps`."""
     weight_decay: NonNegativeFloat
-    """AdamW's decoupled weight decay."""
+    """Decoupled weight decay of matrices."""
     beta1: Annotated[float, Field(ge=0, lt=1)]
     """AdamW's decay of the gradient's mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)]
     """AdamW's decay of the gradient's square."""
     adam_eps: PositiveFloat
     """AdamW's term beside the root of the squared gradient; larger, and rounding moves small gradients less."""
+    muon_momentum: Annotated[float, Field(ge=0, lt=1)]
+    """Muon's decay of the gradient's mean."""
     max_grad_norm: PositiveFloat
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt
@@ -48,7 +53,7 @@ class WarmStartConfig(Section):
     batch_size: PositiveInt
     """Rows in one step."""
     learning_rate: PositiveFloat
-    """AdamW's learning rate in the warm start."""
+    """The optimizer's learning rate in the warm start."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)]
     """Stop early once greedy accuracy on the validation split reaches this."""
     check_interval: PositiveInt

@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
     def optimizer(self) -> Optimizer:
-        """A fresh AdamW over what is trained. There may be several, that take turns."""
+        """A fresh optimizer over what is trained. There may be several, that take turns."""
         ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:

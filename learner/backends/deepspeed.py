@@ -55,7 +55,7 @@ class DeepSpeedBackend:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
         self._engine, *_ = deepspeed.initialize(
             model=policy,
-            optimizer=build_optimizer(policy.parameters(), self._config),
+            optimizer=build_optimizer(policy.named_parameters(), self._config),
             config=self._settings(),
             dist_init_required=False,
         )

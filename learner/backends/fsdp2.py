@@ -50,8 +50,8 @@ class FSDP2Backend:
         self._policy = policy
         return policy
 
-    def optimizer(self) -> torch.optim.AdamW:
-        return build_optimizer(self._policy.parameters(), self._config)
+    def optimizer(self) -> torch.optim.Optimizer:
+        return build_optimizer(self._policy.named_parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._policy.set_requires_gradient_sync(is_last)

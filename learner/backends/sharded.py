@@ -59,6 +59,7 @@ def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dic
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     if is_fresh:  # torch has taken a step of nothing to fill the state, and Adam corrects its moments by their number
         for moments in optimizer.state.values():
-            moments["step"].zero_()
+            if "step" in moments:  # Muon's state has none
+                moments["step"].zero_()
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {"model": {n: t for n, t in model_state.items() if n not in frozen}, "optimizer": optimizer_state}

@@ -32,8 +32,8 @@ class SingleBackend:
         self._states = ShardedWriter()
         return policy
 
-    def optimizer(self) -> torch.optim.AdamW:
-        return build_optimizer(self._policy.parameters(), self._config)
+    def optimizer(self) -> torch.optim.Optimizer:
+        return build_optimizer(self._policy.named_parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         loss.backward()

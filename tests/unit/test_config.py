@@ -99,6 +99,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
+    (["learner=deepspeed", "learner.optimizer=muon"], ["learner.optimizer=muon", "use learner=fsdp2"]),
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),

@@ -1,0 +1,95 @@
+"""Optimizers by name: each trains, is saved and resumed exactly, and treats matrices as it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from learner_data import random_groups, tiny_config
+from torch import nn
+from transformers import AutoTokenizer
+
+from learner.learner import Learner
+from learner.muon import MuonWithAdamW
+from learner.optim import OPTIMIZERS, set_learning_rate
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+def connected(folder: Path, *overrides: str) -> Learner:
+    learner = Learner(tiny_config(folder, "algorithm.max_staleness=9", *overrides), 0, 1, ())
+    learner.connect("")
+    return learner
+
+
+def largest_difference(a: Learner, b: Learner) -> float:
+    pairs = zip(a._policy.parameters(), b._policy.parameters(), strict=True)
+    return max((p - q).abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_an_optimizer_trains_and_a_resumed_run_goes_on_bit_for_bit(folder, tmp_path, name: str) -> None:
+    if name == "adamw_8bit" and not HAS_TORCHAO:
+        pytest.skip("torchao is not installed")
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4)
+    first, untrained = (connected(folder, f"learner.optimizer={name}") for _ in range(2))
+    first.update(groups, 1)
+    assert largest_difference(first, untrained) > 1e-5
+    first.save(tmp_path / "state")
+    first.finish_save()
+    first.update(groups, 2)
+    second = connected(folder, f"learner.optimizer={name}")
+    second.load(tmp_path / "state")
+    second.update(groups, 2)
+    assert largest_difference(first, second) == 0
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
+def test_8_bit_without_torchao_is_refused_by_name(folder) -> None:
+    with pytest.raises(ValueError, match="torchao, which is not installed: .* or set learner.optimizer=adamw"):
+        connected(folder, "learner.optimizer=adamw_8bit")
+
+
+def named() -> list[tuple[str, nn.Parameter]]:
+    torch.manual_seed(0)
+    shapes = {"layer.weight": (6, 4), "embed_tokens.weight": (6, 4), "lm_head.weight": (6, 4), "norm.weight": (4,)}
+    return [(name, nn.Parameter(torch.randn(shape, dtype=torch.float64))) for name, shape in shapes.items()]
+
+
+def build(parameters: list[tuple[str, nn.Parameter]]) -> MuonWithAdamW:
+    return MuonWithAdamW(parameters, lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.99), eps=1e-8)
+
+
+def test_muon_steps_hidden_matrices_along_a_nearly_orthogonal_direction() -> None:
+    """Its singular values are close to one number, whatever those of the gradient are; other parameters take AdamW's
+    first step, whose size is the learning rate."""
+    parameters = named()
+    before = {name: p.detach().clone() for name, p in parameters}
+    for _, p in parameters:
+        p.grad = torch.randn_like(p)
+    parameters[0][1].grad *= torch.tensor([100.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    build(parameters).step()
+    moved = {name: p.detach() - before[name] for name, p in parameters}
+    values = torch.linalg.svdvals(moved["layer.weight"])
+    assert values.max() / values.min() < 2.0
+    for name in ("embed_tokens.weight", "lm_head.weight", "norm.weight"):
+        torch.testing.assert_close(moved[name].abs(), torch.full_like(moved[name], 0.1))
+
+
+def test_the_learning_rate_of_both_parts_is_set_at_once() -> None:
+    parameters = named()
+    optimizer = build(parameters)
+    set_learning_rate(optimizer, 0.0)
+    before = [p.detach().clone() for _, p in parameters]
+    for _, p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert all(torch.equal(p, old) for (_, p), old in zip(parameters, before, strict=True))

@@ -12,8 +12,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from benchmarks.measure import FULL, QUICK
-from benchmarks.report import BASELINES, Report, describe, problems, read, tables, write
+from benchmarks.harness.measure import FULL, QUICK
+from benchmarks.harness.report import BASELINES, Report, describe, problems, read, tables, write
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.words import overridden

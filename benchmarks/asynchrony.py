@@ -1,8 +1,8 @@
 """Asynchrony: steps/h of simulated long-tailed runs at several bounds on staleness, beside no waiting at all.
 
-The run's own loop, stream, gate, order and buffer in virtual time: figures do not depend on the machine, and overrides
-of a run's configuration have no bearing. Staleness 0 is synchronous on the same machines, each side with its own; a
-synchronous run that shares them all between both sides idles less, so a speed-up over that one is smaller.
+The run's own loop, dispatcher, gate, order and buffer in virtual time: figures do not depend on the machine, and
+overrides of a run's configuration have no bearing. Staleness 0 is synchronous on the same machines, each side with its
+own; a synchronous run that shares them all between both sides idles less, so a speed-up over that one is smaller.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from benchmarks.measure import Claim, Effort, Findings, Series, rates
-from benchmarks.simulated_engines import Lengths
-from benchmarks.simulated_run import Outcome, Workload, simulate
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, rates
+from benchmarks.simulation.simulated_engines import Lengths
+from benchmarks.simulation.simulated_run import Outcome, Workload, simulate
 
 MAX_STALENESS = (0, 1, 2, 4, 8)
 ASYNC = 4  # the bound that the targets are for
@@ -51,7 +51,9 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """
     workload = replace(WORKLOAD, num_steps=effort.num_steps + 2 * WARMUP_STEPS)
     loads = [_with(workload, seed=seed) for seed in range(effort.repeats)]
-    series = {"ideal": Series("no waiting at all, computed", UNIT, tuple(3600 / load.ideal_step_s for load in loads))}
+    series = {
+        "ideal": Measurements("no waiting at all, computed", UNIT, tuple(3600 / load.ideal_step_s for load in loads))
+    }
     for bound in MAX_STALENESS:
         series |= _series(f"staleness_{bound}", f"max_staleness={bound}", [_simulate(load, bound) for load in loads])
     for responses in IN_FLIGHT:
@@ -86,7 +88,7 @@ def _with(workload: Workload, **lengths: float) -> Workload:
     return replace(workload, lengths=replace(workload.lengths, **lengths))
 
 
-def _series(name: str, what: str, outcomes: Sequence[Outcome]) -> dict[str, Series]:
+def _series(name: str, what: str, outcomes: Sequence[Outcome]) -> dict[str, Measurements]:
     found = {
         "": (what, UNIT, [3600 / outcome.step_s for outcome in outcomes]),
         "_engines_idle": ("share of slot-seconds without decoding", "share", [o.engine_idle_share for o in outcomes]),
@@ -95,10 +97,10 @@ def _series(name: str, what: str, outcomes: Sequence[Outcome]) -> dict[str, Seri
         "_max_age": ("oldest trained token", "versions", [float(o.max_age) for o in outcomes]),
         "_length": ("trained responses' mean length", "tokens", [o.mean_tokens for o in outcomes]),
     }
-    return {name + suffix: Series(text, unit, tuple(values)) for suffix, (text, unit, values) in found.items()}
+    return {name + suffix: Measurements(text, unit, tuple(values)) for suffix, (text, unit, values) in found.items()}
 
 
-def _claims(series: Mapping[str, Series]) -> list[Claim]:
+def _claims(series: Mapping[str, Measurements]) -> list[Claim]:
     claims = []
     for bound in MAX_STALENESS[1:]:
         ours = series[f"staleness_{bound}"]

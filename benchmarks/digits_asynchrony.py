@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import mean
 
-from benchmarks.measure import Claim, Effort, Findings, Series, rates
-from benchmarks.stage import private_ray, scratch_config
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, rates
+from benchmarks.harness.stage import private_ray, scratch_config
 from benchmarks.whole_step import STEPS_A_BLOCK, measured_steps, step_rates
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import StepRecord
+from cluster.metrics.step_records import StepRecord
 from configs.schema import RunConfig
 
 PROMPTS = 32  # of a step, as in the job
@@ -53,10 +53,12 @@ def steps_at(config: RunConfig, bounds: Sequence[int], num_steps: int) -> dict[i
     return steps
 
 
-def over_synchronous(steps: dict[int, list[StepRecord]]) -> tuple[dict[str, Series], list[Claim]]:
+def over_synchronous(steps: dict[int, list[StepRecord]]) -> tuple[dict[str, Measurements], list[Claim]]:
     """The rates of steps at each bound, and their ratios to the rate at bound 0."""
     series = {
-        f"staleness_{bound}": Series(f"max_staleness={bound}, {STEPS_A_BLOCK} steps a value", UNIT, step_rates(records))
+        f"staleness_{bound}": Measurements(
+            f"max_staleness={bound}, {STEPS_A_BLOCK} steps a value", UNIT, step_rates(records)
+        )
         for bound, records in steps.items()
     }
     synchronous = series["staleness_0"]

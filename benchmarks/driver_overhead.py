@@ -14,32 +14,32 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+from benchmarks.harness.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
 import ray
 
-from actors.prompt_desk import PromptDesk
-from actors.rollout_client import RolloutClient
-from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave
+from actors.rollout.client import RolloutClient
+from actors.rollout.server import PromptServer
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave
 from benchmarks.replay import Load, make_group
-from benchmarks.simulated_engines import summary
-from benchmarks.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
+from benchmarks.simulation.simulated_engines import summary
+from benchmarks.simulation.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
-from cluster.leases import LeaseTable
-from cluster.replay_buffer import ReplayBuffer
-from cluster.restarts import RestartPolicy
+from cluster.records.partial_response import Attempt
+from cluster.records.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
+from cluster.replay.buffer import ReplayBuffer
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
-from cluster.rollout_pool import HealthChecks, RolloutPool
-from cluster.rollout_stream import RolloutStream
-from cluster.sampled import Attempt
-from cluster.staleness import StalenessGate
-from cluster.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
+from cluster.rollout.dispatcher import RolloutDispatcher
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from cluster.rollout.staleness import StalenessGate
+from cluster.workers.restart_policy import RestartPolicy
 from configs.schema import Recipe, RunConfig
 from configs.schema.rewards import SHARED_SERVICE
-from deploy.buffer import replay_buffer
+from deploy.wiring.buffer import replay_buffer
 from rewards.contract import Score
-from rewards.pool import LossCounter, RewardPool
-from rewards.service import RewardService, ServiceSettings
-from rewards.worker import GroupOutcomes, Question
+from rewards.pool.reward_pool import LossCounter, RewardPool
+from rewards.pool.service import RewardService, ServiceSettings
+from rewards.pool.worker import GroupOutcomes, Question
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
@@ -62,7 +62,7 @@ UNIT = "CPU ms/trajectory"
 
 @dataclass(frozen=True)
 class _Roles:
-    """What the stream works with."""
+    """What the dispatcher works with."""
 
     rollouts: Rollouts
     rewards: Rewards
@@ -128,7 +128,7 @@ async def _cpu_ms(roles: _Roles, prompts: NumberedPrompts, num_in_flight: int, n
         max_concurrent=num_in_flight,
         total_steps=num_steps,
     )
-    stream = RolloutStream(
+    dispatcher = RolloutDispatcher(
         prompts=prompts,
         gate=gate,
         rollouts=roles.rollouts,
@@ -138,10 +138,10 @@ async def _cpu_ms(roles: _Roles, prompts: NumberedPrompts, num_in_flight: int, n
         admission_filter=KEEP_ALL,
     )
     seconds = []  # of CPU, at the end of each step
-    async with stream.streaming():
+    async with dispatcher.streaming():
         for version in range(1, num_steps + 1):
             groups = await roles.replay.take(prompts_per_step)
-            stream.advance(version)
+            dispatcher.advance(version)
             await roles.replay.release(groups)
             await roles.replay.stats()
             seconds.append(time.process_time())
@@ -160,7 +160,7 @@ class _SleepingEngines:
         return Generated(prompt.prompt_id, _summary(prompt))
 
 
-class _Engine(PromptDesk):
+class _Engine(PromptServer):
     """A rollout actor without an engine: its groups are there after a while."""
 
     def __init__(self) -> None:
@@ -198,11 +198,13 @@ class _Scorers:
 
 def _rollout_pool(engines: Sequence[ray.actor.ActorHandle]) -> RolloutPool:
     """The engines as a run's driver sees them; groups stay where they are and the driver holds references."""
-    leases = LeaseTable(NUM_TOKENS)
+    in_flight_requests = InFlightRequests(NUM_TOKENS)
     calls = ("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s")
 
     async def spawn(index: int) -> RolloutClient:
-        return RolloutClient(engines[index], f"rollout/{index}", leases=leases, **dict.fromkeys(calls, TIMEOUT_S))
+        return RolloutClient(
+            engines[index], f"rollout/{index}", in_flight_requests=in_flight_requests, **dict.fromkeys(calls, TIMEOUT_S)
+        )
 
     return RolloutPool(
         spawn,
@@ -262,11 +264,11 @@ def _summary(prompt: Prompt) -> GroupSummary:
 
 def _findings(found: Mapping[str, tuple[float, ...]]) -> Findings:
     what = {
-        "process": "stream, gate, order and buffer; the rest faked in the driver's process",
+        "process": "dispatcher, gate, order and buffer; the rest faked in the driver's process",
         "ray": "the same with engines, rewards and buffer behind Ray, groups in the object store",
     }
     series = {
-        f"{name}_{num}": Series(f"{what[name]}; {num} groups in flight", UNIT, found[f"{name}_{num}"])
+        f"{name}_{num}": Measurements(f"{what[name]}; {num} groups in flight", UNIT, found[f"{name}_{num}"])
         for name in what
         for num in IN_FLIGHT
     }

@@ -20,16 +20,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.measure import QUICK, Claim, Effort, Findings, Series, interleave, rates
-from benchmarks.raw_rewards import local_scoring, post_all
+from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave, rates
+from benchmarks.raw.raw_rewards import local_scoring, post_all
 from benchmarks.reward_pool import numbered_group
-from cluster.trajectory import Reward
+from cluster.records.trajectory import Reward
 from rewards.contract import Outcome, RewardRequest, Score
 from rewards.functions import build_function
 from rewards.http.wire import encode_sample, join_samples
-from rewards.isolated import IsolatedProcess
+from rewards.isolation.process import IsolatedProcess
+from rewards.pool.worker import group_requests
 from rewards.tools import Tools
-from rewards.worker import group_requests
 
 T = TypeVar("T")
 NUM_GROUPS, QUICK_GROUPS = 1024, 128  # of eight samples
@@ -73,7 +73,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         path = Path(folder) / "rewards.yaml"
         path.write_text(REWARDS)
         ours = servers.enter_context(_served("deploy.cli", "serve-rewards", str(path), "--token-env", TOKEN))
-        raw = servers.enter_context(_served("benchmarks.raw_rewards", str(path)))
+        raw = servers.enter_context(_served("benchmarks.raw.raw_rewards", str(path)))
         bench = _Bench(requests, path, ours, raw)
         gc.collect()
         gc.freeze()  # else every other round pays for a look through all that was imported
@@ -142,9 +142,9 @@ def _served(module: str, *arguments: str) -> Iterator[str]:
 def _findings(found: dict[str, tuple[float, ...]], num_samples: int) -> Findings:
     how = f"{num_samples:,} samples, {BATCH_SAMPLES} a request, {CONCURRENCY} requests at a time"
     series = {
-        "ours": Series(f"function `http` and `mobula serve-rewards`: {how}", UNIT, found["ours"]),
-        "raw": Series(f"aiohttp on both ends: {how}", UNIT, found["raw"]),
-        "in process": Series("the same rules in this process", UNIT, found["in process"]),
+        "ours": Measurements(f"function `http` and `mobula serve-rewards`: {how}", UNIT, found["ours"]),
+        "raw": Measurements(f"aiohttp on both ends: {how}", UNIT, found["raw"]),
+        "in process": Measurements("the same rules in this process", UNIT, found["in process"]),
     }
     claims = (
         Claim("served / bare aiohttp", rates(series["ours"], series["raw"]), 0.25),

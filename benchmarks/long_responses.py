@@ -19,23 +19,23 @@ from unittest.mock import patch
 
 import numpy as np
 
-from actors.rollout_actor import RolloutActor
+from actors.rollout.actor import RolloutActor
 from benchmarks.digits_asynchrony import means, over_synchronous, steps_at
-from benchmarks.measure import Claim, Effort, Findings, Series, interleave, share
-from benchmarks.push_pause import Generation, Pushes, pause, served_weights
-from benchmarks.raw_step import ONE_CORE_ENGINE, ONE_CORE_TRAINER, WHAT, RawStep
-from benchmarks.raw_vllm import raw_engine, settings_of
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
+from benchmarks.harness.push_pause import Generation, Pushes, pause, served_weights
+from benchmarks.harness.stage import Stage, engines, private_ray, scratch_config, scratch_folder, staged
+from benchmarks.raw.raw_step import ONE_CORE_ENGINE, ONE_CORE_TRAINER, WHAT, RawStep
+from benchmarks.raw.raw_vllm import raw_engine, settings_of
 from benchmarks.rollout import Sides
-from benchmarks.stage import Stage, engines, private_ray, scratch_config, scratch_folder, staged
 from benchmarks.whole_step import OVERLAPPED, STEPS_A_BLOCK, UNIT, Blocks, in_blocks, mean_phases, raw_parts
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import StepRecord
-from cluster.ray_group import answer
+from cluster.metrics.step_records import StepRecord
+from cluster.runtime.ray_actors import answer
 from configs.errors import ConfigError
 from configs.schema import RunConfig
-from deploy import rollouts
-from deploy.build import Inference, start_learner
-from deploy.warm_start import warm_start
+from deploy.wiring import rollouts
+from deploy.wiring.build import Inference, start_learner
+from deploy.wiring.warm_start import warm_start
 from learner.learner_group import LearnerGroup
 
 EXPERIMENT = "digit_list"
@@ -270,30 +270,32 @@ def _lengths(lengths: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _loop_series(blocks: Blocks) -> dict[str, Series]:
+def _loop_series(blocks: Blocks) -> dict[str, Measurements]:
     raw = (ONE_CORE_ENGINE, ONE_CORE_TRAINER)
     return {
-        **{part: Series(WHAT[part], UNIT, tuple(rates[part] for rates in blocks.parts)) for part in raw},
-        "loop_overlapped": Series(f"the loop with max_staleness=1, {STEPS_A_BLOCK} steps a value", UNIT, blocks.rates),
-        "limit_overlapped": Series("the overlapped limit of the raw parts around it", UNIT, blocks.limit),
+        **{part: Measurements(WHAT[part], UNIT, tuple(rates[part] for rates in blocks.parts)) for part in raw},
+        "loop_overlapped": Measurements(
+            f"the loop with max_staleness=1, {STEPS_A_BLOCK} steps a value", UNIT, blocks.rates
+        ),
+        "limit_overlapped": Measurements("the overlapped limit of the raw parts around it", UNIT, blocks.limit),
     }
 
 
-def _rollout_series(rollout: _Rollout) -> dict[str, Series]:
+def _rollout_series(rollout: _Rollout) -> dict[str, Measurements]:
     what = {
         "ours": "Ray actor with AsyncLLM, through RolloutPool",
         "raw": "LLM.generate alone in a process on the same core, with the same prompts and parameters",
     }
-    return {f"rollout_{side}": Series(what[side], "samples/s", rates) for side, rates in rollout.rates.items()}
+    return {f"rollout_{side}": Measurements(what[side], "samples/s", rates) for side, rates in rollout.rates.items()}
 
 
-def _push_series(kv_cache: str, found: Sequence[_Pushed]) -> dict[str, Series]:
+def _push_series(kv_cache: str, found: Sequence[_Pushed]) -> dict[str, Measurements]:
     num = ENGINE_PROMPTS * SAMPLES
     of = f"of {num} responses by one push with kv_cache={kv_cache}"
     pauses, recomputed = tuple(f.pause_s for f in found), tuple(f.recomputed for f in found)
     return {
-        f"pause_{kv_cache}": Series(f"delay of the generation {of}", "s", pauses),
-        f"recomputed_{kv_cache}": Series(f"tokens computed again {of}", "tokens", recomputed),
+        f"pause_{kv_cache}": Measurements(f"delay of the generation {of}", "s", pauses),
+        f"recomputed_{kv_cache}": Measurements(f"tokens computed again {of}", "tokens", recomputed),
     }
 
 

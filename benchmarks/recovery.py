@@ -17,16 +17,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.measure import Claim, Effort, Findings, Series
-from benchmarks.role_time import idle_shares, snapshot
-from benchmarks.stage import private_ray, scratch_config
-from cluster.leases import PROMPTS, TOKENS_KEPT, TOKENS_LOST
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements
+from benchmarks.harness.role_time import idle_shares, snapshot
+from benchmarks.harness.stage import private_ray, scratch_config
 from cluster.metrics.definitions import CounterName
-from cluster.metrics.records import StepRecord
-from cluster.metrics.run_folder import METRICS_FILE, read_run_folder
+from cluster.metrics.report.run_folder import METRICS_FILE, read_run_folder
+from cluster.metrics.step_records import StepRecord
+from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST
 from configs.schema import RunConfig
-from deploy.logs import LOG_FILE
-from deploy.runtime import run_training
+from deploy.run.logs import LOG_FILE
+from deploy.run.runtime import run_training
 
 SETTINGS = (  # a random model hardly ever stops before its tokens are full, and hardly learns to at this rate
     "algorithm.max_staleness=1",
@@ -147,21 +147,23 @@ def windows(done_at: Sequence[float], after: float) -> list[tuple[float, float]]
 
 def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> Findings:
     before = [rate for began, rate in windows(watch.done_at[: watch.num_steps_before], 0.0)]
-    normal = Series(f"steps/s before the kill, {WINDOW} steps a value", UNIT, tuple(before))
+    normal = Measurements(f"steps/s before the kill, {WINDOW} steps a value", UNIT, tuple(before))
     meanwhile = [rate for began, rate in windows(watch.done_at, watch.killed_at) if began < watch.serving_at]
     later = windows(watch.done_at, watch.serving_at)
     full = [began for began, rate in later if rate >= FULL * normal.median]
-    after = Series("the same, once the new engine served", UNIT, tuple(rate for _, rate in later))
+    after = Measurements("the same, once the new engine served", UNIT, tuple(rate for _, rate in later))
     seconds = {
         "noticed": ("from the kill until the rollout pool had noticed", watch.noticed_at),
         "serving": ("until another engine served at the learner's version", watch.serving_at),
     }
     if full:
         seconds["full"] = (f"until {WINDOW} steps in a row began that had {FULL:g} of the rate before", full[0])
-    series = {name: Series(what, "s", (at - watch.killed_at,)) for name, (what, at) in seconds.items()}
+    series = {name: Measurements(what, "s", (at - watch.killed_at,)) for name, (what, at) in seconds.items()}
     series |= {"before": normal, "after": after}
     if meanwhile:
-        series["meanwhile"] = Series("with the engine that was left, while another loaded", UNIT, tuple(meanwhile))
+        series["meanwhile"] = Measurements(
+            "with the engine that was left, while another loaded", UNIT, tuple(meanwhile)
+        )
     claims = [Claim("rate after / before", after.median / normal.median, FULL)]
     if meanwhile:
         claims.append(Claim("rate meanwhile / before", series["meanwhile"].median / normal.median))
@@ -176,7 +178,7 @@ def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> 
 
 
 def _lost(watch: _Watch, steps: Sequence[StepRecord]) -> dict[str, int]:
-    """What became of the tokens under way at the lost engine, as the leases count it."""
+    """What became of the tokens under way at the lost engine, as the in-flight requests count it."""
     first, last = (
         step.counters.get(CounterName.RESUMED, {}) for step in (steps[watch.num_steps_before - 1], steps[-1])
     )

@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+from benchmarks.harness.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
 import ray
 
-from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
-from cluster.actions import TokenActions
-from cluster.objects import fetch
-from cluster.ray_group import answer
-from cluster.restoring_replay import RestoringReplay
-from cluster.trajectory import (
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
+from cluster.records.actions import TokenActions
+from cluster.records.trajectory import (
     FinishReason,
     GroupSummary,
     Prompt,
@@ -30,8 +27,11 @@ from cluster.trajectory import (
     WeightSpan,
     group_num_bytes,
 )
+from cluster.replay.restartable_replay import RestartableReplay
+from cluster.runtime.object_store import fetch
+from cluster.runtime.ray_actors import answer
 from configs.schema import RunConfig
-from deploy.buffer import replay_buffer
+from deploy.wiring.buffer import replay_buffer
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.max_bytes=1073741824", "replay.journal=false")
 ROLES = ("replay",)
@@ -144,7 +144,7 @@ class _Wire:
     load: Load
     producer: ray.actor.ActorHandle
     consumer: ray.actor.ActorHandle
-    buffer: RestoringReplay
+    buffer: RestartableReplay
 
     async def through_buffer(self, round_number: int) -> float:
         """Producer returns groups; driver puts references, takes, hands them on; consumer fetches; driver releases."""
@@ -207,7 +207,7 @@ def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
         "one": "producer returns as many bytes in one array a group, consumer gets it",
     }
     series = {
-        f"{side}_{load.name}": Series(f"{what[side]} ({load.name})", UNIT, found[f"{side}_{load.name}"])
+        f"{side}_{load.name}": Measurements(f"{what[side]} ({load.name})", UNIT, found[f"{side}_{load.name}"])
         for load in (LARGE, SMALL)
         for side in what
     }

@@ -10,19 +10,19 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+from benchmarks.harness.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
 import ray
 
-from benchmarks.measure import Claim, Effort, Findings, Series, interleave
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave
 from benchmarks.replay import NUM_SIBLINGS, Load, make_group
-from cluster.trajectory import Generated, Response, TrajectoryGroup
+from cluster.records.trajectory import Generated, Response, TrajectoryGroup
 from configs.schema import RunConfig
-from deploy.scorers import reward_pool
-from rewards.isolated import IsolatedProcess
-from rewards.pool import RewardPool
+from deploy.wiring.scoring_roles import reward_pool
+from rewards.isolation.process import IsolatedProcess
+from rewards.pool.reward_pool import RewardPool
+from rewards.pool.worker import group_requests
 from rewards.scoring import Scoring
 from rewards.tools import Tools
-from rewards.worker import group_requests
 
 ROLES = ("reward",)
 SETTINGS = (
@@ -88,10 +88,10 @@ def _findings(config: RunConfig, found: dict[str, tuple[float, ...]]) -> Finding
     return Findings(
         settings={"groups": NUM_GROUPS, "siblings": NUM_SIBLINGS, "components": len(config.rewards.components)},
         series={
-            "pool": Series(through_ray, "samples/s", found["pool"]),
-            "in process": Series("the same rules in this process", "samples/s", found["in process"]),
-            "latency": Series(f"median latency of a group at {OFFERED_PER_S} samples/s", "s", found["latency"]),
-            "fetched": Series("the same of groups that are fetched from the object store", "s", found["fetched"]),
+            "pool": Measurements(through_ray, "samples/s", found["pool"]),
+            "in process": Measurements("the same rules in this process", "samples/s", found["in process"]),
+            "latency": Measurements(f"median latency of a group at {OFFERED_PER_S} samples/s", "s", found["latency"]),
+            "fetched": Measurements("the same of groups that are fetched from the object store", "s", found["fetched"]),
         },
         claims=(
             Claim(f"throughput / {OFFERED_PER_S} samples/s", median(found["pool"]) / OFFERED_PER_S, 1.0),

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
-from benchmarks.apart import Peer
-from benchmarks.measure import Claim, Effort, Findings, Series, Side, interleave, share
-from benchmarks.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from benchmarks.stage import engines, private_ray, scratch_config
+from benchmarks.harness.apart import Peer
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, share
+from benchmarks.harness.stage import engines, private_ray, scratch_config
+from benchmarks.raw.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
+from cluster.records.trajectory import Prompt
 from cluster.roles import SamplingSettings
-from cluster.rollout_pool import RolloutPool
-from cluster.trajectory import Prompt
+from cluster.rollout.rollout_pool import RolloutPool
 from configs.schema import RunConfig
-from deploy.preparation import Prepared
+from deploy.wiring.preparation import Prepared
 
 SETTINGS = ("resources.rollout.num_workers=1",)
 NUM_PROMPTS = 64  # of one round
@@ -109,10 +109,10 @@ def _findings(
         "processed within the clock",
         "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
     }
-    series: dict[str, Series] = {}
+    series: dict[str, Measurements] = {}
     claims: list[Claim] = []
     for max_tokens, sides in found.items():
-        own = {name: Series(f"{max_tokens} tokens: {what[name]}", UNIT, values) for name, values in sides.items()}
+        own = {name: Measurements(f"{max_tokens} tokens: {what[name]}", UNIT, values) for name, values in sides.items()}
         series |= {f"{name}_{max_tokens}": side for name, side in own.items()}
         processed, raw = (share(sides["ours"], sides[name]) for name in ("raw_processed", "raw"))
         claims.append(Claim(f"ours / raw with processed pictures, {max_tokens} tokens", processed, TARGET))

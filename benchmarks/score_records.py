@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import QUICK, Claim, Effort, Findings, Series, Side, interleave, rates
+from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, Side, interleave, rates
 from rewards.offline.corruption import corrupt
 
 SMALL, LARGE, QUICK_LARGE = 29_299, 1_000_000, 100_000
@@ -84,7 +84,7 @@ class _Bench:
         return side
 
     def plain(self, num_rows: int) -> Side:
-        words = [sys.executable, "-m", "benchmarks.score_reference", str(self._rows(num_rows))]
+        words = [sys.executable, "-m", "benchmarks.raw.score_reference", str(self._rows(num_rows))]
 
         async def side(round_number: int) -> float:
             target = str(self._folder / "plain.json")
@@ -163,9 +163,13 @@ def _watch(process: psutil.Process, peak: list[int], is_over: threading.Event) -
 def _findings(found: dict[str, tuple[float, ...]], bench: _Bench, large: int) -> Findings:
     whole = "parse, score in both readings, write the report"
     series = {
-        "small": Series(f"mobula score, {SMALL:,} rows, {NUM_PROCESSES} processes: {whole}", UNIT, found["small"]),
-        "plain": Series(f"plain Python, {SMALL:,} rows, 1 process: {whole}", UNIT, found["plain"]),
-        "large": Series(f"mobula score, {large:,} rows, {NUM_PROCESSES} processes: {whole}", UNIT, found["large"]),
+        "small": Measurements(
+            f"mobula score, {SMALL:,} rows, {NUM_PROCESSES} processes: {whole}", UNIT, found["small"]
+        ),
+        "plain": Measurements(f"plain Python, {SMALL:,} rows, 1 process: {whole}", UNIT, found["plain"]),
+        "large": Measurements(
+            f"mobula score, {large:,} rows, {NUM_PROCESSES} processes: {whole}", UNIT, found["large"]
+        ),
     }
     peaks = {num: num_bytes / 1e9 for num, num_bytes in bench.peak_bytes.items()}
     claims = (

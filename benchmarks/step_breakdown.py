@@ -7,12 +7,12 @@ from math import fsum
 
 from rich.console import Console
 
-from benchmarks.measure import Claim, Effort, Findings, Series
-from benchmarks.stage import private_ray, scratch_config
-from cluster.metrics.records import StepRecord
-from cluster.metrics.run_folder import read_run_folder
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements
+from benchmarks.harness.stage import private_ray, scratch_config
+from cluster.metrics.report.run_folder import read_run_folder
+from cluster.metrics.step_records import StepRecord
 from configs.schema import RunConfig
-from deploy.runtime import run_training
+from deploy.run.runtime import run_training
 
 PHASES = {
     "wait_for_rollouts": "waiting for the step's groups",
@@ -48,7 +48,7 @@ def findings(config: RunConfig, steps: Sequence[StepRecord], settings: dict[str,
         raise ValueError(f"this breakdown does not know the phases {sorted(unknown)} of the run: add them to PHASES")
     timed = [phase for phase in PHASES if any(phase in step.phases for step in steps)]
     series = {
-        phase: Series(PHASES[phase], "s", tuple(s.phases[phase] if phase in s.phases else 0.0 for s in steps))
+        phase: Measurements(PHASES[phase], "s", tuple(s.phases[phase] if phase in s.phases else 0.0 for s in steps))
         for phase in timed
     }
     claims = [Claim("everything else / step", share(steps, "other"), TARGET, at_least=False)]

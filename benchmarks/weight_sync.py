@@ -13,11 +13,11 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from benchmarks.apart import Peer, apart
-from benchmarks.fan_out import NUM_RECEIVERS, adapters_of, fan_out
-from benchmarks.measure import Claim, Effort, Findings, Series, interleave, rates
-from benchmarks.push_pause import into_engine
-from benchmarks.stage import private_ray, scratch_config
+from benchmarks.harness.apart import Peer, apart
+from benchmarks.harness.fan_out import NUM_RECEIVERS, adapters_of, fan_out
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
+from benchmarks.harness.push_pause import into_engine
+from benchmarks.harness.stage import private_ray, scratch_config
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup
 from configs.schema import RunConfig
@@ -231,7 +231,10 @@ def _side(members: tuple[Peer, Peer], job: Push, num_bytes: int) -> Callable:
 
 
 def _findings(
-    config: RunConfig, found: dict[str, tuple[float, ...]], delivered: dict[str, Series], pushed: dict[str, Series]
+    config: RunConfig,
+    found: dict[str, tuple[float, ...]],
+    delivered: dict[str, Measurements],
+    pushed: dict[str, Measurements],
 ) -> Findings:
     transport = config.resources.transport
     what = {
@@ -239,7 +242,7 @@ def _findings(
         "raw": f"dist.broadcast over {transport} of one tensor of as many bytes",
     }
     series = {
-        f"{side}_{size}": Series(f"{what[side]} ({size} MiB)", UNIT, found[f"{side}_{size}"])
+        f"{side}_{size}": Measurements(f"{what[side]} ({size} MiB)", UNIT, found[f"{side}_{size}"])
         for size in SIZES
         for side in what
     }
@@ -264,7 +267,7 @@ def _findings(
     return Findings(settings, series, claims)
 
 
-def _fan_out_claims(series: dict[str, Series]) -> tuple[Claim, ...]:
+def _fan_out_claims(series: dict[str, Measurements]) -> tuple[Claim, ...]:
     """Bytes delivered in a second over those of a raw broadcast to as many receivers, and what adapters save."""
     manifest = transformer_manifest(FAN_OUT * MIB)
     saved = manifest.num_bytes / adapters_of(manifest).num_bytes

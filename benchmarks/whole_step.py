@@ -15,16 +15,16 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks.idle import wait_until_idle
-from benchmarks.measure import Claim, Effort, Findings, Series, serial_rate, share
-from benchmarks.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
-from benchmarks.stage import private_ray, scratch_config, staged
+from benchmarks.harness.idle import wait_until_idle
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, serial_rate, share
+from benchmarks.harness.stage import private_ray, scratch_config, staged
+from benchmarks.raw.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
 from cluster.errors import MobulaError
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import EvaluationRecord, StepRecord
-from cluster.metrics.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import read_run_folder
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 from configs.schema import RunConfig
-from deploy.runtime import run_training
+from deploy.run.runtime import run_training
 
 PROMPTS, SAMPLES = 8, 8
 SETTINGS = (  # a random model hardly ever stops before its 8 tokens are full, and hardly learns to at this rate
@@ -204,18 +204,18 @@ def _seconds(steps: Sequence[StepRecord]) -> float:
 
 def _findings(config: RunConfig, found: Mapping[str, Blocks]) -> Findings:
     parts = [measured for blocks in found.values() for measured in blocks.parts]
-    series = {part: Series(WHAT[part], UNIT, tuple(rates[part] for rates in parts)) for part in parts[0]}
+    series = {part: Measurements(WHAT[part], UNIT, tuple(rates[part] for rates in parts)) for part in parts[0]}
     for name, blocks in found.items():
         text = f"the loop, {LOOPS[name]}, {STEPS_A_BLOCK} steps a value"
-        series[f"loop_{name}"] = Series(text, UNIT, blocks.rates)
-        series[f"serial_{name}"] = Series("the serial sum of the raw parts around it", UNIT, blocks.serial)
+        series[f"loop_{name}"] = Measurements(text, UNIT, blocks.rates)
+        series[f"serial_{name}"] = Measurements("the serial sum of the raw parts around it", UNIT, blocks.serial)
     claims = [
         Claim("loop / serial sum of raw parts", share(found["staleness_0"].rates, found["staleness_0"].serial), TARGET),
         Claim("loop with max_staleness=1 / serial sum", share(found["staleness_1"].rates, found["staleness_1"].serial)),
     ]
     if "overlapped" in found:
         blocks = found["overlapped"]
-        series["limit_overlapped"] = Series("the overlapped limit of the raw parts around it", UNIT, blocks.limit)
+        series["limit_overlapped"] = Measurements("the overlapped limit of the raw parts around it", UNIT, blocks.limit)
         reached = share(blocks.rates, blocks.limit)
         claims.append(Claim("overlapped loop / overlapped limit of raw parts", reached, OVERLAPPED_TARGET))
         claims.append(Claim("overlapped loop / serial sum", share(blocks.rates, blocks.serial)))

@@ -7,8 +7,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.records.trajectory import ScoredGroup
 from cluster.roles import Learner, Reference, Replay, ReplayStats, UpdateReport, Weights
-from cluster.trajectory import ScoredGroup
 
 
 class RunCheckpoints(Protocol):
@@ -87,7 +87,7 @@ class Controller:
         """Train until version `total_steps`, and return it.
 
         Raises:
-            MobulaError: something failed that no retry could mend; the newest complete checkpoint is untouched.
+            MobulaError: something failed that no retry could fix; the newest complete checkpoint is untouched.
         """
         version = await self.checkpoints.resume()
         await self.weights.publish(version)

@@ -106,7 +106,7 @@ class LostReplyError(MobulaError):
 
 
 class DependencyError(MobulaError):
-    """A role lives and answers: it waited in vain for somebody else, so replacing it would mend nothing."""
+    """A role lives and answers: it waited in vain for somebody else, so replacing it would fix nothing."""
 
 
 class LostObjectError(MobulaError):

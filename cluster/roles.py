@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from cluster.seeds import derived_seed
-from cluster.trajectory import Generated, Prompt, Reward, ScoredGroup
+from cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from cluster.runtime.seeds import derived_seed
 
 
 @dataclass(frozen=True)

@@ -111,16 +111,16 @@ def load_rewards(path: Path) -> RewardsConfig:
     return rewards
 
 
-def _read_mapping(path: Path, give: str, mend: str) -> dict[Any, Any]:
+def _read_mapping(path: Path, give: str, fix: str) -> dict[Any, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): {give}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is no YAML ({reason}): {mend}") from error
+        raise ConfigError(f"{path} is no YAML ({reason}): {fix}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {_shown(values)}, expected a mapping: {mend}")
+        raise ConfigError(f"{path} holds {_shown(values)}, expected a mapping: {fix}")
     return values
 
 

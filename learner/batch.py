@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.media import MediaReader
-from cluster.objects import fetch_or_miss
-from cluster.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
+from cluster.runtime.object_store import fetch_or_miss
 from learner.algorithms.aggregation import Totals
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 

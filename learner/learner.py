@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.media import MediaReader
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
-from cluster.trajectory import Prompt, ScoredGroup
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.concurrency import outcomes
 from cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
-from cluster.ray_group import answer, beside, kill, stop
+from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
-from cluster.trajectory import Prompt, ScoredGroup
+from cluster.runtime.concurrency import outcomes
+from cluster.runtime.ray_actors import answer, beside, kill, stop
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig

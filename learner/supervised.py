@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.media import MediaReader
-from cluster.trajectory import Prompt
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import Prompt
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.backends.base import Backend
 from learner.gradient_step import GradientStep

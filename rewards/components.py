@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from configs.schema.rewards import RewardComponent, RewardsConfig
 from rewards.contract import (
     BatchRewardFunction,
-    Failure,
     Outcome,
     RewardFunction,
     RewardRequest,
     Score,
+    ScoringFailure,
     evaluate_batch,
 )
 from rewards.functions import build_function
@@ -51,7 +51,7 @@ class Component:
     def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         outcomes = list(evaluate_batch(self._function, requests))
         for _ in range(self._retries):
-            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+            failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, ScoringFailure)]
             if not failed:
                 break
             self.num_retried += len(failed)
@@ -60,7 +60,7 @@ class Component:
         return outcomes
 
     def _remember(self, key: bytes, outcome: Outcome) -> None:
-        if isinstance(outcome, Failure):  # the next one may be luckier
+        if isinstance(outcome, ScoringFailure):  # the next one may be luckier
             return
         self._cache[key] = outcome
         self._cache.move_to_end(key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from cluster.errors import RewardError
 
 if TYPE_CHECKING:  # the records pull in the object store, which a reward function's own process never needs
-    from cluster.trajectory import Response
+    from cluster.records.trajectory import Response
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScoringFailure:
     """Why one component could not score one response: never a number."""
 
     kind: FailureKind
     reason: str
 
 
-Outcome = Score | Failure
+Outcome = Score | ScoringFailure
 
 
 @runtime_checkable
@@ -117,10 +117,10 @@ def evaluate_batch(
         if len(results) != len(requests):
             raise RewardError(f"returned {len(results)} outcomes for {len(requests)} requests")
     except RewardError as error:
-        return (Failure(failure_kind(error), str(error)),) * len(requests)
+        return (ScoringFailure(failure_kind(error), str(error)),) * len(requests)
     except Exception as error:  # as in `evaluate`
-        return (Failure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
-    return tuple(result if isinstance(result, Failure) else _outcome(checked, result) for result in results)
+        return (ScoringFailure(FailureKind.FAILED, f"raised {type(error).__name__}: {error}"),) * len(requests)
+    return tuple(result if isinstance(result, ScoringFailure) else _outcome(checked, result) for result in results)
 
 
 def checked(result: float | Score) -> Score:
@@ -158,6 +158,6 @@ def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
     try:
         return score(*given)
     except RewardError as error:
-        return Failure(failure_kind(error), str(error))
+        return ScoringFailure(failure_kind(error), str(error))
     except Exception as error:  # a result can be of any type, and raise whatever it likes when it is looked at
-        return Failure(FailureKind.FAILED, f"returned what raises {type(error).__name__}: {error}")
+        return ScoringFailure(FailureKind.FAILED, f"returned what raises {type(error).__name__}: {error}")

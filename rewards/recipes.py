@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import RewardError
-from cluster.trajectory import Reward
+from cluster.records.trajectory import Reward
 from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig
 from configs.schema.rewards import Recipe as RecipeConfig
-from rewards.contract import Failure, FailureKind, Outcome, Score
+from rewards.contract import FailureKind, Outcome, Score, ScoringFailure
 
 RECIPE = "recipe"  # stands for a component where a response has no recipe, or its sum is not finite
 
@@ -35,7 +35,7 @@ class ComponentError(RewardError):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class BuiltRecipe:
     """One recipe, ready to use. `gates` holds, by component, which other one must reach which value."""
 
     weights: Mapping[str, float]
@@ -55,7 +55,7 @@ class Recipe:
         values: dict[str, float] = {}
         reasons: dict[str, str] = {}
         for name, outcome in outcomes.items():
-            if isinstance(outcome, Failure):
+            if isinstance(outcome, ScoringFailure):
                 raise ComponentError(name, outcome.kind, outcome.reason)
             values[name] = outcome.value
             if outcome.reason:
@@ -95,7 +95,7 @@ class RecipeBook:
         """What a row says that it is."""
         return str(metadata.get(self._label_key, DEFAULT_RECIPE))
 
-    def find(self, label: str) -> Recipe | None:
+    def find(self, label: str) -> BuiltRecipe | None:
         """The recipe of a label, or else the default one, if there is one."""
         return self._recipes.get(label) or self._recipes.get(DEFAULT_RECIPE)
 
@@ -113,10 +113,10 @@ class RecipeBook:
         return recipe.reward(outcomes)
 
 
-def _ready(rewards: RewardsConfig, recipe: RecipeConfig) -> Recipe:
+def _ready(rewards: RewardsConfig, recipe: RecipeConfig) -> BuiltRecipe:
     weights = rewards.weights_in(recipe)
     gates: dict[str, tuple[tuple[str, float], ...]] = {}
     for gate in recipe.gates:
         gates[gate.component] = (*gates.get(gate.component, ()), (gate.needs, gate.at_least))
     scale = 1 / math.fsum(map(abs, weights.values())) if recipe.normalise else 1.0
-    return Recipe(weights, gates, scale)
+    return BuiltRecipe(weights, gates, scale)

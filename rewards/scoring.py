@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
-from cluster.trajectory import Reward
+from cluster.records.trajectory import Reward
 from configs.schema.rewards import RewardsConfig
 from rewards.components import Component, build_components
 from rewards.contract import Outcome, RewardRequest

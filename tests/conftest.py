@@ -38,7 +38,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
     """A run takes over the loggers of its process."""
-    from deploy.logs import OURS
+    from deploy.run.logs import OURS
 
     loggers = [logging.getLogger(name) for name in OURS]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
@@ -54,7 +54,7 @@ def local_ray() -> Iterator[str]:
 
     Its folder is made directly below /tmp: a Unix socket's path may have 107 characters at most.
     """
-    import deploy.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray  # only the tests that ask for a cluster pay for the import
 
     folder = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")

@@ -29,7 +29,7 @@ WHITE = 16  # the brightest value in load_digits
 PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pictures
 
 
-class Row(TypedDict):
+class DigitRow(TypedDict):
     """One line of a split; `image` is relative to the JSONL file, one path for each `<image>` of the question."""
 
     id: str
@@ -129,7 +129,7 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
     return {"train": train.tolist(), "validation": validation.tolist(), "test": test.tolist()}
 
 
-def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
     """The questions of one split on the pictures `indices`."""
     if marker["task"] == "digits":
         return _digit_rows(indices, labels)
@@ -138,7 +138,7 @@ def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
     return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
 
 
-def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
     """One question for each picture."""
     return [
         _row(
@@ -151,7 +151,7 @@ def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
     ]
 
 
-def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
+def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
     """Each picture with the next one, the last with the first: every picture is once the left and once the right."""
     return [
         _row(
@@ -164,7 +164,7 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[Row]:
     ]
 
 
-def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[Row]:
+def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[DigitRow]:
     """As many questions as pictures, each on 1 to 12 of them; every picture is used equally often, give or take one.
 
     A question on n pictures is drawn with a probability in proportion to 1 / n: most answers are short and some are ten
@@ -178,7 +178,7 @@ def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random
         digits = [int(labels[index]) for index in shown]
         question = "".join(f"<image>{label}" for label in PICTURE_LABELS[:size])
         rows.append(
-            Row(
+            DigitRow(
                 id=f"digit_list-{split}-{number:04d}",
                 question=f"{question}\nWhich digits are these? What is the sum?",
                 answer=str(sum(digits)),
@@ -207,8 +207,8 @@ def _shuffled_forever(indices: Sequence[int], random: Random) -> Iterator[int]:
         yield from random.sample(indices, len(indices))
 
 
-def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Row:
-    return Row(id=row_id, question=question, answer=str(answer), solution=rf"\boxed{{{answer}}}", image=image)
+def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> DigitRow:
+    return DigitRow(id=row_id, question=question, answer=str(answer), solution=rf"\boxed{{{answer}}}", image=image)
 
 
 def _image_path(index: int) -> str:

@@ -128,7 +128,7 @@ def _parse(line: bytes) -> Mapping[str, Any]:
         fields = json.loads(line, parse_int=str, parse_float=str)
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no tokenizer takes it
     except (ValueError, RecursionError) as error:
-        raise _Unusable("broken_json", f"the line is not JSON ({error}): mend or delete it") from error
+        raise _Unusable("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
     if not isinstance(fields, dict):
         raise _Unusable("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
     return fields
@@ -190,9 +190,9 @@ def _image_path(folder: Path, name: str) -> Path:
         leaves_folder = Path(name).is_absolute() or not path.is_relative_to(folder)
         is_file = not leaves_folder and path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
-        raise _Unusable("missing_file", f"the path {name!r} is unusable ({error}): mend `image`") from error
+        raise _Unusable("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
     if leaves_folder:
         raise _Unusable("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
     if not is_file:
-        raise _Unusable("missing_file", f"there is no file {path}: add it, or mend `image`")
+        raise _Unusable("missing_file", f"there is no file {path}: add it, or fix `image`")
     return path

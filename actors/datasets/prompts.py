@@ -13,7 +13,7 @@ import numpy as np
 
 from actors.datasets.jsonl import Row, Skipped, Split, count_by_reason, first_few
 from cluster.errors import DatasetError, SkippedSample
-from cluster.trajectory import Prompt
+from cluster.records.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class PromptSource:
                 self._skip(self._row_at(index).sample_id, error)
         raise DatasetError(
             f"no row of the split {self._split_name} is usable{first_few(self.skipped)}: "
-            "mend the rows or set data.path to another folder"
+            "fix the rows or set data.path to another folder"
         )
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
@@ -176,7 +176,7 @@ def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> Pro
         except SkippedSample as error:
             skipped.append(Skipped(row.sample_id, error.reason, str(error)))
     if not prompts:
-        raise DatasetError(f"no row of the split {split.name} is usable{first_few(skipped)}: mend the rows")
+        raise DatasetError(f"no row of the split {split.name} is usable{first_few(skipped)}: fix the rows")
     return PromptSet(tuple(prompts), tuple(skipped))
 
 
@@ -221,5 +221,5 @@ def _refuse_if_too_many_skipped(
         reasons = ", ".join(f"{reason} {number}" for reason, number in count_by_reason(skipped).items())
         raise DatasetError(
             f"{len(skipped)} of {total} samples of the split {split.name} are unusable: {reasons}{first_few(skipped)}, "
-            f"data.max_skipped_fraction is {max_skipped_fraction:g}: mend them or raise it"
+            f"data.max_skipped_fraction is {max_skipped_fraction:g}: fix them or raise it"
         )

@@ -26,8 +26,8 @@ from transformers import (
 from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
 from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
 from cluster.errors import MediaError, PromptError
-from cluster.media import MediaHandle, MediaStore, ProcessedMedia, content_key
-from cluster.trajectory import MediaSpan, Prompt
+from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
+from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.rollout import DataConfig, SamplerConfig
 from learner.policies.families import takes_pictures
 

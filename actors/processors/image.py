@@ -13,7 +13,7 @@ from typing import IO
 from PIL import Image
 
 from cluster.errors import MediaError
-from cluster.rgb import FORMATS, to_rgb
+from cluster.records.rgb import FORMATS, to_rgb
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from actors.samplers.base import EngineSettings, Sampler
 def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
     """The sampler named by `sampler.kind`; its engine is imported only when it is the one that runs."""
     if kind == "vllm":
-        from actors.samplers.vllm import VLLMSampler
+        from actors.samplers.vllm.sampler import VLLMSampler
 
         return VLLMSampler(settings)
     if kind == "huggingface":

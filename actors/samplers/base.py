@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from cluster.media import ProcessedMedia
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import Prompt
 from cluster.roles import EngineLoad, SamplingSettings
-from cluster.sampled import Attempt, Emit, SampledSequence
-from cluster.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.lora import AdapterPush
@@ -73,8 +73,8 @@ class Sampler(Protocol):
     ) -> list[SampledSequence]:
         """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
 
-        `emit` is given the news of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that were
-        kept stay as they are, with their log-probs and versions. Where the engine serves older weights than
+        `emit` is given the new chunks of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that
+        were kept stay as they are, with their log-probs and versions. Where the engine serves older weights than
         `settings.min_version`, the prompt waits for the push that brings those. A sampler that takes prompts one after
         the other takes them in order of arrival, whatever their priority.
         """

@@ -15,12 +15,12 @@ from transformers.generation import LogitsProcessorList
 
 from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
-from actors.samplers.served import ServedVersion
+from actors.samplers.served_version import ServedVersion
 from cluster.errors import WeightSyncError
-from cluster.media import ProcessedMedia
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import EngineLoad, SamplingSettings
-from cluster.sampled import Attempt, Emit, SampledSequence
-from cluster.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.policies.loading import DTYPES, checkpoint_names, load_model

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from cluster.errors import RolloutError
+from cluster.records.partial_response import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
+from cluster.records.trajectory import Prompt
 from cluster.roles import SamplingSettings
-from cluster.sampled import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
-from cluster.seeds import derived_seed
-from cluster.trajectory import Prompt
+from cluster.runtime.seeds import derived_seed
 
 
 class GroupProgress:
     """Puts pieces of siblings together and reports them in chunks.
 
-    Whenever some sibling has `chunk_tokens` that were not reported, the news of all siblings go out together: so a
+    Whenever some sibling has `chunk_tokens` that were not reported, the chunks of all siblings go out together: so a
     sibling never has more than `chunk_tokens - 1` tokens that only its actor knows, and siblings that run side by side
     cost one report. A finished group is not reported: it is returned.
     """
@@ -38,13 +38,13 @@ class GroupProgress:
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
 
     def report(self) -> None:
-        """Emit the news if they are due."""
+        """Emit the chunks if they are due."""
         if not self.unfinished():
             return
         if any(now.num_tokens - told.num_tokens >= self._chunk_tokens for now, told in self._pairs()):
-            news = list(self._news())
+            chunks = list(self._new_chunks())
             self._told = list(self.siblings)
-            self._emit(news, tuple(self.siblings))
+            self._emit(chunks, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
         """All siblings, once each has ended.
@@ -60,7 +60,7 @@ class GroupProgress:
         """Each sibling as it is, and as it was told last."""
         return zip(self.siblings, self._told, strict=True)
 
-    def _news(self) -> Iterator[TokenChunk]:
+    def _new_chunks(self) -> Iterator[TokenChunk]:
         for index, (sibling, told) in enumerate(self._pairs()):
             if sibling is not told:
                 yield TokenChunk(self._request_id, index, told.num_tokens, sibling.since(told.num_tokens))

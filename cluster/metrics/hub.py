@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.records import EvaluationRecord, Record, StepRecord
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.fan_out import FanOut
+from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord
 from cluster.metrics.step_values import component_means, staleness_of, step_values
 from cluster.metrics.totals import RunTotals
-from cluster.status import Progress
+from cluster.workers.status import Progress
 
 if TYPE_CHECKING:
+    from cluster.records.trajectory import ScoredGroup
     from cluster.roles import ReplayStats, UpdateReport
-    from cluster.trajectory import ScoredGroup
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Samples(Protocol):
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None: ...
 
 
-class StepScope:
+class MeasuredStep:
     """One step while it runs: phases are timed, then what it did is recorded once."""
 
     def __init__(self, step: int, clock: Clock, accuracy_component: str) -> None:
@@ -112,10 +112,10 @@ class Metrics:
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
-        self._scope: StepScope | None = None
+        self._scope: MeasuredStep | None = None
         self._outside, self._outside_start = STARTING, clock()
 
-    def resume(self, records: Sequence[Record]) -> None:
+    def resume(self, records: Sequence[MetricsRecord]) -> None:
         """Take up the totals and counters of an earlier part of this run (what `JsonlSink` kept of it)."""
         for record in records:
             if isinstance(record, EvaluationRecord):
@@ -125,11 +125,11 @@ class Metrics:
                 self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
 
     @contextmanager
-    def step(self, step: int) -> Iterator[StepScope]:
+    def step(self, step: int) -> Iterator[MeasuredStep]:
         """Measure the step that makes version `step`; nothing is emitted if its body raises, or if an earlier part of
         this run has recorded it: a resume takes such steps again.
         """
-        scope = self._scope = StepScope(step, self._clock, self._accuracy_component)
+        scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component)
         try:
             yield scope
         finally:

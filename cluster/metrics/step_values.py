@@ -11,8 +11,8 @@ from cluster.metrics.definitions import MetricName
 from cluster.metrics.reducers import standard_deviation
 
 if TYPE_CHECKING:
+    from cluster.records.trajectory import ScoredGroup
     from cluster.roles import ReplayStats
-    from cluster.trajectory import ScoredGroup
 
 
 def step_values(

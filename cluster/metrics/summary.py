@@ -11,7 +11,7 @@ from typing import Literal
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
-from cluster.metrics.records import strict
+from cluster.metrics.step_records import strict
 
 Status = Literal["running", "done", "stopped", "failed"]
 

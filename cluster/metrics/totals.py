@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import EvaluationRecord, StepRecord
 from cluster.metrics.reducers import WeightedMean
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 
 class RunTotals:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import WeightSyncError
-from cluster.network import join_store
+from cluster.runtime.network import join_store
 from cluster.weight_sync.manifest import Bucket, Manifest
 
 

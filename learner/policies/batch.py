@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.media import MediaHandle, MediaReader, ProcessedMedia
-from cluster.trajectory import MediaSpan, Prompt
+from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from cluster.records.trajectory import MediaSpan, Prompt
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
 TEXT, IMAGE = 0, 1  # transformers' mm_token_type_ids

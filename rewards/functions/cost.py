@@ -7,7 +7,7 @@ from numbers import Real
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.given import check_number, given_metadata
+from rewards.functions.parsing.references import check_number, given_metadata
 from rewards.tools import Tools
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from rewards.contract import Outcome, RewardRequest, Score
-from rewards.functions.boxed import find_boxes
-from rewards.functions.isolated_calls import call_each
-from rewards.functions.strict_json import read_json, type_name
+from rewards.functions.parsing.latex_boxes import find_boxes
+from rewards.functions.parsing.strict_json import read_json, type_name
+from rewards.isolation.calls import call_each
 from rewards.tools import Tools
 
 _FULL_MATCH = "rewards.functions.format:full_match"

@@ -9,9 +9,9 @@ from typing import Any
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.exact_match import fold
-from rewards.functions.given import given_metadata
-from rewards.functions.strict_json import read_json, type_name
+from rewards.functions.answers.exact_match import fold
+from rewards.functions.parsing.references import given_metadata
+from rewards.functions.parsing.strict_json import read_json, type_name
 from rewards.tools import Tools
 
 _NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")

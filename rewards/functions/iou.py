@@ -12,9 +12,18 @@ from scipy.optimize import linear_sum_assignment
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.boxes import LIMITS, Box, Form, Scale, iou, read_boxes, rescaled, to_boxes
-from rewards.functions.extraction import extractor
-from rewards.functions.given import check_number, given_metadata
+from rewards.functions.parsing.bounding_boxes import (
+    LIMITS,
+    BoundingBox,
+    Form,
+    Scale,
+    iou,
+    read_boxes,
+    rescaled,
+    to_boxes,
+)
+from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.references import check_number, given_metadata
 from rewards.tools import Tools
 
 
@@ -25,11 +34,11 @@ class Iou:
     max(their numbers); a pair below `min_iou` counts 0. The breakdown has precision and recall: the share of the
     response's boxes, and of the wanted ones, whose pair counts.
 
-    `extract` says where in the response the boxes stand (`rewards.functions.extraction`), as strict JSON: four numbers,
-    an array of such, or objects that have them as `bbox_2d`, `bbox` or `box`. `boxes` is the key of the metadata with
-    the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and `scale`, that
-    of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000) or pixels. Where only one is in pixels, the
-    picture's size is `width` and `height` of the metadata, else that of the prompt's first picture.
+    `extract` says where in the response the boxes stand (`rewards.functions.parsing.extraction`), as strict JSON: four
+    numbers, an array of such, or objects that have them as `bbox_2d`, `bbox` or `box`. `boxes` is the key of the
+    metadata with the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and
+    `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000) or pixels. Where only one is in
+    pixels, the picture's size is `width` and `height` of the metadata, else that of the prompt's first picture.
 
     A malformed box of the response (not four finite numbers, out of range, without area) is worth 0, and so are all.
 
@@ -74,13 +83,13 @@ class Iou:
         return Score(math.fsum(pairs) / max(len(found), len(wanted)), "", parts)
 
 
-def _shares(boxes: Sequence[Box], scale: Scale, request: RewardRequest) -> list[Box]:
+def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
     """The boxes as shares of the picture."""
     width, height = _picture_size(request) if scale == "pixels" else (LIMITS[scale], LIMITS[scale])
     return [rescaled(box, 1 / width, 1 / height) for box in boxes]
 
 
-def _matched(found: Sequence[Box], wanted: Sequence[Box]) -> list[float]:
+def _matched(found: Sequence[BoundingBox], wanted: Sequence[BoundingBox]) -> list[float]:
     """The IoU of each pair of the matching whose sum is the greatest."""
     table = [[iou(box, other) for other in wanted] for box in found]
     if len(found) == 1 or len(wanted) == 1:

@@ -13,7 +13,7 @@ from rapidocr import RapidOCR
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.given import check_true_or_false, given_references
+from rewards.functions.parsing.references import check_true_or_false, given_references
 from rewards.tools import Tools
 
 MAX_ASPECT = 100  # of the longer side to the shorter one; the engine scales the shorter one up

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewards.contract import RewardRequest, Score
-from rewards.functions.given import check_number
+from rewards.functions.parsing.references import check_number
 from rewards.tools import Tools
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from cluster.errors import RewardError
 from rewards.contract import Outcome, RewardRequest
-from rewards.functions.isolated_calls import call_each
-from rewards.isolated import Isolated
-from rewards.isolated_child import resolve
+from rewards.isolation.calls import call_each
+from rewards.isolation.child import resolve
+from rewards.isolation.process import Isolated
 from rewards.tools import Tools
 
 _PARAMETERS = "rewards.functions.plugin:parameters"

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from cluster.errors import RewardError
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, failure_kind
+from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
 from rewards.http.connection import Connection
-from rewards.http.lightrft import LightrftReplyOfAnybody, QueryForm, Row, join_rows
+from rewards.http.lightrft import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
 from rewards.http.poster import JsonPoster, RefusedError
 from rewards.http.wire import ScoreReply, encode_sample, join_samples
 from rewards.tools import Tools
@@ -54,13 +54,13 @@ class LightrftDialect:
     def __init__(self, queries_are: QueryForm) -> None:
         self._queries_are = queries_are
 
-    def encode(self, request: RewardRequest) -> Row:
-        return Row(request, self._queries_are)
+    def encode(self, request: RewardRequest) -> ColumnRow:
+        return ColumnRow(request, self._queries_are)
 
-    def body(self, samples: Sequence[Row]) -> bytes:
+    def body(self, samples: Sequence[ColumnRow]) -> bytes:
         return join_rows(samples)
 
-    def outcomes(self, reply: bytes) -> list[float | Failure]:
+    def outcomes(self, reply: bytes) -> list[float | ScoringFailure]:
         return LightrftReplyOfAnybody.model_validate_json(reply).outcomes()
 
 
@@ -98,7 +98,7 @@ class HttpReward:
             try:
                 samples[index] = self._encode(request)
             except RewardError as error:
-                outcomes[index] = Failure(failure_kind(error), str(error))
+                outcomes[index] = ScoringFailure(failure_kind(error), str(error))
         if samples:
             answers = self._poster.run(lambda: self._post_all(list(samples.values())))
             outcomes.update(zip(samples, answers, strict=True))
@@ -136,9 +136,9 @@ class HttpReward:
                 middle = len(batch) // 2
                 halves = (self._post(half, deadline) for half in (batch[:middle], batch[middle:]))
                 return [outcome for half in await asyncio.gather(*halves) for outcome in half]
-            failure = Failure(FailureKind.FAILED, str(error))
+            failure = ScoringFailure(FailureKind.FAILED, str(error))
         except RewardError as error:
-            failure = Failure(failure_kind(error), str(error))
+            failure = ScoringFailure(failure_kind(error), str(error))
         return [failure] * len(batch)
 
     def _read(self, reply: bytes, num_samples: int) -> Sequence[float | Outcome]:
@@ -150,5 +150,5 @@ class HttpReward:
             where = ".".join(map(str, first["loc"])) or "the reply"
             raise RewardError(f"{urls} replied with something else than agreed: {where}: {first['msg']}") from error
         if len(outcomes) != num_samples:
-            raise RewardError(f"{urls} replied with {len(outcomes)} rewards for {num_samples} samples: mend it")
+            raise RewardError(f"{urls} replied with {len(outcomes)} rewards for {num_samples} samples: fix it")
         return outcomes

@@ -12,7 +12,7 @@ from typing import Protocol
 from rewards.contract import Outcome, RewardRequest
 
 
-class Scorer(Protocol):
+class BatchScorer(Protocol):
     """Scores one batch at a time; each lane has its own. `is_stuck` while it refuses to, for what hangs in it."""
 
     is_stuck: bool
@@ -29,7 +29,7 @@ class BusyError(Exception):
 
 
 class _Lane:
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: BatchScorer) -> None:
         self.scorer = scorer
         self.busy_since: float | None = None
 
@@ -41,7 +41,7 @@ class Lanes:
     """Scores batches in as many threads as there are scorers. The threads are daemons: one that hangs ends with the
     process, and until then its lane is busy."""
 
-    def __init__(self, scorers: Sequence[Scorer], *, max_waiting: int) -> None:
+    def __init__(self, scorers: Sequence[BatchScorer], *, max_waiting: int) -> None:
         self._lanes = [_Lane(scorer) for scorer in scorers]
         self._max_waiting = max_waiting
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

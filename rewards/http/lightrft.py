@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from cluster.errors import RewardError
-from cluster.trajectory import Response
-from rewards.contract import Failure, FailureKind, RewardRequest
+from cluster.records.trajectory import Response
+from rewards.contract import FailureKind, RewardRequest, ScoringFailure
 from rewards.http.wire import Message, decode_base64, encode_base64
 from rewards.markers import without_markers
 from rewards.pictures import portable_picture
@@ -74,11 +74,11 @@ class LightrftReplyOfAnybody(BaseModel):
 
     rewards: list[Any]
 
-    def outcomes(self) -> list[float | Failure]:
+    def outcomes(self) -> list[float | ScoringFailure]:
         return [_outcome(reward) for reward in self.rewards]
 
 
-class Row:
+class ColumnRow:
     """One request as its rows of the columns, encoded, so that its size is known."""
 
     def __init__(self, request: RewardRequest, queries_are: QueryForm) -> None:
@@ -97,15 +97,15 @@ class Row:
         return sum(len(value) for value in self.columns.values())
 
 
-def join_rows(rows: Sequence[Row]) -> bytes:
+def join_rows(rows: Sequence[ColumnRow]) -> bytes:
     """Rows as one request body."""
     columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
     return b"{" + b",".join(columns) + b"}"
 
 
-def _outcome(reward: Any) -> float | Failure:
+def _outcome(reward: Any) -> float | ScoringFailure:
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        return Failure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
+        return ScoringFailure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
     return reward  # the contract refuses what is not finite
 
 

@@ -18,10 +18,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from pydantic import Discriminator, Tag
 
 from cluster.errors import RewardError
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest
-from rewards.http.gate import VIEWER_PATH, Gate
+from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
 from rewards.http.lanes import BusyError, Lanes
 from rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
+from rewards.http.request_gate import VIEWER_PATH, RequestGate
 from rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
 RETRY_AFTER_S = 1
@@ -62,7 +62,7 @@ class ServerMetrics:
         busy.set_function(lambda: lanes.num_busy)
 
 
-class RewardService:
+class RewardServer:
     """Scores requests in the lanes and counts them."""
 
     def __init__(self, lanes: Lanes, limits: ServerLimits) -> None:
@@ -81,7 +81,7 @@ class RewardService:
         try:
             outcomes = await asyncio.wait_for(asyncio.wrap_future(future), seconds + GRACE_S)
         except TimeoutError:
-            failure = Failure(FailureKind.TIMED_OUT, f"waited {seconds:g} s for the reward functions")
+            failure = ScoringFailure(FailureKind.TIMED_OUT, f"waited {seconds:g} s for the reward functions")
             outcomes = (failure,) * len(requests)
         for outcome in outcomes:
             self.metrics.samples.labels(OutcomeMessage.of(outcome).status).inc()
@@ -95,7 +95,7 @@ class RewardService:
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
-def make_app(service: RewardService, token: str | None) -> Gate:
+def make_app(service: RewardServer, token: str | None) -> RequestGate:
     """The service as an ASGI application behind its gate; `token` of None admits everybody."""
 
     @asynccontextmanager
@@ -109,7 +109,7 @@ def make_app(service: RewardService, token: str | None) -> Gate:
     app.exception_handler(RequestValidationError)(_name_the_field)
     _add_scoring(app, service)
     _add_watching(app, service)
-    return Gate(
+    return RequestGate(
         app,
         token=token,
         max_request_bytes=service.limits.max_request_bytes,
@@ -120,7 +120,7 @@ def make_app(service: RewardService, token: str | None) -> Gate:
     )
 
 
-def _add_scoring(app: FastAPI, service: RewardService) -> None:
+def _add_scoring(app: FastAPI, service: RewardServer) -> None:
     bearer = [Depends(HTTPBearer(auto_error=False, description="Checked before the request is read."))]
 
     async def score(body: AnyBody, queries: Queries = "full") -> Response:
@@ -137,7 +137,7 @@ def _add_scoring(app: FastAPI, service: RewardService) -> None:
     app.post("/lightrft", dependencies=bearer, response_model=LightrftReply, responses=replies)(lightrft)
 
 
-def _add_watching(app: FastAPI, service: RewardService) -> None:
+def _add_watching(app: FastAPI, service: RewardServer) -> None:
     @app.get("/health")
     async def health() -> Response:
         """Whether anything is left that scores."""
@@ -150,12 +150,12 @@ def _add_watching(app: FastAPI, service: RewardService) -> None:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _answered(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
+async def _answered(service: RewardServer, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
     with service.metrics.seconds.time():
         return await _reply(service, body, queries)
 
 
-async def _reply(service: RewardService, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
+async def _reply(service: RewardServer, body: ScoreBody | LightrftBody, queries: QueryForm) -> Response:
     try:
         if isinstance(body, ScoreBody):
             outcomes = await service.score([sample.request() for sample in body.samples])
@@ -177,7 +177,7 @@ def _numbers(outcomes: Sequence[Outcome]) -> Response:
     """Rewards, or an error that names the first sample that has none: a made-up number would be trained on."""
     rewards: list[float] = []
     for row, outcome in enumerate(outcomes):
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, ScoringFailure):
             detail = f"sample {row} {outcome.kind}: {outcome.reason}"
             return JSONResponse({"detail": detail}, STATUS_OF.get(outcome.kind, 422))
         rewards.append(outcome.value)

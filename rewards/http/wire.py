@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, WithJsonSchema
 
 from cluster.errors import RewardError
-from cluster.trajectory import Response
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
+from cluster.records.trajectory import Response
+from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 
 _KINDS = (FailureKind.FAILED, FailureKind.TIMED_OUT, FailureKind.NOT_FINITE)
 
@@ -95,7 +95,7 @@ class OutcomeMessage(Message):
             RewardError: it is ok and has no value.
         """
         if self.status != "ok":
-            return Failure(FailureKind(self.status), self.reason)
+            return ScoringFailure(FailureKind(self.status), self.reason)
         if self.value is None:
             raise RewardError("an outcome is ok and has no value")
         return Score(self.value, self.reason, self.breakdown)

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 
 from cluster.errors import RewardError
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, TimedOutError, failure_kind
-from rewards.in_time import InTime
+from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from rewards.isolation.deadline import InTime
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def score_in_batches(
         try:
             encoded[index] = encode(request)
         except RewardError as error:
-            outcomes[index] = Failure(failure_kind(error), str(error))
+            outcomes[index] = ScoringFailure(failure_kind(error), str(error))
     order = sorted(encoded, key=lambda index: size(encoded[index]), reverse=True)
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
@@ -52,7 +52,7 @@ def _scored(
     try:
         return in_time.call(compute, f"a batch of {len(batch)}", len(batch))
     except TimedOutError as error:
-        return (Failure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
+        return (ScoringFailure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
     except Exception as error:  # whatever a model raises costs its batch, never the others
         reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
-        return (Failure(FailureKind.FAILED, reason),) * len(batch)
+        return (ScoringFailure(FailureKind.FAILED, reason),) * len(batch)

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from cluster.errors import RewardError
-from rewards.contract import Failure, Outcome, RewardRequest, Score, failure_kind
-from rewards.functions.extraction import WAYS, Extractor, extractor
+from rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, failure_kind
+from rewards.functions.parsing.extraction import WAYS, Extractor, extractor
 from rewards.http.connection import Connection
 from rewards.http.poster import JsonPoster
 from rewards.models.loading import one_of, positive_int
@@ -46,10 +46,10 @@ class Judge:
 
     `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
     `pictures` are sent ahead of the text: none, prompt, response or both. `verdict` says where in the reply the score
-    stands: a way of `rewards/functions/extraction.py`, or `regex:` and an expression whose last match has a group
-    `score`. A score outside of `minimum` and `maximum`, or none at all, is a failure. `extra` is added to the request,
-    e.g. {seed: 0, response_format: {...}}. `question_pattern` is as in `QuestionFinder`; see `Connection` for the other
-    options, of which `max_request_bytes` bounds one answer with its pictures.
+    stands: a way of `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a
+    group `score`. A score outside of `minimum` and `maximum`, or none at all, is a failure. `extra` is added to the
+    request, e.g. {seed: 0, response_format: {...}}. `question_pattern` is as in `QuestionFinder`; see `Connection` for
+    the other options, of which `max_request_bytes` bounds one answer with its pictures.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Judge:
         try:
             return self._read(await self._poster.post(self._body(request), deadline))
         except RewardError as error:
-            return Failure(failure_kind(error), str(error))
+            return ScoringFailure(failure_kind(error), str(error))
 
     def _body(self, request: RewardRequest) -> bytes:
         content: Any = self._filled(request)
@@ -181,7 +181,7 @@ def _verdict(verdict: str) -> Extractor:
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"options.verdict={verdict!r} is no regular expression ({error}): mend it") from error
+        raise ValueError(f"options.verdict={verdict!r} is no regular expression ({error}): fix it") from error
     if "score" not in expression.groupindex:
         raise ValueError(f"options.verdict={verdict!r} has no group (?P<score>...): add it")
 

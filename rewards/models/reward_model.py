@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 
-from rewards.contract import Failure, FailureKind, Outcome, RewardRequest, Score
+from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from rewards.models.batching import score_in_batches
 from rewards.models.conversation import ChatReader, Conversation, ConversationReader, PairReader, pad
 from rewards.models.loading import load_processor, load_strictly, one_of, positive_int
@@ -82,7 +82,7 @@ class RewardModel:
 
 def _outcome(value: float, note: str) -> Outcome:
     if not math.isfinite(value):
-        return Failure(FailureKind.NOT_FINITE, f"the reward model returned {value}")
+        return ScoringFailure(FailureKind.NOT_FINITE, f"the reward model returned {value}")
     return Score(value, note)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from rewards.offline.jsonl import Batch
 from rewards.offline.options import Options
 from rewards.offline.partial import Partial
 from rewards.offline.processes import Pulse, run_in_order
-from rewards.offline.scoring import Scorer
-from rewards.offline.source import Part, Source
+from rewards.offline.scoring import SchemeScorer
+from rewards.offline.sources.jsonl import Batch
+from rewards.offline.sources.source import Part, Source
 
 PIECE_RECORDS = 64  # of what may hang: a piece shares one deadline, and its pictures are in memory together
 
@@ -21,7 +21,7 @@ class BrokenSourceError(ValueError):
 
 def evaluate(
     source: Source,
-    scorer: Scorer,
+    scorer: SchemeScorer,
     options: Options,
     *,
     num_processes: int,
@@ -68,7 +68,7 @@ def evaluate(
         whole.merge(partial, scorer.schemes, options.top_k, options.max_ids)
         if is_strict and whole.num_broken:
             line, reason = whole.broken[0]
-            raise BrokenSourceError(f"{source.path}, line {line}: {reason}; mend it, or leave out --strict to skip it")
+            raise BrokenSourceError(f"{source.path}, line {line}: {reason}; fix it, or leave out --strict to skip it")
         on_progress(part.size)
     return whole
 

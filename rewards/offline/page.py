@@ -11,11 +11,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-import cluster.metrics
-from cluster.metrics.chart_scales import write_number
+import cluster.metrics.report.report
+from cluster.metrics.report.chart_scales import write_number
 
 _ASSETS = Path(__file__).parent
-_HOUSE_STYLE = Path(cluster.metrics.__file__).parent / "report.css"
+_HOUSE_STYLE = Path(cluster.metrics.report.report.__file__).parent / "report.css"
 TOTAL = "total"
 _ROOM = 0.12  # of a bin, on both sides of its bars
 _MAX_ISSUE_IDS = 60

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rewards.offline.schemes import Scheme
+from rewards.offline.rules.schemes import Scheme
+from rewards.offline.sources.records import MAX_NAMED_LINES
 from rewards.offline.tally import Disagreement, Tally
-
-MAX_NAMED_LINES = 20
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,17 @@ from typing import Any
 
 from rewards.offline.options import Options
 from rewards.offline.partial import Example, Partial, SchemeResults
-from rewards.offline.schemes import TOTAL_DIGITS, Scheme
-from rewards.offline.scoring import VERDICT, Scorer
-from rewards.offline.source import Source
+from rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme
+from rewards.offline.scoring import VERDICT, SchemeScorer
+from rewards.offline.sources.source import Source
 from rewards.offline.tally import TOTAL
 
 MANUAL_METHOD = "manual_contains_reference"
 
 
-def build_report(whole: Partial, scorer: Scorer, options: Options, source: Source, *, primary: str) -> dict[str, Any]:
+def build_report(
+    whole: Partial, scorer: SchemeScorer, options: Options, source: Source, *, primary: str
+) -> dict[str, Any]:
     """The results of the `primary` scheme on top, the others under `others`, their disagreement under `differences`.
 
     Without any record it is aeroRL's report of nothing: zeros and empty lists, no threshold and no weights.
@@ -85,7 +87,7 @@ def _improvement(whole: Partial, scheme: Scheme, results: SchemeResults) -> dict
     }
 
 
-def _differences(whole: Partial, scorer: Scorer) -> dict[str, Any]:
+def _differences(whole: Partial, scorer: SchemeScorer) -> dict[str, Any]:
     first, second = (scorer.schemes[place] for place in scorer.compared)
     found = whole.disagreement
     names = [name for name in first.components if name in second.components]

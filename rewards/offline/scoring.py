@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from rewards.offline.answers import read_answer
-from rewards.offline.jsonl import Batch
 from rewards.offline.options import Options
 from rewards.offline.partial import Example, Partial
-from rewards.offline.records import Record
-from rewards.offline.schemes import Scheme, Scores
+from rewards.offline.rules.answers import read_answer
+from rewards.offline.rules.schemes import Scheme, Scores
+from rewards.offline.sources.jsonl import Batch
+from rewards.offline.sources.records import Record
 from rewards.offline.tally import differing
 
 Outcome = tuple[Scores | str, ...]  # of one record, one a scheme
@@ -25,7 +25,7 @@ MAX_REFERENCES = 10
 _encode = msgspec.json.Encoder().encode
 
 
-class Scorer:
+class SchemeScorer:
     """Scores batches by `schemes`, aeroRL's first, and compares the two of `compared` (places among the schemes).
 
     Records of equal outcome are counted, and everything else is done once for an outcome, so that the cost of a record

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rewards.offline.schemes import Scheme, Scores
+from rewards.offline.rules.schemes import Scheme, Scores
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60, so that they do not depend on the order of their terms
 NUM_BINS = 40
@@ -18,7 +18,7 @@ def _in_units(value: float) -> int:
 
 
 @dataclass
-class Distribution:
+class ScoreHistogram:
     """The sum of a number and its histogram between `low` and `high`; values outside count in the last bins."""
 
     low: float
@@ -31,7 +31,7 @@ class Distribution:
         place = int((value - self.low) / (self.high - self.low) * NUM_BINS)
         self.bins[min(max(place, 0), NUM_BINS - 1)] += num
 
-    def merge(self, other: Distribution) -> None:
+    def merge(self, other: ScoreHistogram) -> None:
         self.sum_units += other.sum_units
         self.bins = [ours + theirs for ours, theirs in zip(self.bins, other.bins, strict=True)]
 
@@ -46,7 +46,7 @@ class Distribution:
 class Tally:
     """One scheme's results over some records. `distributions` are those of the components and of `TOTAL`."""
 
-    distributions: dict[str, Distribution]
+    distributions: dict[str, ScoreHistogram]
     low: Counter[str] = field(default_factory=Counter)  # component -> records below its mark
     unscored: Counter[str] = field(default_factory=Counter)  # reason -> records
     num_scored: int = 0
@@ -57,8 +57,8 @@ class Tally:
     def of(cls, scheme: Scheme) -> Tally:
         """An empty one; a total lies within the sum of the weights' sizes, a component within [-1, 1]."""
         reach = sum(map(abs, scheme.weights)) or 1.0
-        distributions = {name: Distribution(-1.0, 1.0) for name in scheme.components}
-        return cls({**distributions, TOTAL: Distribution(-reach, reach)})
+        distributions = {name: ScoreHistogram(-1.0, 1.0) for name in scheme.components}
+        return cls({**distributions, TOTAL: ScoreHistogram(-reach, reach)})
 
     def add(self, scheme: Scheme, result: Scores | str, is_manual_pass: bool, num: int) -> None:
         """Add `num` records that got the same."""

@@ -1,4 +1,4 @@
-"""The shape of the house: fixed rooms, small files and functions, no print, every module says what it is."""
+"""The shape of the house: fixed top-level folders, no print, a docstring in every module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 from sources import ROOT, Source, parse, sources
 
 ROOMS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "learner", "rewards", "tests"}
-LONGEST_FILE = 400
-LONGEST_FUNCTION = 60
 
 
 def ignored_folders() -> set[str]:
@@ -25,28 +23,10 @@ def prints(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}"
 
 
-def long_functions(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            num_lines = node.end_lineno - node.lineno + 1
-            if num_lines > LONGEST_FUNCTION:
-                yield f"{source.path}:{node.lineno} {node.name} has {num_lines} lines"
-
-
 def test_the_rooms_are_the_designs() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     built = {name for name in folders if name.endswith(".egg-info")}
     assert folders - ignored_folders() - built == ROOMS
-
-
-def test_no_file_is_longer_than_its_idea() -> None:
-    long = {source.path: source.text.count("\n") for source in sources()}
-    assert {path: lines for path, lines in long.items() if lines > LONGEST_FILE} == {}
-
-
-def test_no_function_is_longer_than_a_screen() -> None:
-    assert [long for source in sources() for long in long_functions(source)] == []
 
 
 def test_nothing_prints() -> None:
@@ -66,9 +46,3 @@ def test_no_file_names_are_twins_of_a_modality() -> None:
 @pytest.mark.parametrize(("text", "found"), [("print(1)", 1), ("console.print(1)", 0), ("def f():\n    print()", 1)])
 def test_a_print_is_seen(text: str, found: int) -> None:
     assert len(list(prints(parse("cluster/x.py", text)))) == found
-
-
-@pytest.mark.parametrize(("num_lines", "found"), [(LONGEST_FUNCTION, 0), (LONGEST_FUNCTION + 1, 1)])
-def test_a_long_function_is_seen(num_lines: int, found: int) -> None:
-    text = "async def f():\n" + "    pass\n" * (num_lines - 1)
-    assert len(list(long_functions(parse("cluster/x.py", text)))) == found

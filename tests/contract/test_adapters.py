@@ -22,7 +22,7 @@ from engines import (
 )
 
 from cluster.weight_sync.manifest import TensorSpec
-from cluster.weight_sync.publish import Push
+from cluster.weight_sync.weight_sync import Push
 from learner.learner import Learner
 
 from .conftest import ENGINES

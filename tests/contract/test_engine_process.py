@@ -29,7 +29,7 @@ from waiting import wait_until
 from cluster.errors import DeadlineError, EngineDiedError, RolloutError
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.transport import Rendezvous
-from deploy.processes import ProcessId
+from deploy.host.processes import ProcessId
 from learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]

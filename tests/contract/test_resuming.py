@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from engines import CHUNK_TOKENS, TEMPERATURE, Engine, gaps, until_grown
 
-from cluster.leases import Lease
+from cluster.records.partial_response import SampledSequence, TokenChunk
+from cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.sampled import SampledSequence, TokenChunk
-from cluster.trajectory import Prompt, Trajectory, TrajectoryGroup
+from cluster.rollout.in_flight import InFlightRequest
 from learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -34,20 +34,20 @@ def as_sampled(trajectory: Trajectory) -> SampledSequence:
     )
 
 
-def leave(lease: Lease, siblings: Sequence[SampledSequence]) -> None:
-    """The lease knows of each sibling what is before its cut; a sibling that was not cut is finished."""
-    attempt = lease.next_attempt()
+def leave(in_flight: InFlightRequest, siblings: Sequence[SampledSequence]) -> None:
+    """The in-flight request knows of each sibling what is before its cut; a sibling that was not cut is finished."""
+    attempt = in_flight.next_attempt()
     for index, (whole, cut) in enumerate(zip(siblings, CUTS, strict=True)):
         known = whole if cut >= whole.num_tokens else whole.until(cut)
-        lease.add(TokenChunk(attempt.request_id, index, 0, known))
+        in_flight.add(TokenChunk(attempt.request_id, index, 0, known))
 
 
 async def resumed(
     engine: Engine, prompt: Prompt, settings: SamplingSettings, siblings: Sequence[SampledSequence]
 ) -> TrajectoryGroup:
     """What comes of the group whose first attempt would have given `siblings` and was broken off at CUTS."""
-    with engine.leases.held(prompt, settings) as lease:
-        leave(lease, siblings)
+    with engine.in_flight_requests.held(prompt, settings) as in_flight:
+        leave(in_flight, siblings)
         return await engine.generate(prompt, settings)
 
 
@@ -76,7 +76,7 @@ async def test_what_is_sampled_after_an_interruption_is_of_the_learners_distribu
             assert after.actions.token_ids[:cut].tolist() == before.actions.token_ids[:cut].tolist()
 
 
-async def test_the_lease_hears_of_a_response_while_it_grows_with_the_version_of_every_token(
+async def test_the_in_flight_request_gets_a_response_while_it_grows_with_the_version_of_every_token(
     engine: Engine, learner: Learner
 ) -> None:
     """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards.
@@ -85,15 +85,15 @@ async def test_the_lease_hears_of_a_response_while_it_grows_with_the_version_of_
     get to read for a while, whatever vLLM put together with it (test_no_token_is_lost has the bound of one chunk).
     """
     prompt, settings = engine.model.probe, SamplingSettings(6, TEMPERATURE, 300, seed=5)
-    with engine.leases.held(prompt, settings) as lease:
+    with engine.in_flight_requests.held(prompt, settings) as in_flight:
         running = asyncio.ensure_future(engine.generate(prompt, settings))
         for version in (1, 2):
-            await until_grown(lease, running)
+            await until_grown(in_flight, running)
             await engine.serve(learner, version)
         group = await running
         assert engine.kind != "vllm" or set(group.summary().tokens_by_version) > {0}, "no push came in the middle"
-        assert lease.num_tokens > group.summary().num_tokens / 2
-        for known, trajectory in zip(lease.siblings, group.trajectories, strict=True):
+        assert in_flight.num_tokens > group.summary().num_tokens / 2
+        for known, trajectory in zip(in_flight.siblings, group.trajectories, strict=True):
             whole = as_sampled(trajectory)
             expected = whole.until(known.num_tokens)
             assert known.token_ids.tolist() == expected.token_ids.tolist()

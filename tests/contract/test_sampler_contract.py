@@ -11,7 +11,7 @@ import pytest
 import torch
 from engines import Engine, copied, gaps, restore, score
 
-from cluster.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
+from cluster.records.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
 from learner.learner import Learner
 from learner.policies.batch import TokenSequence
 from learner.policies.logprobs import PLAIN, Distribution

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from engines import TEMPERATURE, Engine, Model, gaps, open_model, start_actor, until_grown
 
+from cluster.records.trajectory import TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.trajectory import TrajectoryGroup
 from learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,10 +74,10 @@ async def test_a_push_that_recomputes_running_requests_changes_no_draw(
     """The same weights are pushed again and again: each push preempts all that runs, and its recomputation is split."""
     expected = await sampled(engine, 3)
     prompt, settings = tight.model.prompts[2], SamplingSettings(4, TEMPERATURE, NUM_TOKENS, seed=200)
-    with tight.leases.held(prompt, settings) as lease:
+    with tight.in_flight_requests.held(prompt, settings) as in_flight:
         running = asyncio.ensure_future(tight.generate(prompt, settings))
         for version in range(1, 6):
-            await until_grown(lease, running)
+            await until_grown(in_flight, running)
             await tight.serve(learner, version)
         group = await running
     assert len(group.summary().tokens_by_version) > 2, "no push came in the middle"

@@ -31,11 +31,11 @@ from engines import (
 from members import FixedMembers
 
 from cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
+from cluster.records.trajectory import TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.trajectory import TrajectoryGroup
 from cluster.weight_sync.manifest import TensorSpec
-from cluster.weight_sync.publish import Push, WeightSync
 from cluster.weight_sync.transport import Rendezvous
+from cluster.weight_sync.weight_sync import Push, WeightSync
 from learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -221,9 +221,9 @@ async def test_an_engine_without_interruption_ends_its_group_before_it_takes_new
     sync = weight_sync(engine, LocalSender(learner))
     await sync.publish(1)
     prompt, settings = engine.model.probe, SamplingSettings(4, TEMPERATURE, 100, seed=7)
-    with engine.leases.held(prompt, settings) as lease:
+    with engine.in_flight_requests.held(prompt, settings) as in_flight:
         running = asyncio.ensure_future(engine.generate(prompt, settings))
-        await until_grown(lease, running)
+        await until_grown(in_flight, running)
         assert not running.done()
         await sync.publish(2)
         old = await running

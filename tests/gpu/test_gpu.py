@@ -11,7 +11,7 @@ import torch
 from engines import Engine, LocalSender, gaps, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
 from jobs import Job
 
-from cluster.metrics.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import read_run_folder
 from learner.learner import Learner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from interrupted import KnownSampler
 
-from actors.gathered_reads import GatheredReads
-from actors.prompt_desk import PromptDesk
-from actors.rollout_actor import RolloutActor
-from cluster.media import MediaReader
+from actors.rollout.actor import RolloutActor
+from actors.rollout.media_batcher import MediaBatcher
+from actors.rollout.server import PromptServer
+from cluster.records.media import MediaReader
 
 
 class Digits:
@@ -27,13 +27,13 @@ class KnownRollout(RolloutActor):
     """The real actor but for its engine. The first one of a folder dies before its step `dies_at`."""
 
     def __init__(self, folder: Path, lengths: tuple[int, ...], chunk_tokens: int, dies_at: int, token_s: float) -> None:
-        PromptDesk.__init__(self)
+        PromptServer.__init__(self)
         self._folder = folder
         self._dies_at = dies_at
         self._token_s = token_s
         self._sampler = KnownSampler(lengths, chunk_tokens, self._before_step)
         self._tokenizer = Digits()
-        self._media = GatheredReads(MediaReader(timeout_s=10, max_items=1))
+        self._media = MediaBatcher(MediaReader(timeout_s=10, max_items=1))
 
     async def ping(self) -> int:
         return 0

@@ -22,33 +22,33 @@ from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
 from small_workers import OBJECT_S, SmallReplay, SmallReward, SmallScorer
 
-from actors.reference_pool import ReferencePool
-from actors.rollout_client import RolloutClient
-from cluster.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
+from actors.reference.pool import ReferencePool
+from actors.rollout.client import RolloutClient
 from cluster.controller import Controller, RunMetrics
-from cluster.journal import Journal
-from cluster.journal_writer import JournalWriter
-from cluster.leases import LeaseTable
-from cluster.live_groups import LiveGroups
-from cluster.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from cluster.ray_group import BESIDE, HEALTH, _hosted, answer, stop
-from cluster.recording_learner import RecordingLearner
-from cluster.recovery import JournalRecovery
-from cluster.replay_client import ReplayClient, ReplayDeadlines
-from cluster.restartable_learner import RestartableLearner
-from cluster.restarts import RestartBudget, RestartPolicy
-from cluster.restoring_replay import RestoringReplay
+from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
+from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.recovery.resume import JournalRecovery
+from cluster.replay.client import ReplayClient, ReplayDeadlines
+from cluster.replay.journal import Journal
+from cluster.replay.journal_writer import JournalWriter
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.recording_learner import RecordingLearner
+from cluster.replay.restartable_replay import RestartableReplay
 from cluster.roles import SamplingSettings
-from cluster.rollout_pool import HealthChecks, RolloutPool
-from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
-from cluster.staleness import AgeLimit, StalenessGate
-from cluster.status import WorkerState, WorkerStatus
-from cluster.supervision import Supervisor, Watched, watched_pool
-from cluster.weight_sync.publish import WeightSync
+from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from cluster.rollout.staleness import AgeLimit, StalenessGate
+from cluster.runtime.ray_actors import BESIDE, HEALTH, _hosted, answer, stop
+from cluster.weight_sync.weight_sync import WeightSync
+from cluster.workers.restart_policy import RestartBudget, RestartPolicy
+from cluster.workers.status import WorkerState, WorkerStatus
+from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.load import load_config
 from configs.schema.run import Resume
 from learner.learner_group import LearnerGroup
-from rewards.pool import RewardPool
+from rewards.pool.reward_pool import RewardPool
 
 BUCKET_BYTES = 64
 TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
@@ -135,7 +135,7 @@ class SmallRun:
         self.retries: Counter[str] = Counter()
         self.saboteur = Saboteur(folder)
         self.recovered: dict[str, int] = {}
-        self.leases = LeaseTable(64)
+        self.in_flight_requests = InFlightRequests(64)
         self._on_version = on_version
         self._metrics = metrics or FakeMetrics()
 
@@ -189,7 +189,7 @@ class SmallRun:
             budget=RestartBudget(POLICY),
             on_lost=self._lost,
         )
-        self.replay = RestoringReplay(
+        self.replay = RestartableReplay(
             self._new_buffer(),
             self._spawn_buffer,
             max_bytes=math.inf,
@@ -227,9 +227,9 @@ class SmallRun:
         )
 
     def _controller(self) -> Controller:
-        stream = self._stream()
-        checkpoints, learner = self._records(stream)
-        regenerator = self._regenerator(stream)
+        dispatcher = self._dispatcher()
+        checkpoints, learner = self._records(dispatcher)
+        regenerator = self._regenerator(dispatcher)
         reference = RegeneratingReference(self.reference, regenerator)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
@@ -239,9 +239,9 @@ class SmallRun:
             total_steps=self.shape.total_steps,
             groups_per_step=PROMPTS_PER_STEP,
             checkpoints=checkpoints,
-            weights=self._weights(stream),
+            weights=self._weights(dispatcher),
             supervisor=Supervisor(watched, [self.rollout_pool], interval_s=0.5, deadline_s=SIGN_S),
-            rollouts=stream,
+            rollouts=dispatcher,
             replay=self.replay,
             reference=reference,
             learner=RegeneratingLearner(learner, reference, regenerator),
@@ -249,7 +249,7 @@ class SmallRun:
             metrics=self._metrics,
         )
 
-    def _stream(self) -> RolloutStream:
+    def _dispatcher(self) -> RolloutDispatcher:
         gate = StalenessGate(
             prompts_per_step=PROMPTS_PER_STEP,
             max_staleness=self.shape.max_staleness,
@@ -257,29 +257,33 @@ class SmallRun:
             total_steps=self.shape.total_steps,
         )
         self.prompts = FakePrompts(epoch_size=1_000_000)
-        return RolloutStream(
+        return RolloutDispatcher(
             prompts=self.prompts,
             gate=gate,
-            rollouts=RetryingRollouts(self.rollout_pool, self.leases, max_retries=20, on_retry=self._retried),
+            rollouts=RetryingRollouts(
+                self.rollout_pool, self.in_flight_requests, max_retries=20, on_retry=self._retried
+            ),
             rewards=self.rewards,
             replay=self.replay,
             settings=SamplingSettings(2, 1.0, 3, 7),
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100),
         )
 
-    def _regenerator(self, stream: RolloutStream) -> GroupRegenerator:
+    def _regenerator(self, dispatcher: RolloutDispatcher) -> GroupRegenerator:
         groups, on_lost = LiveGroups(self.prompts, ray.put), lambda kind: self._lost(f"group_{kind}")
-        regenerator = GroupRegenerator(self.replay, groups, stream.sample_again, timeout_s=OBJECT_S, on_lost=on_lost)
+        regenerator = GroupRegenerator(
+            self.replay, groups, dispatcher.sample_again, timeout_s=OBJECT_S, on_lost=on_lost
+        )
         self._learner.recall_with(regenerator.recall)
         return regenerator
 
-    def _records(self, stream: RolloutStream) -> tuple[Checkpoints, RecordingLearner]:
+    def _records(self, dispatcher: RolloutDispatcher) -> tuple[Checkpoints, RecordingLearner]:
         recording = RecordingLearner(self._learner, journal=self.replay)
         recovery = JournalRecovery(
             self._journal(),
             learner=recording,
             groups=LiveGroups(self.prompts, ray.put),
-            stream=stream,
+            dispatcher=dispatcher,
             replay=self.replay,
             metrics=self._metrics,
             age_limit=AgeLimit(self.shape.max_staleness),
@@ -288,7 +292,7 @@ class SmallRun:
         checkpoints = Checkpoints(
             self.folder / "checkpoints",
             learner=recording,
-            parts={"stream": stream},
+            parts={"stream": dispatcher},
             prepare=_nothing,
             finish=_nothing,
             identity={},
@@ -298,7 +302,7 @@ class SmallRun:
         )
         return checkpoints, recording
 
-    def _weights(self, stream: RolloutStream) -> WeightSync:
+    def _weights(self, dispatcher: RolloutDispatcher) -> WeightSync:
         weights = WeightSync(
             self._learner,
             self.rollout_pool,
@@ -311,7 +315,7 @@ class SmallRun:
         )
         self.rollout_pool.admit_with(weights.admit)
 
-        weights.on_announced(stream.advance)
+        weights.on_announced(dispatcher.advance)
         return weights
 
     def _watched_rank(self, index: int) -> Watched:
@@ -343,7 +347,7 @@ class SmallRun:
             "probe_s": 4,
             "stop_s": 1,
         }
-        return RolloutClient(handle, name, leases=self.leases, **deadlines)
+        return RolloutClient(handle, name, in_flight_requests=self.in_flight_requests, **deadlines)
 
     def _spawn_ranks(self) -> list[Any]:
         return [self._spawn(SmallLearner, f"learner/{rank}", rank, NUM_RANKS) for rank in range(NUM_RANKS)]

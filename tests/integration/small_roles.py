@@ -20,11 +20,11 @@ from fakes import make_group
 from sabotage import Saboteur
 from small_workers import OBJECT_S
 
-from actors.prompt_desk import PromptDesk
-from cluster.objects import fetch_or_miss
+from actors.rollout.server import PromptServer
+from cluster.records.partial_response import Attempt
+from cluster.records.trajectory import Prompt, Response, ScoredGroup, Told, TrajectoryGroup
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.sampled import Attempt
-from cluster.trajectory import Prompt, Response, ScoredGroup, Told, TrajectoryGroup
+from cluster.runtime.object_store import fetch_or_miss
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.process_group import RankRendezvous
@@ -35,7 +35,7 @@ PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly
 TRANSFER_S = 5.0
 
 
-class SmallRollout(PromptDesk):
+class SmallRollout(PromptServer):
     """An engine that samples three tokens, one every `token_s`, and really takes part in broadcasts.
 
     Each answer has `answer_bytes`; an object of more than 100 KB lives on the node that made it.

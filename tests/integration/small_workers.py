@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from sabotage import Saboteur
 
-from cluster.objects import fetch_or_miss
-from cluster.replay_buffer import ReplayBuffer
-from cluster.trajectory import Answers, ScoredGroup, TrajectoryGroup
+from cluster.records.trajectory import Answers, ScoredGroup, TrajectoryGroup
+from cluster.replay.buffer import ReplayBuffer
+from cluster.runtime.object_store import fetch_or_miss
 from rewards.contract import Score
-from rewards.worker import GroupOutcomes, Question
+from rewards.pool.worker import GroupOutcomes, Question
 
 OBJECT_S = 5.0
 

@@ -19,16 +19,17 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
-import deploy.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from struck_roles import ACTOR, CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
 from waiting import until  # noqa: E402
 
-from cluster.evaluation import Evaluator  # noqa: E402
 from cluster.metrics import hub  # noqa: E402
-from cluster.rollout_pool import RolloutPool  # noqa: E402
-from cluster.status import WorkerState  # noqa: E402
+from cluster.rollout.evaluation import Evaluator  # noqa: E402
+from cluster.rollout.rollout_pool import RolloutPool  # noqa: E402
+from cluster.workers.status import WorkerState  # noqa: E402
 from configs.load import load_config  # noqa: E402
-from deploy import build, rollouts, runtime  # noqa: E402
+from deploy.run import runtime  # noqa: E402
+from deploy.wiring import build, rollouts  # noqa: E402
 
 BACK_S = 240.0
 # Every moment of the fault matrix comes after a version was evaluated and before the next but one is.
@@ -46,7 +47,7 @@ class KnownRolloutPool(RolloutPool):
         KnownRolloutPool.only = self
 
 
-class StruckScope(hub.StepScope):
+class StruckScope(hub.MeasuredStep):
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         with super().timed(phase):
@@ -83,7 +84,7 @@ def main(folder: str, faults: str, words: Sequence[str]) -> int:
         for number, (moment, victim, kind) in enumerate(planned)
     }
     rollouts.RolloutActor, rollouts.RolloutPool = StruckRollout, KnownRolloutPool
-    build.Evaluator, hub.StepScope = PlanningEvaluator, StruckScope
+    build.Evaluator, hub.MeasuredStep = PlanningEvaluator, StruckScope
     num_steps = 2 + STEPS_PER_FAULT * len(planned)
     return runtime.train(load_config([*words, f"num_steps={num_steps}"]))
 

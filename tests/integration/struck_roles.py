@@ -11,9 +11,9 @@ from typing import Any
 from core_apart import CoreApart
 from sabotage import Saboteur
 
+from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from cluster.records.trajectory import Prompt, Told, TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.sampled import Attempt, SampledSequence, TokenChunk
-from cluster.trajectory import Prompt, Told, TrajectoryGroup
 from cluster.weight_sync.manifest import Manifest
 
 SABOTAGE = "MOBULA_TEST_SABOTAGE"  # the saboteur's folder, in the environment of every process of the run
@@ -42,13 +42,13 @@ class StruckRollout(CoreApart):
         await _beside("generating")
         return await generating
 
-    def _report(self, news: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+    def _report(self, chunks: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         """The moment `two_pushes`: a response is in its middle that three versions have sampled.
 
         A victim leaves behind what it had reported before: the tokens that a later attempt must go on from.
         """
-        super()._report(news, siblings)
-        request = news[0].request_id
+        super()._report(chunks, siblings)
+        request = chunks[0].request_id
         if any(len(sibling.weight_spans) >= 3 and not sibling.is_finished for sibling in siblings):
             if saboteur().is_planned("two_pushes") and request in self._reported:
                 self._enlist()

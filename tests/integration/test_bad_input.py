@@ -20,7 +20,7 @@ from cluster.errors import DatasetError
 from configs.load import load_config
 from configs.words import overridden
 from deploy.cli import app
-from deploy.preparation import TRAIN, Prepared, prepare, write_skipped
+from deploy.wiring.preparation import TRAIN, Prepared, prepare, write_skipped
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 Row = dict[str, Any]
@@ -155,7 +155,7 @@ def test_a_picture_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(m
 def test_more_bad_samples_than_allowed_are_an_error_that_names_the_first_ones(model: Path, tmp_path: Path) -> None:
     missing = [named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)]
     data = write_data(tmp_path / "data", *missing)
-    with pytest.raises(DatasetError, match=r"5 of 25 samples.*lost-0.*data\.max_skipped_fraction is 0\.1: mend"):
+    with pytest.raises(DatasetError, match=r"5 of 25 samples.*lost-0.*data\.max_skipped_fraction is 0\.1: fix"):
         prepared(model, data, tmp_path / "runs")
     run = prepared(model, data, tmp_path / "runs", "data.max_skipped_fraction=0.2")
     assert count_by_reason(run.skipped) == {"missing_file": 5}
@@ -166,7 +166,7 @@ def train(*words: str) -> Result:
 
 
 def refused(result: Result) -> str:
-    """The one message of a run that the user has to mend."""
+    """The one message of a run that the user has to fix."""
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     assert result.stderr.count("mobula:") == 1

@@ -10,7 +10,7 @@ import pytest
 from jobs import Job, none_left
 
 from actors.datasets.digits import write_digits
-from cluster.metrics.run_folder import RunFolder, read_run_folder
+from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -29,7 +29,7 @@ from sabotage import NONE, Saboteur, is_running
 from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
 from waiting import until, wait_until
 
-from cluster.checkpoints import newest_learner_state
+from cluster.recovery.checkpoints import newest_learner_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from tiny_reward_models import picture
 
-from cluster.trajectory import Response
+from cluster.records.trajectory import Response
 from learner.policies.tiny import write_tiny_qwen2_5_vl
-from rewards.contract import Failure, RewardRequest, Score, evaluate_batch
+from rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
 from rewards.functions import build_function
-from rewards.isolated import IsolatedProcess
+from rewards.isolation.process import IsolatedProcess
 from rewards.tools import Tools
 
 START_S = 280.0
@@ -115,4 +115,6 @@ def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
     made_to = evaluate_batch(build_function("judge", options, tools), requests)
     assert all(isinstance(outcome, Score) and 1 <= outcome.value <= 5 for outcome in made_to), made_to
     free_to = evaluate_batch(build_function("judge", {**options, "extra": {}}, tools), requests)
-    assert all(isinstance(outcome, Failure) and "gave no score" in outcome.reason for outcome in free_to), free_to
+    assert all(isinstance(outcome, ScoringFailure) and "gave no score" in outcome.reason for outcome in free_to), (
+        free_to
+    )

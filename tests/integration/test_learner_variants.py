@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from waiting import wait_until
 
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import StepRecord
-from cluster.metrics.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import read_run_folder
 from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.step_records import StepRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -13,9 +13,9 @@ from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
 from waiting import wait_until
 
 from actors.datasets.digits import write_digits
-from cluster.metrics.records import EvaluationRecord
-from cluster.metrics.run_folder import RunFolder, read_run_folder
+from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.step_records import EvaluationRecord
 from cluster.metrics.summary import Summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]

@@ -9,7 +9,7 @@ import pytest
 from jobs import Job
 from tiny_text_models import write_text_policy
 
-from cluster.metrics.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import read_run_folder
 from configs.load import load_resolved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

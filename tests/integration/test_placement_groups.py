@@ -6,8 +6,8 @@ import pytest
 from waiting import wait_until
 
 from cluster.errors import PlacementError
-from cluster.placement import PlacedWorker, PlacementPlan, plan_placement
-from cluster.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
+from cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_placement
+from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
 from configs.load import load_config
 
 

@@ -9,8 +9,8 @@ import pytest
 from jobs import Job, none_left
 from poisoned import MESSAGE
 
-from cluster.metrics.run_folder import read_run_folder
-from cluster.trajectory_log import TrajectoryLog
+from cluster.metrics.report.run_folder import read_run_folder
+from cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 

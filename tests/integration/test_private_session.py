@@ -14,7 +14,7 @@ import pytest
 
 DRIVER = """
 import signal, sys, threading
-from deploy.session import ray_session
+from deploy.host.session import ray_session
 import ray
 from configs.load import load_config
 

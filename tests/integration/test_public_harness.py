@@ -14,7 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from deploy.cli import app
-from deploy.lmms_eval import ENVIRONMENT
+from deploy.tools.lmms_eval import ENVIRONMENT
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 PINS = Path(__file__).parents[2] / "deploy" / "lmms_eval.txt"

@@ -22,7 +22,7 @@ from PIL import Image
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 from waiting import wait_until
 
-from cluster.metrics.report import write_report
+from cluster.metrics.report.report import write_report
 from rewards.contract import Score
 from rewards.offline.page import render_page
 

@@ -12,9 +12,9 @@ import ray
 from reward_data import answers, component, pool_over, rewards_of
 from waiting import until
 
-from cluster.ray_group import answer
-from cluster.restarts import RestartPolicy
-from rewards.worker import RewardWorker
+from cluster.runtime.ray_actors import answer
+from cluster.workers.restart_policy import RestartPolicy
+from rewards.pool.worker import RewardWorker
 
 PLUGIN = """
 import time

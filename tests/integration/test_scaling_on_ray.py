@@ -16,24 +16,24 @@ import ray
 from reward_data import answers
 from waiting import until
 
-from cluster.control import ControlLoop, ControlPanel
 from cluster.errors import RunOverError
-from cluster.leases import LeaseTable
-from cluster.placement import plan_placement
-from cluster.placement_groups import cluster_nodes, create_placement_groups
-from cluster.ray_group import spawn_named
 from cluster.roles import ReplayStats
-from cluster.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.runtime.placement import plan_placement
+from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
+from cluster.runtime.ray_actors import spawn_named
+from cluster.workers.control import ControlLoop, ControlPanel
+from cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy import scaling
-from deploy.run_client import RunAddress, find_run, read_status, scale
-from deploy.run_record import RECORD_FILE, marking, recorded
-from deploy.scaling import control_loop
-from deploy.scorers import reward_pool
-from deploy.session import Session, run_record
-from deploy.spawner import Spawner
-from rewards.pool import RewardPool
+from deploy.host.run_record import RECORD_FILE, marking, recorded
+from deploy.host.session import Session, run_record
+from deploy.run.run_client import RunAddress, find_run, read_status, scale
+from deploy.wiring import scaling
+from deploy.wiring.scaling import control_loop
+from deploy.wiring.scoring_roles import reward_pool
+from deploy.wiring.spawner import Spawner
+from rewards.pool.reward_pool import RewardPool
 
 PLUGIN = """
 import time
@@ -73,7 +73,7 @@ class Parts:
 
     def control(self) -> ControlLoop:
         roles, metrics = {"reward": self.rewards.services["reward"]}, FakeMetrics(self.losses)
-        return control_loop(self.config, self.spawner, roles, LeaseTable(64), FakeReplay(), metrics)
+        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics)
 
     async def status(self) -> RunStatus:
         return await asyncio.to_thread(read_status, self.address, ASK_S)

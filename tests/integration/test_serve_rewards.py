@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.trajectory import Response
-from rewards.contract import Failure, FailureKind, RewardRequest, Score, evaluate_batch
+from cluster.records.trajectory import Response
+from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
 from rewards.functions import build_function
-from rewards.isolated import IsolatedProcess
+from rewards.isolation.process import IsolatedProcess
 from rewards.tools import Tools
 
 REWARDS = """
@@ -95,7 +95,10 @@ def test_a_served_file_scores_and_stops_when_told(tmp_path: Path, monkeypatch: p
         assert outcomes[0].breakdown == {"accuracy": 1.0, "format": 1.0}
         hanging = RewardRequest(Response(r"\boxed{9^{9^{9^{9^{9}}}}}", 3, False), (r"\frac{x}{2}",), {}, "")
         late, early = evaluate_batch(http, [hanging, requests[1]])
-        assert isinstance(late, Failure) and late.kind in (FailureKind.TIMED_OUT, FailureKind.FAILED)  # time or memory
+        assert isinstance(late, ScoringFailure) and late.kind in (
+            FailureKind.TIMED_OUT,
+            FailureKind.FAILED,
+        )  # time or memory
         assert isinstance(early, Score) and early.value == 1.5, "one that hangs costs no other its score"
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

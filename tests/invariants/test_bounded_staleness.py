@@ -11,9 +11,9 @@ from fakes import FakeLearner
 from runs import Run
 
 from cluster.errors import WorkerDiedError
+from cluster.records.trajectory import ScoredGroup
 from cluster.roles import UpdateReport
-from cluster.staleness import OvertakingOrder, StalenessGate
-from cluster.trajectory import ScoredGroup
+from cluster.rollout.staleness import OvertakingOrder, StalenessGate
 
 
 def uneven(seed: int) -> Callable[[str], int]:
@@ -90,7 +90,7 @@ async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dr
     assert sum((await run.replay.stats()).num_rejected.values()) == len(dropped)
     assert len(set(trained)) == len(trained) == 90 and not set(trained) & set(dropped)
     settled = {run.prompts.id_at(index) for index in range(len(trained) + len(dropped))}
-    assert settled <= {*trained, *dropped, *run.stream.pending()}, "no prompt is lost"
+    assert settled <= {*trained, *dropped, *run.dispatcher.pending()}, "no prompt is lost"
     assert (await run.replay.stats()).num_bytes == 0, "what was dropped takes no room"
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run
 
-from benchmarks.virtual_time import VirtualTimeLoop, run_virtually
-from cluster.replay_buffer import DUPLICATE
+from benchmarks.simulation.virtual_time import VirtualTimeLoop, run_virtually
+from cluster.replay.buffer import DUPLICATE
 
 STEPS, SIZE, ENGINES = 6, 3, 3
 RUN_S = 150.0  # about as long as a run without faults takes
@@ -77,8 +77,8 @@ def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
     assert oldest_trained_age(run) <= max_staleness
     rejected = run_virtually(run.replay.stats()).num_rejected
     assert rejected.keys() <= {"uniform"}, f"{DUPLICATE}: a group arrived twice; stale: finished work was thrown away"
-    assert run.stream.pending() == ()
-    assert run.stream.state() == faultless.stream.state(), "the same prompts were rejected, too"
+    assert run.dispatcher.pending() == ()
+    assert run.dispatcher.state() == faultless.dispatcher.state(), "the same prompts were rejected, too"
 
 
 @pytest.mark.parametrize("max_staleness", [0, 4])

@@ -39,8 +39,8 @@ def flat(steps: list[list[str]]) -> list[str]:
 
 
 def handed_out(run: Run) -> list[str]:
-    """Ids of the prompts that the stream has taken from the sequence."""
-    return [run.prompts.id_at(index) for index in range(run.stream.state()["cursor"])]
+    """Ids of the prompts that the dispatcher has taken from the sequence."""
+    return [run.prompts.id_at(index) for index in range(run.dispatcher.state()["cursor"])]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -56,7 +56,7 @@ async def test_failing_actors_lose_no_prompt_and_train_none_twice(tmp_path: Path
     )  # fmt: skip
     await run.go()
     trained = flat(run.learner.prompt_ids)
-    assert sorted([*trained, *run.stream.pending()]) == sorted(handed_out(run))
+    assert sorted([*trained, *run.dispatcher.pending()]) == sorted(handed_out(run))
     assert len(set(trained)) == STEPS * SIZE
 
 
@@ -67,7 +67,7 @@ async def test_rejected_prompts_are_counted_and_all_others_are_trained_on_or_pen
     run = Run(tmp_path, total_steps=STEPS, prompts_per_step=SIZE, drop_uniform=True, pauses=uneven, values=values)
     await run.go()
     stats = await run.replay.stats()
-    fates = STEPS * SIZE + len(run.stream.pending()) + stats.num_rejected["uniform"]
+    fates = STEPS * SIZE + len(run.dispatcher.pending()) + stats.num_rejected["uniform"]
     assert fates == len(handed_out(run))
 
 
@@ -108,5 +108,5 @@ async def test_a_run_killed_again_and_again_loses_no_prompt(tmp_path: Path, max_
             trained += run.learner.prompt_ids
     known = flat(trained)
     assert len(known) == len(set(known)) == STEPS * SIZE
-    handed_out = first_prompts(len(known) + len(run.stream.pending()))
-    assert sorted([*known, *run.stream.pending()]) == sorted(handed_out)
+    handed_out = first_prompts(len(known) + len(run.dispatcher.pending()))
+    assert sorted([*known, *run.dispatcher.pending()]) == sorted(handed_out)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from interrupted import KnownSampler, content
 
 from cluster.errors import WorkerDiedError
-from cluster.leases import PROMPTS, TOKENS_KEPT, TOKENS_LOST, Lease, LeaseTable
+from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.roles import SamplingSettings
-from cluster.sampled import Attempt, SampledSequence, TokenChunk
+from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequest, InFlightRequests
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 PROMPT = make_prompt("0/0/s0")
@@ -25,10 +25,10 @@ def settings(lengths: list[int]) -> SamplingSettings:
 
 
 async def attempt(
-    lease: Lease, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_heard: int
+    in_flight: InFlightRequest, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_heard: int
 ) -> list[SampledSequence] | None:
     """One try, on an engine that dies before its step `dies_at`; of what it reports the first `num_heard` arrive."""
-    attempt, heard = lease.next_attempt(), []
+    attempt, heard = in_flight.next_attempt(), []
 
     async def before_step(step: int) -> None:
         if step == dies_at:
@@ -37,8 +37,8 @@ async def attempt(
     def emit(chunks: list[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
         if len(heard) < num_heard:
             heard.append(chunks)
-            for news in chunks:
-                lease.add(news)
+            for new_chunk in chunks:
+                in_flight.add(new_chunk)
 
     engine = KnownSampler(lengths, chunk, before_step, version)
     try:
@@ -59,23 +59,23 @@ def test_interrupted_groups_equal_the_uninterrupted_one(
         whole = await KnownSampler(lengths, chunk).sample(
             PROMPT, (), settings(lengths), Attempt("whole"), lambda chunks, siblings: None
         )
-        leases, group, version = LeaseTable(chunk), None, 0
-        with leases.held(PROMPT, settings(lengths)) as lease:
+        in_flight_requests, group, version = InFlightRequests(chunk), None, 0
+        with in_flight_requests.held(PROMPT, settings(lengths)) as in_flight:
             for version, (dies_at, num_heard) in enumerate(deaths):
-                known = lease.num_tokens
-                group = await attempt(lease, lengths, chunk, dies_at, version, num_heard)
-                assert lease.num_tokens >= known
+                known = in_flight.num_tokens
+                group = await attempt(in_flight, lengths, chunk, dies_at, version, num_heard)
+                assert in_flight.num_tokens >= known
                 if group is not None:
                     break
             else:
                 version = len(deaths)
-                group = await attempt(lease, lengths, chunk, None, version, 99)
+                group = await attempt(in_flight, lengths, chunk, None, version, 99)
         assert [content(s) for s in group] == [content(s) for s in whole]
         for sequence in group:
             versions = [span.version for span in sequence.weight_spans]
             assert versions == sorted(set(versions)) and versions[-1] <= version
-        assert leases.resumed[PROMPTS] == version
-        assert leases.resumed[TOKENS_KEPT] <= sum(lengths)
+        assert in_flight_requests.resumed[PROMPTS] == version
+        assert in_flight_requests.resumed[TOKENS_KEPT] <= sum(lengths)
 
     asyncio.run(go())
 
@@ -83,15 +83,15 @@ def test_interrupted_groups_equal_the_uninterrupted_one(
 @given(lengths=LENGTHS, chunk=st.integers(1, 12), dies_at=st.integers(0, 39))
 def test_a_death_costs_less_than_one_chunk_of_each_response(lengths: list[int], chunk: int, dies_at: int) -> None:
     async def go() -> None:
-        leases = LeaseTable(chunk)
-        with leases.held(PROMPT, settings(lengths)) as lease:
-            if await attempt(lease, lengths, chunk, dies_at, 0, 99) is not None:
+        in_flight_requests = InFlightRequests(chunk)
+        with in_flight_requests.held(PROMPT, settings(lengths)) as in_flight:
+            if await attempt(in_flight, lengths, chunk, dies_at, 0, 99) is not None:
                 return
-            lost = [min(dies_at, n) - s.num_tokens for n, s in zip(lengths, lease.siblings, strict=True)]
+            lost = [min(dies_at, n) - s.num_tokens for n, s in zip(lengths, in_flight.siblings, strict=True)]
             assert all(0 <= tokens < chunk for tokens in lost)
-            lease.next_attempt()
-            assert leases.resumed[TOKENS_KEPT] + sum(lost) == sum(min(dies_at, n) for n in lengths)
-            assert sum(lost) <= leases.resumed[TOKENS_LOST]
+            in_flight.next_attempt()
+            assert in_flight_requests.resumed[TOKENS_KEPT] + sum(lost) == sum(min(dies_at, n) for n in lengths)
+            assert sum(lost) <= in_flight_requests.resumed[TOKENS_LOST]
 
     asyncio.run(go())
 
@@ -101,7 +101,9 @@ def test_siblings_that_run_side_by_side_are_reported_together(chunk: int) -> Non
     reports: list[list[TokenChunk]] = []
     engine = KnownSampler([12] * 8, chunk)
     asyncio.run(
-        engine.sample(PROMPT, (), settings([12] * 8), Attempt("a"), lambda news, siblings: reports.append(news))
+        engine.sample(
+            PROMPT, (), settings([12] * 8), Attempt("a"), lambda new_chunk, siblings: reports.append(new_chunk)
+        )
     )
     assert len(reports) == 11 // chunk
-    assert all({news.sibling for news in report} == set(range(8)) for report in reports)
+    assert all({new_chunk.sibling for new_chunk in report} == set(range(8)) for report in reports)

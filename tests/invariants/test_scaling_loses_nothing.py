@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import WorkerDiedError
-from cluster.restarts import RestartPolicy
-from cluster.status import WorkerState
-from cluster.work_queue import WorkQueue
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.status import WorkerState
+from cluster.workers.work_queue import WorkQueue
 
 MAX_LOAD = 2
 NEVER_EXHAUSTED = RestartPolicy(max_restarts=10_000, window_s=1e9, backoff_s=0, max_backoff_s=0)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run
 
-from benchmarks.virtual_time import run_virtually
-from cluster.actions import TokenActions
+from benchmarks.simulation.virtual_time import run_virtually
+from cluster.records.actions import TokenActions
+from cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.seeds import derived_seed
-from cluster.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.runtime.seeds import derived_seed
 
 STEPS, SIZE = 8, 4
 LEARNING_RATE = 1.0

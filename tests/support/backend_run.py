@@ -10,7 +10,7 @@ import torch
 from learner_data import group, picture, prompt, random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.trajectory import ScoredGroup
+from cluster.records.trajectory import ScoredGroup
 from configs.schema import RunConfig
 from learner.learner import Learner
 from learner.supervised import SupervisedExample

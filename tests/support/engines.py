@@ -21,25 +21,25 @@ from sklearn.datasets import load_digits
 
 from actors.datasets.jsonl import Row
 from actors.processors.chat import ChatProcessor
-from actors.rollout_actor import RolloutActor
-from actors.rollout_client import RolloutClient
+from actors.rollout.actor import RolloutActor
+from actors.rollout.client import RolloutClient
 from actors.samplers.base import EngineSettings
 from cluster.errors import ManifestError
-from cluster.leases import Lease, LeaseTable
-from cluster.media import MediaReader, MediaStore
-from cluster.objects import fetch
-from cluster.placement import PlacedWorker
-from cluster.ray_group import stop
+from cluster.records.media import MediaReader, MediaStore
+from cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.trajectory import Prompt, Trajectory, TrajectoryGroup
+from cluster.rollout.in_flight import InFlightRequest, InFlightRequests
+from cluster.runtime.object_store import fetch
+from cluster.runtime.placement import PlacedWorker
+from cluster.runtime.ray_actors import stop
 from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
-from cluster.weight_sync.publish import WeightSync
 from cluster.weight_sync.transport import Rendezvous
+from cluster.weight_sync.weight_sync import WeightSync
 from configs.schema import RunConfig
 from configs.words import overridden
-from deploy.preparation import Prepared
-from deploy.rollouts import engine_settings as run_engine_settings
-from deploy.spawner import engine_environment
+from deploy.wiring.preparation import Prepared
+from deploy.wiring.rollouts import engine_settings as run_engine_settings
+from deploy.wiring.spawner import engine_environment
 from learner.learner import Learner
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.logprobs import Distribution
@@ -105,7 +105,7 @@ class Engine:
     kind: str
     model: Model
     client: RolloutClient
-    leases: LeaseTable
+    in_flight_requests: InFlightRequests
     handle: Any
 
     async def sample(
@@ -129,17 +129,17 @@ class Engine:
         await stop(self.handle, timeout_s=30, what=self.client.name)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
-        """One group, from where the prompt's lease says that an earlier attempt left it."""
+        """One group, from where the in-flight request of the prompt says that an earlier attempt left it."""
         reference, summary, _ = await self.client.generate(prompt, settings)
         [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
         assert group.summary() == summary
         return group
 
 
-async def until_grown(lease: Lease, running: asyncio.Future[TrajectoryGroup]) -> None:
+async def until_grown(in_flight: InFlightRequest, running: asyncio.Future[TrajectoryGroup]) -> None:
     """The next chunk has come, or the group is done."""
-    known = lease.num_tokens
-    while lease.num_tokens == known and not running.done():
+    known = in_flight.num_tokens
+    while in_flight.num_tokens == known and not running.done():
         await asyncio.sleep(0.001)
 
 
@@ -227,9 +227,11 @@ def start_actor(
         num_cpus=0, num_gpus=num_gpus, max_concurrency=CALLS_IN_FLIGHT, runtime_env={"env_vars": environment}
     )
     handle = actor.remote(kind, engine_settings(model, index), object_timeout_s=30)
-    leases = LeaseTable(model.config.sampler.chunk_tokens)
-    client = RolloutClient(handle, f"{kind}/{index}", leases=leases, **{**ENGINE_TIMEOUTS_S, **limits_s})
-    return Engine(kind, model, client, leases, handle)
+    in_flight_requests = InFlightRequests(model.config.sampler.chunk_tokens)
+    client = RolloutClient(
+        handle, f"{kind}/{index}", in_flight_requests=in_flight_requests, **{**ENGINE_TIMEOUTS_S, **limits_s}
+    )
+    return Engine(kind, model, client, in_flight_requests, handle)
 
 
 def engine_settings(model: Model, index: int = 0) -> EngineSettings:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.actions import TokenActions
-from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from cluster.trajectory import (
+from cluster.records.actions import TokenActions
+from cluster.records.trajectory import (
     FinishReason,
     Generated,
     Prompt,
@@ -25,6 +24,7 @@ from cluster.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
+from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 
 NUM_SAMPLES = 2
 NUM_TOKENS = 3

@@ -12,8 +12,8 @@ from enum import StrEnum
 from fakes import NUM_TOKENS, FakeLearner, make_group
 
 from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.records.trajectory import Generated, Prompt, ScoredGroup
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.trajectory import Generated, Prompt, ScoredGroup
 
 DEADLINE_S = 60.0  # for one group
 CONNECT_S = 4.0  # until a call notices that its engine is down

@@ -55,7 +55,7 @@ class LocalStream:
 
     def __init__(self, values: AsyncIterator[Any]) -> None:
         self._ready: deque[LocalReference] = deque()
-        self._has_news = asyncio.Event()
+        self._has_messages = asyncio.Event()
         self._making = asyncio.ensure_future(self._make(values))
         self._death: Exception | None = None
 
@@ -69,8 +69,8 @@ class LocalStream:
 
     async def __anext__(self) -> LocalReference:
         while not self._ready and not self._making.done():
-            self._has_news.clear()
-            await self._has_news.wait()
+            self._has_messages.clear()
+            await self._has_messages.wait()
         if self._ready:
             return self._ready.popleft()
         if self._death is not None:
@@ -93,9 +93,9 @@ class LocalStream:
                 found = asyncio.get_running_loop().create_future()
                 found.set_result(value)
                 self._ready.append(LocalReference(found))
-                self._has_news.set()
+                self._has_messages.set()
         finally:
-            self._has_news.set()
+            self._has_messages.set()
 
 
 class LocalHandle:

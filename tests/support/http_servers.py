@@ -15,7 +15,7 @@ import uvicorn
 
 from rewards.contract import Outcome, RewardRequest
 from rewards.http.lanes import Lanes
-from rewards.http.server import RewardService, ServerLimits, make_app
+from rewards.http.server import RewardServer, ServerLimits, make_app
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
     "max_concurrency": 4,
@@ -132,4 +132,4 @@ def reward_app(
 ) -> Any:
     """Our own service with one lane."""
     lanes = Lanes([Scorer(function)], max_waiting=max_waiting)
-    return make_app(RewardService(lanes, ServerLimits(timeout_s, max_request_bytes)), token)
+    return make_app(RewardServer(lanes, ServerLimits(timeout_s, max_request_bytes)), token)

@@ -10,10 +10,10 @@ import numpy as np
 from fakes import turns
 
 from actors.samplers.progress import GroupProgress
-from cluster.media import ProcessedMedia
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
-from cluster.sampled import Attempt, Emit, SampledSequence
-from cluster.trajectory import FinishReason, Prompt, WeightSpan
 
 
 def token_at(prompt_id: str, sibling: int, position: int) -> int:

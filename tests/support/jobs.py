@@ -13,8 +13,8 @@ from pathlib import Path
 
 from waiting import wait_until
 
-from cluster.metrics.records import StepRecord
 from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.step_records import StepRecord
 from configs.words import overridden
 
 REPOSITORY = Path(__file__).parents[2]

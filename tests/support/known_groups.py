@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cluster.errors import MediaError
+from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
-from cluster.trajectory import Prompt, ScoredGroup
 from configs.schema import RunConfig
 from learner.learner import Learner
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.actions import TokenActions
-from cluster.media import MediaHandle, ProcessedMedia
-from cluster.trajectory import (
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle, ProcessedMedia
+from cluster.records.trajectory import (
     FinishReason,
     MediaSpan,
     Prompt,

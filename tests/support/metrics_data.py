@@ -13,17 +13,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cluster.actions import TokenActions
-from cluster.media import MediaHandle, ProcessedMedia
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
-from cluster.metrics.records import EvaluationRecord, StepRecord
-from cluster.metrics.samples import SampleKeeper
+from cluster.metrics.report.samples import SampleKeeper
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.jsonl import JsonlSink
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 from cluster.metrics.summary import RunFacts, summarize, write_summary
-from cluster.roles import ReplayStats, UpdateReport
-from cluster.trajectory import (
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle, ProcessedMedia
+from cluster.records.trajectory import (
     FinishReason,
     Prompt,
     Response,
@@ -33,6 +32,7 @@ from cluster.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
+from cluster.roles import ReplayStats, UpdateReport
 
 FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
@@ -79,7 +79,7 @@ class NoSamples:
 
 
 def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) -> list[object]:
-    """`cluster.objects.fetch` for values that are no references."""
+    """`cluster.runtime.object_store.fetch` for values that are no references."""
     return list(references)
 
 

@@ -1,4 +1,4 @@
-"""A whole run of fakes around the real loop: controller, stream, gate, buffer and checkpoints."""
+"""A whole run of fakes around the real loop: controller, dispatcher, gate, buffer and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fakes import (
     NoSupervisor,
 )
 
-from cluster.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.controller import Controller
-from cluster.journal import Journal
-from cluster.journal_writer import JournalWriter
-from cluster.leases import LeaseTable
-from cluster.live_groups import LiveGroups
-from cluster.recording_learner import RecordingLearner
-from cluster.recovery import JournalRecovery
-from cluster.replay_buffer import ReplayBuffer
+from cluster.records.trajectory import GroupSummary
+from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from cluster.recovery.resume import JournalRecovery
+from cluster.replay.buffer import ReplayBuffer
+from cluster.replay.journal import Journal
+from cluster.replay.journal_writer import JournalWriter
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.recording_learner import RecordingLearner
 from cluster.roles import Rewards, Rollouts
-from cluster.rollout_stream import AdmissionFilter, RetryingRollouts, RolloutStream
-from cluster.staleness import AgeLimit, StalenessGate, StepOrder
-from cluster.trajectory import GroupSummary
+from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
 from configs.schema.run import Resume
 
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
@@ -103,11 +103,11 @@ class Run:
             max_concurrent=max_concurrent,
             total_steps=total_steps,
         )
-        self.stream = RolloutStream(
+        self.dispatcher = RolloutDispatcher(
             prompts=self.prompts,
             gate=self.gate,
             rollouts=RetryingRollouts(
-                self.rollouts, LeaseTable(64), max_retries=max_retries, on_retry=lambda kind: None
+                self.rollouts, InFlightRequests(64), max_retries=max_retries, on_retry=lambda kind: None
             ),
             rewards=rewards or FakeRewards(values),
             replay=self.replay,
@@ -117,13 +117,13 @@ class Run:
             age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
             on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
         )
-        self.weights.on_announced(self.stream.advance)
+        self.weights.on_announced(self.dispatcher.advance)
         recording = RecordingLearner(self.learner, journal=self.replay)
         recovery = JournalRecovery(
             self.journal,
             learner=recording,
             groups=LiveGroups(self.prompts, put=lambda value: value),
-            stream=self.stream,
+            dispatcher=self.dispatcher,
             replay=self.replay,
             metrics=self.metrics,
             age_limit=AgeLimit(max_staleness),
@@ -132,7 +132,7 @@ class Run:
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             learner=recording if has_journal else self.learner,
-            parts={"rollouts": self.stream},
+            parts={"rollouts": self.dispatcher},
             prepare=self._prepare,
             finish=self._finish,
             identity={"seed": 0},
@@ -146,7 +146,7 @@ class Run:
             checkpoints=self.checkpoints,
             weights=self.weights,
             supervisor=NoSupervisor(),
-            rollouts=self.stream,
+            rollouts=self.dispatcher,
             replay=self.replay,
             reference=FakeReference(),
             learner=recording if has_journal else self.learner,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rewards.offline.evaluation import evaluate
-from rewards.offline.jsonl import stretches
 from rewards.offline.options import DEFAULT_WEIGHTS, Options
 from rewards.offline.report import build_report
-from rewards.offline.schemes import built_in_schemes
-from rewards.offline.scoring import Scorer
-from rewards.offline.source import Source
+from rewards.offline.rules.schemes import built_in_schemes
+from rewards.offline.scoring import SchemeScorer
+from rewards.offline.sources.jsonl import stretches
+from rewards.offline.sources.source import Source
 
 LONG = " ".join(f"word{i}" for i in range(22))
 PUBLISHED_OPTIONS: Mapping[str, Any] = {
@@ -69,7 +69,7 @@ def score_file(
 ) -> dict[str, Any]:
     """The report of a JSONL file."""
     source = Source(path, "jsonl", "bytes", stretches(path, num_bytes))
-    scorer = Scorer(built_in_schemes(chosen), chosen, compared=(1, 0), writes_rows=False)
+    scorer = SchemeScorer(built_in_schemes(chosen), chosen, compared=(1, 0), writes_rows=False)
     whole = evaluate(source, scorer, chosen, num_processes=num_processes, timeout_s=60)
     return build_report(whole, scorer, chosen, source, primary=primary)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.metrics.records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 
 class Sink(Protocol):

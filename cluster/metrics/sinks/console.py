@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 

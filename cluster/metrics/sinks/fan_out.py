@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from cluster.metrics.records import EvaluationRecord, StepRecord
 from cluster.metrics.sinks.base import Sink
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 

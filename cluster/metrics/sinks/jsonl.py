@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from cluster.metrics.files import write_atomically
-from cluster.metrics.records import EvaluationRecord, Record, StepRecord, from_line, record_version, to_line
+from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, from_line, record_version, to_line
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class JsonlSink:
         self._file.close()
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[MetricsRecord]:
     """All records of a `metrics.jsonl`, in order; none if there is no such file.
 
     The last line may be half written by a process that was killed: it is left out. A broken line before it is an error.
@@ -44,7 +44,7 @@ def read_records(path: Path) -> list[Record]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()
-    records: list[Record] = []
+    records: list[MetricsRecord] = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append(from_line(line))

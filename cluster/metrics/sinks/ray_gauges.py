@@ -11,19 +11,19 @@ from typing import Protocol
 from ray.util.metrics import Gauge
 
 from cluster.metrics.definitions import COUNTERS, describe
-from cluster.metrics.records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
 _EXTRA_TAG = {"seconds": "phase", "reward_component": "component", "staleness_tokens": "lag"}
 
 
-class Series(Protocol):
+class TaggedGauge(Protocol):
     """One gauge with tags."""
 
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 
 
-def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> Series:
+def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
     """A gauge of Ray; it needs a connected driver or worker to be exported."""
     return Gauge(name, description=description, tag_keys=tag_keys)
 
@@ -43,14 +43,14 @@ class RaySink:
         tags: Mapping[str, str],
         *,
         heartbeat_s: float,
-        make_series: Callable[[str, str, tuple[str, ...]], Series] = ray_series,
+        make_series: Callable[[str, str, tuple[str, ...]], TaggedGauge] = ray_series,
     ) -> None:
         if {"run", "role", "index"} != set(tags):
             raise ValueError(f"Ray metrics are tagged with run, role and index, got {sorted(tags)}")
         self._tags = dict(tags)
         self._heartbeat_s = heartbeat_s
         self._make_series = make_series
-        self._series: dict[str, Series] = {}
+        self._series: dict[str, TaggedGauge] = {}
         self._latest: dict[Key, float] = {}
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
@@ -91,7 +91,7 @@ class RaySink:
                 tags = {**self._tags, **_extra_tag(name, extra)}
                 self._find(name, tuple(tags)).set(value, tags=tags)
 
-    def _find(self, name: str, tag_keys: tuple[str, ...]) -> Series:
+    def _find(self, name: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
         if name not in self._series:
             self._series[name] = self._make_series(_series_name(name), _describe(name), tag_keys)
         return self._series[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from cluster.metrics.records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 
 class TensorBoardSink:

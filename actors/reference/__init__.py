@@ -1,0 +1,1 @@
+"""The reference scorers and their pool."""

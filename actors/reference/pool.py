@@ -1,0 +1,125 @@
+"""The reference scorers as the loop sees them, and the null object for runs without a KL term."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.records.trajectory import ScoredGroup
+from cluster.runtime.concurrency import run_all
+from cluster.runtime.ray_actors import answer
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.work_queue import Hosts, Place, WorkQueue
+
+DIED, HUNG = "reference_died", "reference_hung"
+
+
+class ReferencePool:
+    """Divides the groups of one step among the scorers; log-probs stay in the object store, owned by the caller.
+
+    Implements `cluster.roles.Reference`; `pool` holds the scorers. A scorer that died or hangs is counted in
+    `losses` and replaced. A share that was not answered within `timeout_s` goes to the next free scorer,
+    up to `max_attempts` times in all.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Any],
+        folder: Path,
+        *,
+        hosts: Hosts,
+        restarts: RestartPolicy,
+        alive_s: float,
+        timeout_s: float,
+        max_attempts: int,
+        on_lost: Callable[[str], None] = lambda kind: None,
+        on_retry: Callable[[str], None] = lambda kind: None,
+    ) -> None:
+        """`handles` are Ray handles of `ReferenceScorer`s; `folder` holds the frozen policy once the run has begun.
+
+        `on_lost` is called with the kind of each loss of a scorer, `on_retry` with the reason why a share is repeated.
+        """
+        self._work = WorkQueue(
+            "reference",
+            handles,
+            hosts,
+            max_load=1,
+            restarts=restarts,
+            alive_s=alive_s,
+            join=self._join,
+            on_lost=self._count_loss,
+        )
+        self.pool = self._work.pool
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._max_attempts = max_attempts
+        self._on_lost = on_lost
+        self._on_retry = on_retry
+        self._has_begun = False
+        self._loaded: dict[str, Any] = {}  # name -> the handle that holds the frozen policy
+        self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The same groups, in order, with `reference_logprobs` set to references.
+
+        Raises:
+            WorkerDiedError, DeadlineError, LostReplyError: one share was not answered `max_attempts` times.
+        """
+        self._has_begun = True
+        num_shares = max(1, min(len(groups), len(self._work.handles)))
+        shares = [list(groups[first::num_shares]) for first in range(num_shares)]
+        parts = await run_all(*(self._score_somewhere(share) for share in shares))
+        scored = {group.summary.group_id: group for part in parts for group in part}
+        return [scored[group.summary.group_id] for group in groups]
+
+    async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        for attempt in range(1, self._max_attempts + 1):
+            async with self._work.place(is_urgent=attempt > 1) as place:
+                try:
+                    await self._load(place.name, place.handle)
+                    return await self._score(place, groups)
+                except (WorkerDiedError, DeadlineError) as error:
+                    found = await self._work.failed(place, error)
+            if attempt == self._max_attempts:
+                raise found
+            self._on_retry(type(found).__name__)
+        raise AssertionError("max_attempts is 1 or more")
+
+    async def _join(self, name: str, handle: Any) -> None:
+        """Load the frozen policy, if there is one yet: the first scorers load it with their first work."""
+        if self._has_begun:
+            await self._load(name, handle)
+
+    async def _load(self, name: str, handle: Any) -> None:
+        if name in self._loaded and self._loaded[name] is handle:
+            return
+        what = f"{name} to load {self._folder}"
+        await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=what)
+        self._loaded[name] = handle
+
+    async def _score(self, place: Place, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+        """All results of one call appear together, so waiting for the last leaves the others where they are."""
+        scorer = place.handle
+        if len(groups) == 1:  # Ray takes a list apart only when several results are asked for
+            logprobs = [scorer.score_one.remote(groups[0])]
+        else:
+            logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
+        what = f"{place.name} to score {len(groups)} groups"
+        await answer(logprobs[-1], timeout_s=self._timeout_s, what=what)
+        return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
+
+    def _count_loss(self, error: Exception) -> None:
+        kind = HUNG if isinstance(error, DeadlineError) else DIED
+        self.losses[kind] += 1
+        self._on_lost(kind)
+
+
+class NullReference:
+    """No reference: groups pass as they are."""
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        return list(groups)

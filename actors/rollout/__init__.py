@@ -1,0 +1,1 @@
+"""The rollout actor, its client in the driver, and the messages between them."""

@@ -1,0 +1,116 @@
+"""RolloutActor: one prompt to one TrajectoryGroup, sampled at known weight versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from actors.rollout.media_batcher import MediaBatcher
+from actors.rollout.server import PromptServer
+from actors.samplers import build_sampler
+from actors.samplers.base import EngineSettings
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaReader
+from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from cluster.records.trajectory import FinishReason, Prompt, Response, Told, Trajectory, TrajectoryGroup
+from cluster.roles import EngineLoad, SamplingSettings
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+MEDIA_IN_MEMORY = 512  # processed pictures that one actor keeps at hand; each is also in the object store
+
+
+class RolloutActor(PromptServer):
+    """Samples groups with an engine of its own, and takes new weights between or within them.
+
+    Runs as an asyncio actor: many prompts are in flight at a time and the engine batches them.
+    """
+
+    def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
+        super().__init__()
+        self._sampler = build_sampler(sampler, settings)
+        self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
+
+    async def start(self) -> None:
+        """Load the engine."""
+        await self._sampler.start()
+
+    async def ping(self) -> int:
+        """The weight version it serves; answers while it generates."""
+        return await self._sampler.weight_version()
+
+    async def probe(self) -> None:
+        """Sample one token: whoever can do that is well."""
+        await self._sampler.probe()
+
+    async def sleep(self) -> None:
+        """Give the device's memory back."""
+        await self._sampler.sleep()
+
+    async def wake_up(self, tag: str) -> None:
+        """Take the memory of `weights` or of the `kv_cache` again."""
+        await self._sampler.wake_up(tag)
+
+    async def load(self, name: str) -> EngineLoad:
+        """How loaded its engine is; `name` is this actor's."""
+        return self._sampler.load(name)
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, Told]:
+        """Sample all siblings of one prompt, from where an earlier attempt left them.
+
+        Two results, so that the bytes can stay where they were made: the group, and what the driver is told of it.
+        """
+        with self._sampler.coming():
+            media = await self._media.read(prompt.media)
+        sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
+        group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
+        return group, (group.summary(), group.small_responses())
+
+    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
+        """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
+        return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        await self._sampler.check_manifest(manifest)
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        await self._sampler.join_transfer(rendezvous, rank)
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        """Returns the version that the engine then names."""
+        return await self._sampler.receive_weights(manifest, bucket_bytes, version)
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        await self._sampler.load_weights(manifest, bucket_bytes, buckets, version)
+
+    async def close(self) -> None:
+        await self._sampler.close()
+
+    def _report(self, chunks: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+        """Responses that have ended travel as text as well: they can be scored before their group is there."""
+        ended = {chunk.sibling: self._response(siblings[chunk.sibling]) for chunk in chunks if chunk.tokens.is_finished}
+        self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in chunks])
+
+    def _response(self, sequence: SampledSequence) -> Response:
+        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        return Response(text, sequence.num_tokens, is_truncated=sequence.finish_reason is FinishReason.LENGTH)
+
+    def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
+        assert sequence.finish_reason is not None
+        return Trajectory(
+            trajectory_id=f"{prompt.prompt_id}#{index}",
+            actions=TokenActions(sequence.token_ids),
+            behavior_logprobs=sequence.logprobs,
+            action_mask=np.ones(sequence.num_tokens, dtype=bool),
+            weight_spans=sequence.weight_spans,
+            finish_reason=sequence.finish_reason,
+            response=self._response(sequence),
+        )

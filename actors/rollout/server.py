@@ -1,0 +1,83 @@
+"""PromptServer: the side of a rollout actor that is asked for groups and tells what came of it.
+
+A call to an actor costs its engine's core about as much as a small model takes for a token of a whole group. So prompts
+that are sent at one moment come in one call that does not wait for them, and all that is to be said of them goes out in
+one stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import traceback
+from collections.abc import AsyncIterator, Sequence
+
+from actors.rollout.message_queue import MessageQueue
+from actors.rollout.messages import Ended, GroupRequest, MessageBatch
+from cluster.errors import RolloutError
+from cluster.records.partial_response import Attempt, TokenChunk
+from cluster.records.trajectory import Prompt, Told, TrajectoryGroup
+from cluster.roles import SamplingSettings
+
+
+class PromptServer:
+    """Works at any number of requests at a time, each by the role's own `generate`. Lives in one event loop."""
+
+    def __init__(self) -> None:
+        self._messages = MessageQueue()
+        self._at_work: dict[str, asyncio.Task[None]] = {}  # by request id
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, Told]:
+        """A group of the prompt, and what the driver is told of it; its chunks go to `report` meanwhile."""
+        raise NotImplementedError
+
+    async def begin(self, requests: Sequence[GroupRequest]) -> None:
+        """Take the requests in; what comes of them is in the messages."""
+        for request in requests:
+            self._at_work[request.request_id] = asyncio.create_task(self._answer(request), name=request.request_id)
+
+    async def break_off(self, request_ids: Sequence[str]) -> None:
+        """Stop working at requests whose groups nobody waits for any more; those that have ended are ignored."""
+        for request_id in request_ids:
+            if request_id in self._at_work:
+                self._at_work[request_id].cancel()
+
+    async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
+        """What all requests report, as it comes: messages, and behind each as many groups as it says.
+
+        It ends with the first messages that make it `num_values` values or more, or when somebody else asks.
+        """
+        async for batch, groups in self._messages.messages():
+            yield batch
+            for group in groups:
+                yield group
+            num_values -= 1 + len(groups)
+            if num_values <= 0:
+                return
+
+    def report(self, chunks: Sequence[TokenChunk]) -> None:
+        """Put chunks into the messages."""
+        self._messages.put(chunks)
+
+    async def _answer(self, request: GroupRequest) -> None:
+        try:
+            group, told = await self.generate(request.prompt, request.settings, request.attempt)
+        except Exception as error:  # whatever it is, whoever asked is told
+            self._messages.end(Ended(request.request_id, None, _fit_to_travel(error)))
+        else:
+            self._messages.end(Ended(request.request_id, told), group)
+        finally:
+            del self._at_work[request.request_id]
+
+
+def _fit_to_travel(error: Exception) -> Exception:
+    """The error with its traceback as a note, or one that says the same where it does not outlive pickle."""
+    report = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an error of a library may hold anything, or want arguments that it does not keep
+        return RolloutError(report)
+    error.add_note(report)
+    return error

@@ -1,0 +1,65 @@
+"""What vLLM is asked for: an engine of a run, and the responses to one prompt.
+
+Whoever imports this has changed nothing of vLLM: what ours adds to it comes with `VLLMSampler.start` and with the
+worker extension that `engine_args` names.
+"""
+
+from __future__ import annotations
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.sampling_params import RequestOutputKind
+
+from actors.samplers.base import EngineSettings
+from cluster.roles import SamplingSettings
+from learner.policies.logprobs import BAN_BIAS
+
+WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
+
+
+def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    """How an engine of ours is made."""
+    return AsyncEngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        limit_mm_per_prompt={"image": settings.max_images_per_prompt, "video": 0},
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        block_size=settings.block_size,
+        enforce_eager=settings.enforce_eager,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
+        mm_processor_cache_gb=0,  # pictures arrive processed, ...
+        mm_device_do_normalize=False,  # ... normalised included
+        weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
+        worker_extension_cls="actors.samplers.vllm.weights.WorkerExtension",
+        enable_sleep_mode=settings.sleep_level > 0 and settings.device == "cuda",
+        scheduling_policy="priority",  # held-out prompts after those of training
+        enable_log_requests=False,
+        disable_log_stats=True,
+    )
+
+
+def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
+    """What one request asks of the engine.
+
+    Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
+    """
+    is_reported = settings.max_tokens > engine.chunk_tokens
+    return SamplingParams(
+        n=settings.num_samples,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        logit_bias=dict.fromkeys(engine.banned_ids, BAN_BIAS),
+        stop_token_ids=list(engine.stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
+        stream_interval=engine.chunk_tokens,
+        skip_clone=True,  # made for this request alone
+    )

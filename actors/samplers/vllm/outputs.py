@@ -1,0 +1,70 @@
+"""What a running vLLM request has sampled, piece by piece, each token with the version that sampled it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestState
+
+from cluster.errors import RolloutError
+from cluster.records.partial_response import SampledSequence, clipped, shifted
+from cluster.records.trajectory import FinishReason, WeightSpan
+
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT, None: None}
+
+
+class OutputReader:
+    """Reads the outputs of one request, whether they come once at the end or in steps (RequestOutputKind.DELTA)."""
+
+    def __init__(self, engine: AsyncLLM, request_id: str) -> None:
+        self._processor = engine.output_processor
+        self._request_id = request_id
+        self._num_read: Counter[int] = Counter()  # sibling -> tokens
+        self._states: dict[int, RequestState] = {}  # sibling -> vLLM's own record of it
+
+    def read(self, output: RequestOutput) -> Iterator[tuple[int, SampledSequence]]:
+        """(sibling, what is new of it), for each sibling that the output tells of.
+
+        Raises:
+            RolloutError: the engine gave tokens without log-probs or versions.
+        """
+        for completion in output.outputs:
+            yield completion.index, self._piece(completion)
+
+    def _piece(self, completion: CompletionOutput) -> SampledSequence:
+        token_ids = np.asarray(completion.token_ids, dtype=np.int32)
+        logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+        if logprobs.shape != token_ids.shape:
+            raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
+        start = self._num_read[completion.index]
+        end = self._num_read[completion.index] = start + int(token_ids.shape[0])
+        spans = self._spans(completion, end)
+        if start > 0 or any(span.end > end for span in spans):
+            spans = shifted(clipped(spans, start, end), -start)
+        return SampledSequence(token_ids, logprobs, tuple(spans), FINISH_REASONS[completion.finish_reason])
+
+    def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
+        """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.
+
+        vLLM tells them with the end of a response. Until then they stand in its own record, which may be ahead of what
+        was read.
+        """
+        if completion.weight_versions is not None:
+            return [WeightSpan(int(span.version), span.start, span.end) for span in completion.weight_versions]
+        starts = self._state(completion.index).weight_version_starts
+        if not starts:
+            raise RolloutError(f"the engine does not say which weights sampled {end} tokens of {self._request_id}")
+        bounds = [start for _, start in starts] + [max(end, starts[-1][1])]
+        return [WeightSpan(int(v), s, e) for (v, _), (s, e) in zip(starts, pairwise(bounds), strict=True)]
+
+    def _state(self, sibling: int) -> RequestState:
+        if sibling not in self._states:
+            processor = self._processor
+            known = [processor.request_states[name] for name in processor.external_req_ids.get(self._request_id, ())]
+            self._states |= {state.request_index: state for state in known}
+        return self._states[sibling]

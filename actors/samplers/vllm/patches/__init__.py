@@ -1,0 +1,1 @@
+"""Replacements of private parts of vLLM."""

@@ -1,0 +1,224 @@
+"""AsyncLLM whose engine core runs on a thread of this process instead of in a process of its own.
+
+vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU it is worth having: a
+second process means a second import of everything at the start, and a serialised copy of every request with its
+pictures, once for each sibling, on the very core that should compute. The core's own loop runs here unchanged; only
+its sockets are replaced by queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from vllm import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, async_llm
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
+
+JOIN_S = 10.0
+BURST_GAP_S = 0.004  # the next request of a burst comes within this
+BURST_S = 0.1  # longest wait for a burst to end
+
+
+def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
+    """An `AsyncLLM` without a second process; call it in a running event loop."""
+    with _made_by(InProcessClient, ThreadedOutputs):
+        engine = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
+    engine.engine_core.outputs = engine.output_processor
+    return engine
+
+
+class ThreadedCore(EngineCoreProc):
+    """The loop of an engine core between an input queue and a function that takes outputs."""
+
+    last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue, or is about to, says so
+    num_coming = 0  # requests that are known of, and not in the queue yet
+
+    def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
+        self.input_queue = queue.Queue()
+        self.output_queue = SimpleNamespace(put_nowait=deliver)
+        self.engine_index = 0
+        self.engines_running = False
+        self.shutdown_state = EngineShutdownState.RUNNING
+        self.tensor_ipc_receiver = None
+        self.has_coordinator = False
+        self.frontend_stats_publish_address = None
+        self.publish_dp_lb_stats = False
+        self.process_input_queue_block = True
+        self.enable_fault_tolerance = False
+        EngineCore.__init__(self, config, executor, log_stats, self._executor_failed)
+
+    def _process_input_queue(self) -> None:
+        """Take requests until there is work; an engine that was idle sees a burst to its end.
+
+        A step costs almost the same for few sequences as for many, and while it runs the other thread cannot take
+        requests in: starting with the first one would leave the rest of the burst to many small steps. Once a step can
+        take no more, whoever comes later may as well come while it runs.
+        """
+        was_idle = not self.has_work()
+        super()._process_input_queue()
+        if was_idle and self.has_work():
+            latest = time.monotonic() + BURST_S
+            while not self._is_full() and (wait_s := min(self._gap_end(), latest) - time.monotonic()) > 0:
+                time.sleep(wait_s)
+            super()._process_input_queue()
+
+    def _gap_end(self) -> float:
+        """Until when the next request of a burst would come."""
+        return (time.monotonic() if self.num_coming else self.last_came) + BURST_GAP_S
+
+    def _is_full(self) -> bool:
+        """Whether as many requests have come as a step can take."""
+        num_come = self.scheduler.get_num_unfinished_requests() + self.input_queue.qsize()
+        return num_come >= self.vllm_config.scheduler_config.max_num_seqs
+
+    def request_shutdown(self) -> None:
+        self.shutdown_state = EngineShutdownState.REQUESTED
+        self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def _executor_failed(self) -> None:
+        self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+
+class InProcessClient(AsyncMPClient):
+    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop, but for
+    those that `outputs` notes on the core's thread.
+    """
+
+    outputs: ThreadedOutputs
+
+    def __init__(
+        self, vllm_config: Any, executor_class: Any, log_stats: bool, *, renderer: Any = None, **_: Any
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.client_index = 0
+        self.core_engine = b"\x00\x00"
+        self.core_engines = [self.core_engine]
+        self.engine_ranks_managed = [0]
+        self.engines_running = False
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.utility_results: dict[int, Any] = {}
+        self._engine_status: dict[int, dict] = {}
+        self._renderer = renderer
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(
+            target=self._run, args=(vllm_config, executor_class, log_stats), name="engine-core", daemon=True
+        )
+        self._is_ready = threading.Event()
+        self.failure: BaseException | None = None  # what ended the core
+        self._thread.start()
+        self._start_mm_warmup()
+        self._is_ready.wait()  # the load itself has no deadline here: whoever started this actor has one
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def transfer_engine(self) -> Any:
+        """The worker's end of the transfer group, for who receives on another thread than the core's."""
+        return self._core.model_executor.driver_worker.worker.weight_transfer_engine
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        outputs = await self.outputs_queue.get()
+        if isinstance(outputs, Exception):
+            raise outputs
+        return outputs
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A request is on its way while the body runs, and about to be added when it ends."""
+        self._core.num_coming += 1
+        try:
+            yield
+        finally:
+            self._core.num_coming -= 1
+            self._core.last_came = time.monotonic()
+
+    async def add_request_async(self, request: Any) -> None:
+        self.ensure_alive()
+        request.client_index = self.client_index
+        self._core.last_came = time.monotonic()
+        self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, self._core.preprocess_add_request(request)))
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        if request_ids and not self.resources.engine_dead:
+            self._core.aborts_queue.put_nowait(request_ids)
+            self._core.input_queue.put_nowait((EngineCoreRequestType.ABORT, request_ids))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        if not self.resources.engine_dead and self._thread.is_alive():
+            self._core.request_shutdown()
+            self._thread.join(JOIN_S if timeout is None else timeout)
+        self.resources.engine_dead = True
+
+    def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Awaitable[Any]:
+        self.ensure_alive()
+        call_id = uuid.uuid1().int >> 64
+        future = self.utility_results[call_id] = self._loop.create_future()
+        self._core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args)))
+        return future
+
+    def _run(self, config: Any, executor: Any, log_stats: bool) -> None:
+        """The core's thread: it loads the model as well, because OpenMP keeps its threads by the thread that asks."""
+        try:
+            self._core = ThreadedCore(config, executor, log_stats, self._deliver)
+        except BaseException as error:
+            self.failure = error
+            return
+        finally:
+            self._is_ready.set()
+        try:
+            self._core.run_busy_loop()
+        except SystemExit:
+            pass  # how the loop ends when it was asked to
+        except Exception as error:
+            self.failure = error
+            self._tell(self._died)
+        finally:
+            self._core.shutdown()
+
+    def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
+        """On the core's thread, after every step and for every answer."""
+        _, outputs = output
+        if outputs.outputs:
+            self.outputs.note(outputs)
+        if outputs.outputs or outputs.scheduler_stats or outputs.utility_output:
+            self._tell(self._take, outputs)
+
+    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _take(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.utility_output:
+            _process_utility_output(outputs.utility_output, self.utility_results)
+        else:
+            self.outputs_queue.put_nowait(outputs)
+
+    def _died(self) -> None:
+        """Requests end with the core; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
+        self.resources.engine_dead = True
+        self.outputs_queue.put_nowait(EngineDeadError())
+
+
+@contextmanager
+def _made_by(client: type, outputs: type) -> Iterator[None]:
+    """AsyncLLM has no parameter for its client or output side: it makes them so, and nothing else by these names."""
+    make_client, make_outputs = EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor
+    EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(client), outputs
+    try:
+        yield
+    finally:
+        EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(make_client), make_outputs

@@ -1,0 +1,356 @@
+"""Sampling with vLLM's AsyncLLM: token in, token out, one request a group, continuous batching across prompts.
+
+The engine gets the expanded prompt ids and the very tensors that the learner trains on, so nothing is tokenised or
+processed twice and the two sides cannot disagree about a picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import BatchFeature
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs.engine import mm_input, tokens_input
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from actors.samplers.base import EngineSettings
+from actors.samplers.progress import GroupProgress, continued, settings_to_continue
+from actors.samplers.running_requests import RunningRequests
+from actors.samplers.served_version import ServedVersion
+from actors.samplers.vllm.arguments import engine_args, sampling_params
+from actors.samplers.vllm.load import LoadLogger
+from actors.samplers.vllm.outputs import OutputReader
+from actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
+from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
+from actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
+from actors.samplers.vllm.process import core_failure, engine_in_its_own_process
+from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
+from cluster.failures import Failure
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import MediaSpan, Prompt
+from cluster.roles import EngineLoad, SamplingSettings
+from cluster.runtime.concurrency import run_all
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+LAST_TO_WAKE = "kv_cache"
+CORE_WATCH_S = 0.5  # how often to look whether the core lives
+MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
+DRAIN_S = 0.05  # that responses which are about to end have, once a push is there: cut, they would be computed again
+MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
+
+
+class VLLMSampler:
+    """A `Sampler` around one vLLM engine."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._load = LoadLogger()
+        self._is_asleep = False
+        self._served = ServedVersion()
+        self._in_flight = RunningRequests()
+        self._is_replacing = False
+        self._num_replaced = 0
+        self._watching: asyncio.Task[None] | None = None  # from the moment the engine is there
+        self._failure: Failure | None = None  # of the core, once it is dead and was asked for
+
+    async def start(self) -> None:
+        keep_sampled_logprobs_alone()
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_in_a_row`
+        start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
+        loggers = [lambda config, index: self._load] if self._settings.reports_load else None
+        try:
+            self._engine = start(engine_args(self._settings), stat_loggers=loggers)
+        except (ValueError, MobulaError):  # the first is how vLLM refuses settings
+            raise
+        except Exception as error:
+            raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
+        if isinstance(self._engine.output_processor, ThreadedOutputs):
+            self._engine.output_processor.on_preempted = self._load.preempted
+        if self._engine.model_config.is_multimodal_model:
+            processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+            self._fields_of = processor._get_mm_fields_config
+        self._fields_by_layout: dict[Any, Any] = {}
+        self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
+        await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
+
+    def coming(self) -> AbstractContextManager[None]:
+        core = self._engine.engine_core
+        return core.coming() if isinstance(core, InProcessClient) else nullcontext()
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
+    ) -> list[SampledSequence]:
+        if self._is_asleep:
+            raise RolloutError(f"prompt {prompt.prompt_id} was asked of an engine that sleeps: its weights may be dead")
+        progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit)
+        if attempt.siblings:
+            parts = (self._continue(n, prompt, media, settings, attempt, progress) for n in progress.unfinished())
+            await run_all(*parts)
+        else:
+            await self._sample(prompt, media, settings, attempt.request_id, 0, progress)
+        return progress.finished()
+
+    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._generate(prompt, media, params, f"probe-{uuid.uuid4().hex}")
+        ids = output.prompt_token_ids
+        return np.asarray(
+            [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))], dtype=np.float32
+        )  # [P - 1]
+
+    async def probe(self) -> None:
+        if self._is_asleep:
+            return
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        request = self._engine.generate(tokens_input([self._settings.pad_id]), params, f"probe-{uuid.uuid4().hex}")
+        with self._failing("the probe"):
+            async for _ in request:
+                pass
+
+    async def sleep(self) -> None:
+        self._is_asleep = True
+        if self._can_sleep:
+            await self._engine.sleep(self._settings.sleep_level)
+
+    async def wake_up(self, tag: str) -> None:
+        if self._is_asleep and self._can_sleep:  # one that was started meanwhile is awake
+            await self._engine.wake_up([tag])
+        self._is_asleep = self._is_asleep and tag != LAST_TO_WAKE
+
+    @property
+    def _can_sleep(self) -> bool:
+        """In host memory there is nothing to give back."""
+        return self._settings.sleep_level > 0 and self._settings.device == "cuda"
+
+    def load(self, name: str) -> EngineLoad:
+        return self._load.load(name)
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        manifest.check_against(self._settings.expected_by(manifest))
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        info = {"rendezvous": rendezvous.to_wire(), "rank": rank}
+        with self._named(f"join transfer epoch {rendezvous.epoch}"):
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(info))
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        with self._named(f"receive version {version}"):
+            update, core = self._update(manifest, bucket_bytes), self._engine.engine_core
+            if isinstance(core, InProcessClient) and manifest.num_bytes <= MAX_BYTES_BESIDE:
+                receive = core.transfer_engine.receive
+                update["tensors"] = await asyncio.to_thread(lambda: list(receive(manifest, bucket_bytes)))
+                await self._in_flight.drained(DRAIN_S)
+            return await self._replace_weights(update, version)
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        packed = [bucket.tobytes() for bucket in buckets]
+        update = self._update(manifest, bucket_bytes) | {"buckets": packed}
+        with self._named(f"load version {version}"):
+            await self._replace_weights(update, version)
+
+    async def weight_version(self) -> int:
+        return int(await self._engine.get_weight_version())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            self._engine.shutdown()
+
+    async def _watch(self) -> None:
+        """Fail the calls that wait for a dead core: vLLM fails the requests of a dead process, and forgets these."""
+        while not self._engine.errored:
+            await asyncio.sleep(CORE_WATCH_S)
+        for call in self._engine.engine_core.utility_results.values():
+            if not call.done():
+                call.set_exception(EngineDeadError())
+
+    def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
+        """What the engine process is told about a push, in plain values."""
+        adapters = self._settings.adapters_of(manifest)
+        told = {} if adapters is None else {"adapters": asdict(adapters.base)}
+        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | told
+
+    async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
+        """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
+
+        `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
+        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. What comes to a
+        frozen engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its
+        weights are neither old nor new.
+        """
+        self._is_replacing = True
+        self._load.expect_push()
+        await self._engine.engine_core.pause_scheduler_async(
+            mode="keep", clear_cache=not self._settings.keeps_kv_cache
+        )  # `pause_generation` sleeps 20 ms besides, for the order of events in a log
+        self._num_replaced += 1
+        self._is_replacing = False
+        self._served.set(version)
+        # The core takes calls in order; each that is waited for by itself is a way there and back.
+        await asyncio.gather(
+            self._engine.start_weight_update(),
+            self._engine.update_weights(WeightTransferUpdateRequest(update)),
+        )
+        await asyncio.gather(
+            self._engine.finish_weight_update(weight_version=str(version)),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+            self._engine.reset_prefix_cache(),
+        )
+        named = await self.weight_version()  # while the engine stands still: it would answer between two steps
+        await self._engine.resume_generation()
+        return named
+
+    def _cache_salt(self) -> str | None:
+        """Requests with equal salts share the KV of equal prefixes. Where the KV of old weights outlives a push, only
+        requests between the same two pushes may; one that arrives in a push does not know its weights and shares none.
+        """
+        if not self._settings.keeps_kv_cache:
+            return None
+        return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
+
+    async def _continue(
+        self,
+        sibling: int,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        progress: GroupProgress,
+    ) -> None:
+        """One sibling goes on from what is known of it, in a request of its own."""
+        so_far = attempt.siblings[sibling]
+        rest = settings_to_continue(settings, sibling, so_far)
+        await self._sample(continued(prompt, so_far), media, rest, f"{attempt.request_id}#{sibling}", sibling, progress)
+
+    async def _sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        request_id: str,
+        first: int,
+        progress: GroupProgress,
+    ) -> None:
+        """Sample `settings.num_samples` siblings, `first` and those after it, as one request."""
+        params = sampling_params(self._settings, settings)
+        reader = OutputReader(self._engine, request_id)
+        with self._failing(f"prompt {prompt.prompt_id}"):
+            await self._served.reach(settings.min_version)
+            inputs = self._engine_input(prompt, media)
+            with self._in_flight.one_more():
+                async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
+                    for index, piece in reader.read(output):
+                        progress.add(first + index, piece)
+                    progress.report()
+
+    async def _generate(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        params: SamplingParams,
+        request_id: str,
+    ) -> Any:
+        final, inputs = None, self._engine_input(prompt, media)
+        with self._failing(f"prompt {prompt.prompt_id}"):
+            async for output in self._engine.generate(inputs, params, request_id):
+                final = output
+        if final is None:
+            raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")
+        return final
+
+    def _engine_input(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> Any:
+        ids = prompt.expanded_ids.tolist()
+        salt = self._cache_salt()
+        if not media:
+            return tokens_input(ids, cache_salt=salt)
+        arrays = {key: _in_a_row([m.inputs[key] for m in media]) for key in media[0].inputs}
+        features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
+        return mm_input(
+            ids,
+            MultiModalKwargsItems.from_hf_inputs(features, self._fields(features, arrays)),
+            mm_hashes={"image": [handle.key for handle in prompt.media]},
+            mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
+            cache_salt=salt,
+        )
+
+    def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray]) -> Any:
+        """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
+        their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
+        """
+        layout = tuple(
+            (name, array.shape, None if array.dtype.kind == "f" else array.tobytes()) for name, array in arrays.items()
+        )
+        if layout not in self._fields_by_layout:
+            if len(self._fields_by_layout) >= MAX_LAYOUTS:
+                self._fields_by_layout.clear()
+            self._fields_by_layout[layout] = self._fields_of(features, {})
+        return self._fields_by_layout[layout]
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """vLLM passes on an error of its core as a bare Exception with a text; say what was asked. The death of the
+        core is no failed weight sync: a push that goes out again would not reach it either.
+        """
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineDiedError(f"the engine is dead and cannot {what}", self._cause()) from error
+        except Exception as error:
+            raise WeightSyncError(f"the engine could not {what}: {error}") from error
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """A core that died, or aborted a request, fails the rollout: the caller retries it elsewhere."""
+        try:
+            yield
+        except EngineDeadError as error:
+            raise EngineDiedError(f"the engine failed {what}", self._cause()) from error
+        except EngineGenerateError as error:
+            raise RolloutError(f"the engine failed {what}: {error!r}") from error
+
+    def _cause(self) -> Failure:
+        """Why the core died."""
+        if self._failure is None:
+            core = self._engine.engine_core
+            if isinstance(core, InProcessClient):
+                self._failure = Failure.of(core.failure or EngineDeadError())
+            else:
+                self._failure = core_failure(self._engine)
+        return self._failure
+
+
+def _in_a_row(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write; vLLM shares
+    processed pictures among requests, so it only reads them.
+    """
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _placeholder(span: MediaSpan) -> PlaceholderRange:
+    return PlaceholderRange(offset=span.start, length=span.end - span.start)

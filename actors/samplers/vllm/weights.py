@@ -1,0 +1,136 @@
+"""Runs inside vLLM's worker process: our weight-transfer engine for its registry, over gloo or nccl.
+
+None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
+weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
+tensors and processed again; in host memory by a shorter way (`patches.reload`). Naming this module's `WorkerExtension`
+as `worker_extension_cls` makes vLLM import it in every worker, which registers the engine there, has pictures kept
+(`patches.pictures`), positions computed once (`patches.positions`) and tokens seeded by their position
+(`patches.seeds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
+from actors.samplers.vllm.patches.pictures import keep_pictures
+from actors.samplers.vllm.patches.positions import compute_positions_once
+from actors.samplers.vllm.patches.reload import can_load_again, load_again
+from actors.samplers.vllm.patches.seeds import seed_by_position
+from cluster.errors import WeightSyncError
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from learner.policies.lora import AdapterBase, changed_weights
+
+
+@dataclass
+class JoinInfo(WeightTransferInitInfo):
+    """Which transfer group to join, and as which rank."""
+
+    rendezvous: dict[str, Any]
+    rank: int
+
+
+@dataclass
+class PushInfo(WeightTransferUpdateInfo):
+    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `tensors`
+    what has come over it already; `adapters` says how to merge what comes if it is adapters."""
+
+    manifest: list[dict[str, Any]]
+    bucket_bytes: int
+    buckets: list[bytes] | None = None
+    tensors: list[tuple[str, torch.Tensor]] | None = None
+    adapters: dict[str, Any] | None = None
+
+
+class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
+    """Receives packed buckets and reloads the model layer by layer."""
+
+    init_info_cls = JoinInfo
+    update_info_cls = PushInfo
+
+    _group: TransferGroup | None = None
+
+    def init_transfer_engine(self, init_info: JoinInfo) -> None:
+        self.shutdown()
+        self._group = TransferGroup(Rendezvous(**init_info.rendezvous), init_info.rank, torch.device(self.device))
+
+    def start_weight_update(self) -> None:
+        """Which way the weights are loaded depends on what comes."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
+        # a broadcast of ours has arrived when it returns.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: PushInfo) -> None:
+        manifest = Manifest.from_wire(update_info.manifest)
+        if update_info.tensors is not None:
+            tensors = update_info.tensors
+        elif update_info.buckets is not None:
+            tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
+        else:
+            tensors = self.receive(manifest, update_info.bucket_bytes)
+        is_whole = update_info.adapters is None
+        if not is_whole:
+            tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
+        with torch.no_grad():
+            if is_whole and can_load_again(self.model_config, torch.device(self.device)):
+                load_again(self.model, self.model_config, tensors)
+            else:
+                self._load_by_layers(tensors)
+
+    def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a push brings over the group, each tensor in memory of its own: layers need several at a time."""
+        if self._group is None:
+            raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
+        return self._group.receive(manifest, bucket_bytes, keeps=True)
+
+    def _load_by_layers(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(tensors)
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_tied_head(self.model)
+
+    def finish_weight_update(self) -> None:
+        """All is done when the weights are there."""
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; importing it registers the engine."""
+
+
+def _from_bytes(manifest: Manifest, bucket_bytes: int, packed: list[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
+    for bucket, data in zip(manifest.buckets(bucket_bytes), packed, strict=True):
+        yield from unpack(bucket, torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())[: bucket.num_bytes])
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """Pack a tied LM head again: the reload replaces the embedding it shares but not the head's packed copy."""
+    language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
+    head = getattr(language_model, "lm_head", None)
+    if head is not None and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
+keep_pictures()
+compute_positions_once()
+seed_by_position()

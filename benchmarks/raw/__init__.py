@@ -1,0 +1,1 @@
+"""What Mobula is compared with: the same work without it."""

@@ -1,0 +1,348 @@
+"""A whole run in virtual time: loop, dispatcher, gate, order and buffer as they are, everything around them
+simulated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
+from benchmarks.simulation.virtual_time import run_virtually
+from cluster.controller import Controller
+from cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from cluster.replay.buffer import ReplayBuffer
+from cluster.roles import EngineLoad, ReplayStats, SamplingSettings, UpdateReport
+from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
+from cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
+from cluster.rollout.staleness import StalenessGate, StepOrder
+
+KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is generated and trained, and how fast the machines are."""
+
+    lengths: Lengths
+    num_engines: int
+    slots_per_engine: int  # responses that one engine decodes at a time
+    tokens_per_s: float  # of one response, however many are decoded beside it
+    prompts_per_step: int
+    update_s: float
+    push_s: float  # every engine stands still for it
+    reference_s: float
+    reward_s: float
+    num_steps: int
+    num_warmup_steps: int  # left out of all figures at the run's start, and as many at its end
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_engines * self.slots_per_engine
+
+    @property
+    def decoding_s(self) -> float:
+        """Seconds a step while every slot decodes all the time."""
+        num_tokens = _num_tokens(self.lengths, self.num_steps * self.prompts_per_step) / self.num_steps
+        return num_tokens / (self.num_slots * self.tokens_per_s)
+
+    @property
+    def ideal_step_s(self) -> float:
+        """Seconds a step if nobody ever waited for anybody: of engines or learner, whoever has more to do."""
+        return max(self.decoding_s, self.update_s + self.push_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run showed between its warm-up and its end."""
+
+    step_s: float  # mean
+    engine_idle_share: float  # of slot-seconds; pauses are idle too
+    learner_idle_share: float  # neither updating nor pushing
+    mean_age: float  # versions, over trained tokens
+    max_age: int
+    mean_tokens: float  # of a trained response
+    trained: tuple[tuple[str, ...], ...]  # prompt ids of every step
+    num_dropped: int  # groups, because they had got over-age
+    dropped_tokens: float | None  # mean, of a dropped response
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """The number of groups under way follows the engines' load."""
+
+    policy: AimdPolicy
+    start: int
+    interval_s: float
+    on_limit: Callable[[int, Sequence[EngineLoad]], None]
+
+
+def simulate(
+    workload: Workload,
+    *,
+    max_staleness: int,
+    max_concurrent: int,
+    order: type[StepOrder] = StepOrder,
+    adaptive: Adaptive | None = None,
+) -> Outcome:
+    """Run the workload once, from version 0 to its end; `adaptive` moves the limit within `max_concurrent`."""
+    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order, adaptive))
+
+
+async def _simulate(
+    workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder], adaptive: Adaptive | None
+) -> Outcome:
+    engines = [
+        SimulatedEngine(
+            workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s, name=str(index)
+        )
+        for index in range(workload.num_engines)
+    ]
+    learner = _Learner(workload.update_s)
+    observer = _Observer(engines)
+    replay = ReplayBuffer(clock=asyncio.get_running_loop().time)
+    gate = StalenessGate(
+        prompts_per_step=workload.prompts_per_step,
+        max_staleness=max_staleness,
+        max_concurrent=max_concurrent,
+        total_steps=workload.num_steps,
+    )
+    dropped: list[GroupSummary] = []
+    dispatcher = _dispatcher(workload, gate, engines, replay, order(gate), dropped)
+    controller = Controller(
+        total_steps=workload.num_steps,
+        groups_per_step=workload.prompts_per_step,
+        checkpoints=_Nothing(),
+        weights=_Push(workload.push_s, engines, dispatcher.advance),
+        supervisor=_Adapting(adaptive, engines, gate) if adaptive else _Nothing(),
+        rollouts=dispatcher,
+        replay=replay,
+        reference=_Reference(workload.reference_s),
+        learner=learner,
+        evaluator=_Nothing(),
+        metrics=observer,
+    )
+    await controller.run()
+    return _outcome(workload, engines, learner.trained, observer, dropped)
+
+
+def _dispatcher(
+    workload: Workload,
+    gate: StalenessGate,
+    engines: Sequence[SimulatedEngine],
+    replay: ReplayBuffer,
+    order: StepOrder[ScoredGroup],
+    dropped: list[GroupSummary],
+) -> RolloutDispatcher:
+    lengths = workload.lengths
+    return RolloutDispatcher(
+        prompts=NumberedPrompts(),
+        gate=gate,
+        rollouts=LeastLoaded(engines),
+        rewards=DelayedRewards(workload.reward_s, lengths.num_siblings),
+        replay=replay,
+        settings=SamplingSettings(lengths.num_siblings, 1.0, lengths.max_tokens, lengths.seed),
+        admission_filter=KEEP_ALL,
+        order=order,
+        on_rejected=lambda summary, reason: dropped.append(summary),
+    )
+
+
+def _outcome(
+    workload: Workload,
+    engines: Sequence[SimulatedEngine],
+    trained: Sequence[Sequence[ScoredGroup]],
+    observer: _Observer,
+    dropped: Sequence[GroupSummary],
+) -> Outcome:
+    first, last = workload.num_warmup_steps, workload.num_steps - workload.num_warmup_steps
+    begin, end = observer.moments[first - 1], observer.moments[last - 1]
+    seconds = end.loop_s - begin.loop_s
+    clocks = zip(engines, begin.engines_s, end.engines_s, strict=True)
+    busy_s = sum(engine.busy_s(start_s, end_s) for engine, start_s, end_s in clocks)
+    working_s = sum(phases["update"] + phases["weight_sync"] for phases in observer.phases[first:last])
+    ages = _ages(trained, range(first, last))
+    num_responses = (last - first) * workload.prompts_per_step * workload.lengths.num_siblings
+    return Outcome(
+        step_s=seconds / (last - first),
+        engine_idle_share=1 - busy_s / (seconds * workload.num_slots),
+        learner_idle_share=1 - working_s / seconds,
+        mean_age=sum(age * num_tokens for age, num_tokens in ages.items()) / ages.total(),
+        max_age=max(ages),
+        mean_tokens=ages.total() / num_responses,
+        trained=tuple(tuple(group.summary.group_id for group in groups) for groups in trained),
+        num_dropped=len(dropped),
+        dropped_tokens=_mean_tokens(dropped),
+    )
+
+
+def _mean_tokens(groups: Sequence[GroupSummary]) -> float | None:
+    num_responses = sum(group.num_trajectories for group in groups)
+    return sum(group.num_tokens for group in groups) / num_responses if num_responses else None
+
+
+def _ages(trained: Sequence[Sequence[ScoredGroup]], steps: range) -> Counter[int]:
+    """Age in versions -> tokens; step s trains from version s."""
+    ages = Counter[int]()
+    for step in steps:
+        for group in trained[step]:
+            for version, num_tokens in group.summary.tokens_by_version.items():
+                ages[step - version] += num_tokens
+    return ages
+
+
+@cache
+def _num_tokens(lengths: Lengths, num_prompts: int) -> int:
+    return sum(int(lengths.of(str(index)).sum()) for index in range(num_prompts))
+
+
+class NumberedPrompts:
+    """An endless sequence of prompts whose ids are `prefix` and a number from 0 on."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self.cursor = 0
+        self._prefix = prefix
+
+    def next(self) -> Prompt:
+        ids = np.zeros(1, dtype=np.int32)
+        prompt = Prompt(f"{self._prefix}{self.cursor}", str(self.cursor), "", ids, ids)
+        self.cursor += 1
+        return prompt
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        assert not pending, f"{len(pending)} prompts are pending: a simulated run is not resumed"
+        self.cursor = cursor
+
+
+class DelayedRewards:
+    """The same reward for every sibling, after a while."""
+
+    def __init__(self, seconds: float, num_siblings: int) -> None:
+        self._seconds = seconds
+        self._rewards = (Reward(0.0),) * num_siblings
+
+    async def score(self, group: object, group_id: str) -> Sequence[Reward]:
+        await asyncio.sleep(self._seconds)
+        return self._rewards
+
+
+class _Reference:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        await asyncio.sleep(self._seconds)
+        return list(groups)
+
+
+class _Learner:
+    """An update takes its time; what was trained on is kept, step by step."""
+
+    def __init__(self, seconds: float) -> None:
+        self.trained: list[Sequence[ScoredGroup]] = []
+        self._seconds = seconds
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        await asyncio.sleep(self._seconds)
+        self.trained.append(groups)
+        return UpdateReport(len(self.trained), {})
+
+
+class _Push:
+    """Every engine stands still while the weights travel."""
+
+    def __init__(self, seconds: float, engines: Sequence[SimulatedEngine], advance: Callable[[int], None]) -> None:
+        self._seconds = seconds
+        self._engines = engines
+        self._advance = advance
+
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def settled(self) -> None:
+        """Whoever publishes waits for every engine."""
+
+    async def publish(self, version: int) -> int:
+        for engine in self._engines:
+            engine.pause()
+        await asyncio.sleep(self._seconds)
+        for engine in self._engines:
+            engine.go_on(version)
+        self._advance(version)
+        return version
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """All clocks at the end of a step."""
+
+    loop_s: float
+    engines_s: tuple[float, ...]
+
+
+class _Observer:
+    """Where the time of each step went, and what the clocks showed at its end."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        self.moments: list[_Moment] = []
+        self.phases: list[Counter[str]] = []  # phase -> seconds
+        self._engines = engines
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[_Observer]:
+        self.phases.append(Counter())
+        yield self
+        now = asyncio.get_running_loop().time()
+        self.moments.append(_Moment(now, tuple(engine.clock_s for engine in self._engines)))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        started = asyncio.get_running_loop().time()
+        yield
+        self.phases[-1][phase] += asyncio.get_running_loop().time() - started
+
+    def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
+        """The learner keeps the groups."""
+
+
+class _Adapting:
+    """The supervisor of a run in which nobody fails."""
+
+    def __init__(self, adaptive: Adaptive, engines: Sequence[SimulatedEngine], gate: StalenessGate) -> None:
+        limit = AimdLimit(adaptive.policy, start=adaptive.start)
+        self._concurrency = AdaptiveConcurrency(
+            lambda: engines, gate, limit, interval_s=adaptive.interval_s, on_limit=adaptive.on_limit
+        )
+
+    def watching(self) -> AbstractAsyncContextManager[None]:
+        return self._concurrency.tended()
+
+
+class _Nothing:
+    """Checkpoints, evaluation and supervision of a run that has none."""
+
+    async def resume(self) -> int:
+        return 0
+
+    async def maybe_save(self, version: int) -> None: ...
+
+    async def maybe_run(self, version: int) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def evaluating(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        yield

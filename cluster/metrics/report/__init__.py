@@ -1,0 +1,1 @@
+"""The report of a run: its data, its charts and the page."""

@@ -1,0 +1,206 @@
+"""The report of a run: one HTML file that opens offline and shows what the run did."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from cluster.metrics.report import chart_scales
+from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
+from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
+from cluster.metrics.report.samples import ReportSample
+from cluster.workers.faults import Fault
+
+_ASSETS = Path(__file__).parent
+_MAX_SKIPPED_ROWS = 200
+_MAX_FAULT_ROWS = 200  # the newest ones
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the headline."""
+
+    label: str
+    value: str
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class PhaseShare:
+    """One phase's part of the whole run's wall time."""
+
+    label: str
+    colour: int
+    seconds: float
+    percent: float
+
+
+@dataclass(frozen=True)
+class CounterTable:
+    """One counter's reasons."""
+
+    label: str
+    rows: Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """Losses of one worker in a row with the same cause."""
+
+    worker: str
+    kind: str
+    cause: str
+    count: int
+    first: str  # local time
+    last: str
+
+
+def write_report(run_folder: Path) -> Path:
+    """Make `report.html` from the files of a run folder, whatever of them is there; returns its path."""
+    text = render_report(read_run_folder(run_folder))
+    path = run_folder / REPORT_FILE
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(draft, path)
+    return path
+
+
+def render_report(run: RunFolder) -> str:
+    """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        number=chart_scales.write_number, duration=chart_scales.write_duration, bytes=chart_scales.write_bytes
+    )
+    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("report.html.j2").render(
+        run=run,
+        summary=run.summary,
+        status=run.summary.status if run.summary else "unfinished",
+        before=run.evaluations[0] if run.evaluations else None,
+        after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
+        facts=_facts(run),
+        accuracy=accuracy_chart(run.steps, run.evaluations),
+        curves=curves(run.steps),
+        phases=phases_chart(run.steps),
+        shares=_phase_shares(run),
+        staleness=_staleness_rows(run),
+        tallies=_tallies(run),
+        faults=_fault_rows(run.faults)[-_MAX_FAULT_ROWS:],
+        num_faults=len(run.faults),
+        samples=sorted(run.samples.samples, key=_sample_order),
+        pictures={key: _data_uri(png) for key, png in run.samples.thumbnails.items()},
+        skipped_counts=sorted(Counter(row.reason for row in run.skipped).items()),
+        skipped=run.skipped[:_MAX_SKIPPED_ROWS],
+        num_skipped=len(run.skipped),
+        style=Markup((_ASSETS / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def _facts(run: RunFolder) -> list[Fact]:
+    """The headline's numbers; without a summary only those that the records give."""
+    if run.summary is None:
+        return [Fact("steps", f"{len(run.steps):,}")]
+    s = run.summary
+    return [
+        Fact("steps", f"{s.num_steps:,}", f"version {s.version}"),
+        Fact("wall time", chart_scales.write_duration(s.wall_s), "start-up included"),
+        Fact("samples/s", _optional(s.samples_per_s), "of the whole loop"),
+        Fact("tokens/s", _optional(s.tokens_per_s), "of the whole loop"),
+        Fact("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
+        Fact("restarts", f"{s.restarts:,}", "after failures"),
+        Fact("mean log-prob gap", _optional(s.logprob_gap_mean), f"largest {_optional(s.logprob_gap_max)}"),
+        Fact("seed", str(s.seed)),
+        Fact("engines", f"{s.rollout_actors} × {s.sampler}", "rollout actors"),
+        Fact("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
+        Fact("canary", _optional(s.canary_max), "largest gap after a push"),
+        Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length)),
+        Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
+    ]
+
+
+def _lengths_not_trained(lengths: Mapping[str, float]) -> str:
+    """What was dropped beside what was trained: a longer mean there is a bias towards short responses."""
+    found = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
+    return f"tokens; not trained: {found}" if found else "tokens"
+
+
+def _phase_shares(run: RunFolder) -> list[PhaseShare]:
+    totals: Counter[str] = Counter()
+    for record in run.steps:
+        totals.update({name: s for name, s in record.phases.items() if math.isfinite(s)})
+    whole = math.fsum(totals.values())
+    if whole <= 0:
+        return []
+    return [
+        PhaseShare(phase_label(name), colour, totals[name], 100 * totals[name] / whole)
+        for name, colour in phase_colours(run.steps).items()
+    ]
+
+
+def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
+    """(lag, tokens, per cent of all trained tokens)."""
+    tokens: Counter[int] = Counter()
+    for record in run.steps:
+        tokens.update(record.staleness)
+    whole = sum(tokens.values())
+    return [(lag, n, 100 * n / whole) for lag, n in sorted(tokens.items()) if whole]
+
+
+def _tallies(run: RunFolder) -> list[CounterTable]:
+    """Every counter of the last step that counted something, reasons by size."""
+    counters = run.steps[-1].counters if run.steps else {}
+    return [
+        CounterTable(name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))
+        for name, reasons in counters.items()
+        if any(reasons.values())
+    ]
+
+
+def _fault_rows(faults: Sequence[Fault]) -> list[FaultRow]:
+    """Faults in order of time; those that follow each other and differ in their time alone are one row."""
+    rows: list[FaultRow] = []
+    for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
+        times = [_local_time(fault.at_s) for fault in group]
+        rows.append(FaultRow(worker, kind, cause, len(times), times[0], times[-1]))
+    return rows
+
+
+def _local_time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+
+
+def _sample_order(sample: ReportSample) -> tuple[bool, int, int]:
+    """Late before early, best before worst before random, newest first."""
+    return (sample.period == "early", ("best", "worst", "random").index(sample.kind), -sample.step)
+
+
+def _data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _optional(value: float | None) -> str:
+    return "–" if value is None else chart_scales.write_number(value)
+
+
+def _size(value: int | None) -> str:
+    return "–" if value is None else chart_scales.write_bytes(value)

@@ -1,0 +1,127 @@
+"""Which curves the report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.metrics.definitions import METRICS, MetricName
+from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, curve, draw
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
+
+_PHASE_LABELS = {
+    "wait_for_rollouts": "waiting for rollouts",
+    "reference": "reference",
+    "update": "update",
+    "weight_sync": "weight sync",
+    "other": "everything else",
+}
+_OTHER_COLOUR = 6
+
+
+def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Drawing | None:
+    """Training accuracy as a line, held-out accuracy as points with their 95 % intervals."""
+    held_out = [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations]
+    return draw(
+        Chart(
+            "accuracy",
+            "Accuracy",
+            "Line: sampled responses that were trained on. Points: held-out prompts with 95 % intervals.",
+            [
+                curve("training", 1, _values(steps, MetricName.ACCURACY)),
+                Curve("held out", 2, held_out, form="dots"),
+            ],
+            domain=(0.0, 1.0),
+        )
+    )
+
+
+def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
+    """The other curves, in reading order; one without a value is left out."""
+    charts = [
+        _reward(steps),
+        _single(steps, MetricName.KL, "KL to the reference", 4),
+        _single(steps, MetricName.ENTROPY, "Entropy", 3),
+        _single(steps, MetricName.RESPONSE_LENGTH, "Response length", 1),
+        _staleness(steps),
+        _logprob_gap(steps),
+        _single(steps, MetricName.TOKENS_PER_S, "Throughput", 3),
+        _single(steps, MetricName.GRAD_NORM, "Gradient norm", 5),
+        _single(steps, MetricName.CLIP_FRACTION, "Clipped tokens", 2),
+    ]
+    return [drawing for chart in charts if (drawing := draw(chart)) is not None]
+
+
+def phases_chart(steps: Sequence[StepRecord]) -> Drawing | None:
+    """Seconds of each phase, stacked."""
+    series = [curve(phase_label(name), colour, values, form="area") for name, colour, values in _phase_seconds(steps)]
+    text = "Wall time of each step, split by what it was spent on."
+    return draw(Chart("seconds", "Seconds per phase", text, series, "s"))
+
+
+def phase_label(name: str) -> str:
+    """A phase as people say it; one that is not known here keeps its name."""
+    return _PHASE_LABELS[name] if name in _PHASE_LABELS else name
+
+
+def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
+    """Each phase's colour in the order in which phases run; `other` comes last and is grey."""
+    names = dict.fromkeys(name for record in steps for name in record.phases if name != "other")
+    return {name: 1 + i % 5 for i, name in enumerate(names)} | {"other": _OTHER_COLOUR}
+
+
+def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tuple[int, float]]]]:
+    """Per phase its colour and (step, seconds); a step that did not have the phase spent 0 s in it."""
+    return [
+        (name, colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in steps])
+        for name, colour in phase_colours(steps).items()
+    ]
+
+
+def _reward(steps: Sequence[StepRecord]) -> Chart:
+    """The reward, drawn over its components where there is more than one."""
+    series = []
+    names = list(dict.fromkeys(name for record in steps for name in record.components))
+    if len(names) > 1:
+        for i, name in enumerate(names[:4]):
+            values = [(r.step, r.components[name]) for r in steps if name in r.components]
+            series.append(curve(name, 2 + i, values))
+    series.append(curve("reward", 1, _values(steps, MetricName.REWARD_MEAN)))
+    return Chart("reward", "Reward", METRICS[MetricName.REWARD_MEAN].help, series)
+
+
+def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: int) -> Chart:
+    metric = METRICS[name]
+    return Chart(name, title, metric.help, [curve(title.lower(), colour, _values(steps, name))], metric.unit)
+
+
+def _staleness(steps: Sequence[StepRecord]) -> Chart:
+    mean, largest = MetricName.STALENESS, MetricName.STALENESS_MAX
+    return _pair(steps, "staleness", "Staleness", "version lag", mean, largest, is_log=False)
+
+
+def _logprob_gap(steps: Sequence[StepRecord]) -> Chart:
+    mean, largest = MetricName.LOGPROB_GAP_MEAN, MetricName.LOGPROB_GAP_MAX
+    return _pair(steps, "logprob_gap", "Log-prob gap", "nat", mean, largest, is_log=True)
+
+
+def _pair(
+    steps: Sequence[StepRecord],
+    key: str,
+    title: str,
+    unit: str,
+    mean: MetricName,
+    largest: MetricName,
+    *,
+    is_log: bool,
+) -> Chart:
+    """A mean with the largest value beside it."""
+    series = [
+        curve("largest", 2, _values(steps, largest), keeps_peaks=True),
+        curve("mean", 1, _values(steps, mean)),
+    ]
+    text = METRICS[mean].help + (" (logarithmic axis)" if is_log else "")
+    return Chart(key, title, text, series, unit, is_log=is_log)
+
+
+def _values(steps: Sequence[StepRecord], name: MetricName) -> list[tuple[int, float]]:
+    return [(record.step, record.values[name]) for record in steps if name in record.values]

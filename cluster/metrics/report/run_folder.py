@@ -1,0 +1,100 @@
+"""RunFolder: everything that a run left behind, read for its report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.metrics.report.samples import SampleFile, read_samples
+from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.summary import Summary, read_summary
+from cluster.workers.faults import FAULTS_FILE, Fault, read_faults
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+SUMMARY_FILE = "summary.json"
+PLAN_FILE = "plan.json"
+SKIPPED_FILE = "skipped.json"
+CONFIG_FILE = "config.yaml"
+REPORT_FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class RecordedPlanRow:
+    """One worker of the role plan and what it was given."""
+
+    role: str
+    index: int
+    cpus: float
+    gpus: float
+    node: str
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """One dataset sample that could not be used, and why."""
+
+    sample_id: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run as its files tell it; what a run did not come to write is empty (or None)."""
+
+    name: str
+    steps: Sequence[StepRecord]
+    evaluations: Sequence[EvaluationRecord]
+    samples: SampleFile
+    summary: Summary | None
+    plan: Sequence[RecordedPlanRow]
+    skipped: Sequence[SkippedRow]
+    faults: Sequence[Fault]
+    config: str
+
+
+def read_run_folder(folder: Path) -> RunFolder:
+    """Read it; a run that failed early may lack any of the files.
+
+    Raises:
+        ValueError: the folder is missing, or a file in it holds something else than a run writes.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no run folder {folder}: give the folder that holds {METRICS_FILE}")
+    records = read_records(folder / METRICS_FILE)
+    evaluations = {r.version: r for r in records if isinstance(r, EvaluationRecord)}
+    summary, config = folder / SUMMARY_FILE, folder / CONFIG_FILE
+    return RunFolder(
+        name=folder.resolve().name,
+        steps=[r for r in records if isinstance(r, StepRecord)],
+        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        samples=read_samples(folder / SAMPLES_FILE),
+        summary=read_summary(summary) if summary.exists() else None,
+        plan=[_plan_row(row) for row in _rows(folder / PLAN_FILE)],
+        skipped=[_skipped_row(row) for row in _rows(folder / SKIPPED_FILE)],
+        faults=read_faults(folder / FAULTS_FILE),
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+    )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds a {type(rows).__name__}: a list of rows is expected")
+    return rows
+
+
+def _plan_row(row: dict[str, Any]) -> RecordedPlanRow:
+    return RecordedPlanRow(row["role"], row["index"], row["cpus"], row["gpus"], str(row["node"]), tuple(row["cores"]))
+
+
+def _skipped_row(row: dict[str, Any]) -> SkippedRow:
+    return SkippedRow(str(row["sample_id"]), row["reason"], row["message"])

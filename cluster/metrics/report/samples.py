@@ -1,0 +1,240 @@
+"""SampleKeeper: a few responses of the run to look at, best, worst and random, early and late, with their pictures.
+
+Choosing needs only the rewards that the driver already has; the bytes of a group are fetched once it was chosen.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from cluster.metrics.files import write_atomically
+from cluster.metrics.step_records import strict
+
+if TYPE_CHECKING:
+    from cluster.records.media import ProcessedMedia
+    from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+
+Period = Literal["early", "late"]
+Kind = Literal["best", "worst", "random"]
+PERIODS: tuple[Period, ...] = ("early", "late")
+KINDS: tuple[Kind, ...] = ("best", "worst", "random")
+MAX_CHARACTERS = 4000  # of one prompt or response in the report
+NUM_LOOKS = 48  # steps of a whole run that are looked at, so that long runs do not fetch more than short ones
+
+
+@dataclass(frozen=True)
+class ReportSample:
+    """One response as the report shows it. `media_keys` name thumbnails."""
+
+    step: int
+    period: Period
+    kind: Kind
+    sample_id: str
+    trajectory_id: str
+    prompt: str
+    response: str
+    references: tuple[str, ...]
+    reward: float
+    components: Mapping[str, float]
+    reasons: Mapping[str, str]
+    finish_reason: str
+    num_tokens: int
+    media_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """What `samples.jsonl` holds: samples, and each thumbnail (PNG) once."""
+
+    samples: tuple[ReportSample, ...]
+    thumbnails: Mapping[str, bytes]
+
+
+class Fetch(Protocol):
+    """`cluster.runtime.object_store.fetch`."""
+
+    def __call__(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One response that a bucket may want; `sibling` is its place in its group."""
+
+    group: ScoredGroup
+    sibling: int
+
+    @property
+    def reward(self) -> Reward:
+        return self.group.rewards[self.sibling]
+
+
+class SampleKeeper:
+    """Keeps at most `limit` samples of a run of `num_steps`, and writes them to `path` whenever they change.
+
+    There is one bucket for each half of the run and each kind. `best` and `worst` prefer the extreme reward and then
+    the outermost step (earliest in the early half, latest in the late one); `random` is a uniform reservoir. A run that
+    goes on from `version` keeps what it had until then.
+    """
+
+    def __init__(
+        self, path: Path, *, limit: int, num_steps: int, seed: int, version: int, fetch: Fetch, timeout_s: float
+    ) -> None:
+        self._path = path
+        self._capacity = max(1, limit // (len(PERIODS) * len(KINDS)))
+        self._num_steps = num_steps
+        self._interval = max(1, num_steps // NUM_LOOKS)
+        self._seed = seed
+        self._fetch = fetch
+        self._timeout_s = timeout_s
+        found = read_samples(path)
+        self._samples = [sample for sample in found.samples if sample.step <= version]
+        self._thumbnails = dict(found.thumbnails)
+
+    @property
+    def samples(self) -> tuple[ReportSample, ...]:
+        return tuple(self._samples)
+
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Look at the groups of one step; fetches and writes only what is worth keeping."""
+        is_due = (step - 1) % self._interval == 0 or step == self._num_steps
+        if not is_due or not groups:
+            return
+        choice = random.Random(f"{self._seed}/{step}")
+        kept = [self._offer_one(step, kind, groups, choice) for kind in KINDS]
+        if any(kept):
+            used = {key for sample in self._samples for key in sample.media_keys}
+            self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
+            write_samples(self._path, SampleFile(self.samples, self._thumbnails))
+
+    def _offer_one(self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random) -> bool:
+        """Put one response of this step into the bucket of `kind`, if it belongs there."""
+        period: Period = "early" if 2 * step <= self._num_steps else "late"
+        bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
+        candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})
+        if candidate is None:
+            return False
+        displaced = None
+        if len(bucket) >= self._capacity:
+            displaced = self._displaced(bucket, kind, period, candidate, step, choice)
+            if displaced is None:
+                return False
+        sample = self._load(candidate, step, period, kind)
+        self._samples = [s for s in self._samples if s is not displaced] + [sample]
+        return True
+
+    def _displaced(
+        self,
+        bucket: Sequence[ReportSample],
+        kind: Kind,
+        period: Period,
+        candidate: _Candidate,
+        step: int,
+        choice: random.Random,
+    ) -> ReportSample | None:
+        """The kept sample that makes room in a full bucket, or None if the candidate is not wanted."""
+        if kind == "random":
+            first = 1 if period == "early" else self._num_steps // 2 + 1
+            num_seen = 1 + (step - first) // self._interval
+            place = choice.randrange(max(num_seen, len(bucket) + 1))
+            return bucket[place] if place < len(bucket) else None
+        least = min(bucket, key=lambda s: _rank(kind, period, s.reward, s.step))
+        is_better = _rank(kind, period, candidate.reward.value, step) > _rank(kind, period, least.reward, least.step)
+        return least if is_better else None
+
+    def _load(self, candidate: _Candidate, step: int, period: Period, kind: Kind) -> ReportSample:
+        group: TrajectoryGroup
+        what = f"group {candidate.group.summary.group_id}"
+        (group,) = self._fetch([candidate.group.group], timeout_s=self._timeout_s, what=what)
+        self._load_thumbnails(group)
+        trajectory = group.trajectories[candidate.sibling]
+        return ReportSample(
+            step=step,
+            period=period,
+            kind=kind,
+            sample_id=group.prompt.sample_id,
+            trajectory_id=trajectory.trajectory_id,
+            prompt=_clip(group.prompt.text),
+            response=_clip(trajectory.response.text),
+            references=group.prompt.references,
+            reward=candidate.reward.value,
+            components=dict(candidate.reward.components),
+            reasons={name: _clip(reason) for name, reason in candidate.reward.reasons.items()},
+            finish_reason=str(trajectory.finish_reason),
+            num_tokens=trajectory.response.num_tokens,
+            media_keys=tuple(handle.key for handle in group.prompt.media),
+        )
+
+    def _load_thumbnails(self, group: TrajectoryGroup) -> None:
+        missing = [handle for handle in group.prompt.media if handle.key not in self._thumbnails]
+        if missing:
+            what = f"pictures of {group.prompt.sample_id}"
+            references = [handle.reference for handle in missing]
+            media: list[ProcessedMedia] = self._fetch(references, timeout_s=self._timeout_s, what=what)
+            self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
+
+
+def write_samples(path: Path, content: SampleFile) -> None:
+    """Write thumbnails and samples, one line each, whole or not at all."""
+    thumbnails = [
+        {"kind": "thumbnail", "key": key, "png": base64.b64encode(png).decode()}
+        for key, png in content.thumbnails.items()
+    ]
+    samples = [{"kind": "sample", "sample": strict(asdict(sample))} for sample in content.samples]
+    write_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in (*thumbnails, *samples)))
+
+
+def read_samples(path: Path) -> SampleFile:
+    """The inverse of `write_samples`; empty if there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
+    return SampleFile(
+        tuple(_sample(row["sample"]) for row in rows if row["kind"] == "sample"),
+        {row["key"]: base64.b64decode(row["png"]) for row in rows if row["kind"] == "thumbnail"},
+    )
+
+
+def _choose(kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random, known: set[str]) -> _Candidate | None:
+    """One response of this step for a bucket that does not hold its prompt yet; None if there is no such response.
+
+    `best` lies in the upper half of the step's rewards and `worst` in the lower: where all are equal there is neither.
+    """
+    every = [_Candidate(g, i) for g in groups for i, reward in enumerate(g.rewards) if reward is not None]
+    rewards = [c.reward.value for c in every]
+    middle = (min(rewards) + max(rewards)) / 2
+    sign = {"best": 1.0, "worst": -1.0, "random": 0.0}[kind]
+    fit = [
+        c
+        for c in every
+        if c.group.summary.sample_id not in known and (kind == "random" or sign * (c.reward.value - middle) > 0)
+    ]
+    if not fit:
+        return None
+    top = max(sign * c.reward.value for c in fit)
+    return choice.choice([c for c in fit if sign * c.reward.value == top])
+
+
+def _rank(kind: Kind, period: Period, reward: float, step: int) -> tuple[float, int]:
+    """Larger is kept longer."""
+    return (reward if kind == "best" else -reward, step if period == "late" else -step)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} […{len(text) - MAX_CHARACTERS} more]"
+
+
+def _sample(row: dict[str, Any]) -> ReportSample:
+    return ReportSample(
+        **{
+            **row,
+            "references": tuple(row["references"]),
+            "media_keys": tuple(row["media_keys"]),
+            "reward": float(row["reward"]),
+            "components": {name: float(value) for name, value in row["components"].items()},
+        }
+    )

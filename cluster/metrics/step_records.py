@@ -1,0 +1,89 @@
+"""What the hub hands to sinks: StepRecord and EvaluationRecord, and their form as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Counters = Mapping[str, Mapping[str, int]]  # counter -> reason -> count since the run began
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished step.
+
+    `seconds` holds each timed phase, `total` and `other` (total less all phases); `staleness` maps a lag in versions to
+    trained tokens; `components` maps a reward component to its mean; `counters` are cumulative.
+    """
+
+    step: int
+    seconds: Mapping[str, float]
+    values: Mapping[str, float]
+    staleness: Mapping[int, int]
+    components: Mapping[str, float]
+    counters: Counters
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of the parts of the step, `other` last; they sum to `total`."""
+        return {name: s for name, s in self.seconds.items() if name != "total"}
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Held-out accuracy of one weight version with its 95 % interval."""
+
+    version: int
+    accuracy: float
+    low: float
+    high: float
+    num: int
+
+
+MetricsRecord = StepRecord | EvaluationRecord
+
+
+def record_version(record: MetricsRecord) -> int:
+    """The weight version that a record belongs to: step s makes version s."""
+    return record.step if isinstance(record, StepRecord) else record.version
+
+
+def to_line(record: MetricsRecord) -> str:
+    """One line of strict JSON; numbers that are not finite become the strings "nan", "inf" and "-inf"."""
+    kind = "step" if isinstance(record, StepRecord) else "evaluation"
+    return json.dumps({"kind": kind, **strict(asdict(record))}, allow_nan=False)
+
+
+def from_line(line: str) -> MetricsRecord:
+    """The inverse of `to_line`."""
+    row = json.loads(line)
+    kind = row.pop("kind")
+    if kind == "evaluation":
+        accuracy, low, high = (float(row[key]) for key in ("accuracy", "low", "high"))
+        return EvaluationRecord(row["version"], accuracy, low, high, row["num"])
+    if kind != "step":
+        raise ValueError(f"a metrics line of kind {kind!r} is unknown: this file is not a metrics.jsonl of Mobula")
+    return StepRecord(
+        step=row["step"],
+        seconds=_floats(row["seconds"]),
+        values=_floats(row["values"]),
+        staleness={int(lag): tokens for lag, tokens in row["staleness"].items()},
+        components=_floats(row["components"]),
+        counters=row["counters"],
+    )
+
+
+def strict(value: Any) -> Any:
+    """`value` with string keys and without numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _floats(row: Mapping[str, float | str]) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items()}

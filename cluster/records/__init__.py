@@ -1,0 +1,1 @@
+"""What flows between roles: prompts, trajectories, media, and their Arrow form."""

@@ -1,0 +1,203 @@
+"""Trajectory groups as Arrow records and back: what the journal and the trajectory log have in common.
+
+A record batch holds one group, one row a trajectory. Pictures are not written, only their keys and sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle
+from cluster.records.trajectory import (
+    FinishReason,
+    MediaSpan,
+    Prompt,
+    Response,
+    Reward,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
+
+_MEDIUM = pa.struct(
+    [
+        ("key", pa.string()),
+        ("modality", pa.string()),
+        ("num_bytes", pa.int64()),
+        ("source", pa.string()),
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+    ]
+)
+_SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+_REWARD = pa.struct(
+    [
+        ("value", pa.float64()),
+        ("components", pa.map_(pa.string(), pa.float64())),
+        ("reasons", pa.map_(pa.string(), pa.string())),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),  # the version that training on it made; null before
+        ("group_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("sample_id", pa.string()),
+        ("prompt_text", pa.string()),
+        ("compact_ids", pa.list_(pa.int32())),
+        ("expanded_ids", pa.list_(pa.int32())),
+        ("media", pa.list_(_MEDIUM)),
+        ("references", pa.list_(pa.string())),
+        ("metadata", pa.string()),  # JSON
+        ("token_ids", pa.list_(pa.int32())),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("action_mask", pa.list_(pa.bool_())),
+        ("weight_spans", pa.list_(_SPAN)),
+        ("finish_reason", pa.string()),
+        ("response_text", pa.string()),
+        ("response_num_tokens", pa.int32()),
+        ("response_is_truncated", pa.bool_()),
+        ("reward", _REWARD),  # null where it could not be scored
+        ("reference_logprobs", pa.list_(pa.float32())),  # null where nothing reads them
+    ]
+)
+_ROW = pa.struct(SCHEMA)
+_OF_PROMPT = ("prompt_text", "compact_ids", "expanded_ids", "media", "references", "metadata")
+_ARRAYS = {
+    "compact_ids": np.int32,
+    "expanded_ids": np.int32,
+    "token_ids": np.int32,
+    "behavior_logprobs": np.float32,
+    "action_mask": np.bool_,
+    "reference_logprobs": np.float32,
+}
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """One group as it was written. Its media have keys and sources but no reference."""
+
+    group: TrajectoryGroup
+    rewards: tuple[Reward | None, ...]
+    reference_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [T], one a trajectory
+
+
+def to_rows(
+    group: TrajectoryGroup,
+    rewards: Sequence[Reward | None],
+    reference_logprobs: Sequence[np.ndarray] | None = None,
+    step: int | None = None,
+) -> list[dict[str, Any]]:
+    """One row a trajectory, each with the whole prompt."""
+    shared = {"step": step, "group_id": group.group_id, **_prompt_columns(group.prompt)}
+    references = [None] * len(group.trajectories) if reference_logprobs is None else reference_logprobs
+    return [
+        {**shared, **_trajectory_columns(t), "reward": _reward_value(reward), "reference_logprobs": reference}
+        for t, reward, reference in zip(group.trajectories, rewards, references, strict=True)
+    ]
+
+
+def record_batch(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Rows of `SCHEMA`; what one lacks is null. Made as structs, they take half of what they take column by column."""
+    return pa.RecordBatch.from_struct_array(pa.array(rows, _ROW))
+
+
+def to_batch(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> pa.RecordBatch:
+    """A group as a record of its own: the prompt stands in its first row alone."""
+    first, *others = to_rows(group, rewards)
+    without_prompt = dict.fromkeys(_OF_PROMPT)
+    return record_batch([first, *({**row, **without_prompt} for row in others)])
+
+
+def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
+    """The group of a record batch; nothing of it refers to the batch's memory."""
+    scalars = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
+    rows = scalars.to_pylist(maps_as_pydicts="strict")
+    for name in _ARRAYS:
+        for row, array in zip(rows, arrays(batch, name), strict=True):
+            row[name] = array
+    references = tuple(row["reference_logprobs"] for row in rows)
+    return RecordedGroup(
+        TrajectoryGroup(_prompt(rows[0]), tuple(_trajectory(row) for row in rows)),
+        tuple(None if row["reward"] is None else Reward(**row["reward"]) for row in rows),
+        None if any(array is None for array in references) else references,
+    )
+
+
+def arrays(batch: pa.RecordBatch, name: str) -> Iterable[np.ndarray | None]:
+    """The rows of a list column as numpy arrays of their own; None where the row is null."""
+    for scalar in batch.column(name):
+        yield np.array(scalar.values, dtype=_ARRAYS[name]) if scalar.is_valid else None
+
+
+def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
+    media = [
+        {"key": m.key, "modality": m.modality, "num_bytes": m.num_bytes, "source": m.source, **vars(span)}
+        for m, span in zip(prompt.media, prompt.media_spans, strict=True)
+    ]
+    return {
+        "sample_id": prompt.sample_id,
+        "prompt_text": prompt.text,
+        "compact_ids": prompt.compact_ids,
+        "expanded_ids": prompt.expanded_ids,
+        "media": media,
+        "references": list(prompt.references),
+        "metadata": json.dumps(dict(prompt.metadata)),
+    }
+
+
+def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "token_ids": trajectory.actions.token_ids,
+        "behavior_logprobs": trajectory.behavior_logprobs,
+        "action_mask": trajectory.action_mask,
+        "weight_spans": [vars(span) for span in trajectory.weight_spans],
+        "finish_reason": trajectory.finish_reason.value,
+        "response_text": trajectory.response.text,
+        "response_num_tokens": trajectory.response.num_tokens,
+        "response_is_truncated": trajectory.response.is_truncated,
+    }
+
+
+def _reward_value(reward: Reward | None) -> dict[str, Any] | None:
+    if reward is None:
+        return None
+    return {
+        "value": reward.value,
+        "components": list(reward.components.items()),
+        "reasons": list(reward.reasons.items()),
+    }
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        prompt_id=row["group_id"],
+        sample_id=row["sample_id"],
+        text=row["prompt_text"],
+        compact_ids=row["compact_ids"],
+        expanded_ids=row["expanded_ids"],
+        media=tuple(MediaHandle(m["key"], m["modality"], m["num_bytes"], None, m["source"]) for m in row["media"]),
+        media_spans=tuple(MediaSpan(m["start"], m["end"]) for m in row["media"]),
+        references=tuple(row["references"]),
+        metadata=json.loads(row["metadata"]),
+    )
+
+
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    return Trajectory(
+        trajectory_id=row["trajectory_id"],
+        actions=TokenActions(row["token_ids"]),
+        behavior_logprobs=row["behavior_logprobs"],
+        action_mask=row["action_mask"],
+        weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),
+        finish_reason=FinishReason(row["finish_reason"]),
+        response=Response(row["response_text"], row["response_num_tokens"], row["response_is_truncated"]),
+    )

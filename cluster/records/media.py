@@ -1,0 +1,136 @@
+"""Content-addressed media: one object-store copy a picture, shared by all siblings and all roles.
+
+A picture is decoded, checked and processed once. Its processed tensors (the model's own `forward()` arguments) are
+stored under a key made of the file's content and the processor's settings; prompts carry the key and a reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cluster.runtime.object_store import fetch, fetch_at_hand
+
+
+@dataclass(frozen=True)
+class ProcessedMedia:
+    """One picture as the model takes it: forward() argument name -> array, e.g. `pixel_values` and `image_grid_thw`.
+
+    `thumbnail` is the picture as a small PNG, for reports only; `file` the whole one as it was given, where some reward
+    function looks at it.
+    """
+
+    modality: str
+    inputs: dict[str, np.ndarray]
+    thumbnail: bytes = b""
+    file: bytes = b""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.inputs.values()) + len(self.thumbnail) + len(self.file)
+
+
+@dataclass(frozen=True)
+class MediaHandle:
+    """A reference to one stored medium; equal keys mean equal tensors."""
+
+    key: str
+    modality: str
+    num_bytes: int
+    reference: Any = field(compare=False, repr=False)
+    source: str = field(default="", compare=False)  # where it came from, for reports and error messages
+
+
+def content_key(content: bytes, processor_fingerprint: str) -> str:
+    """The key of a medium: sha256 over the processor's settings and the file's bytes."""
+    return hashlib.sha256(processor_fingerprint.encode() + b"\0" + content).hexdigest()
+
+
+class MediaStore:
+    """Stores each medium once and hands out handles; the least recently used are forgotten beyond the byte budget.
+
+    A forgotten medium lives on while some prompt still refers to it (references are counted by the object store) and
+    is processed again when it is next asked for.
+    """
+
+    def __init__(self, put: Callable[[Any], Any], max_bytes: int) -> None:
+        self._put = put
+        self._max_bytes = max_bytes
+        self._handles: OrderedDict[str, MediaHandle] = OrderedDict()
+        self._lock = threading.Lock()  # prompts are prepared ahead, and made again after a loss, on threads
+        self.num_bytes = 0
+        self.num_bytes_unique = 0  # of all media ever stored
+
+    def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
+        """The handle stored under `key`; `process` makes the medium if it is not there."""
+        with self._lock:
+            handle = self._handles.get(key)
+            if handle is None:
+                handle = self._add(key, source, process())
+            self._handles.move_to_end(key)
+            return handle
+
+    def _add(self, key: str, source: str, media: ProcessedMedia) -> MediaHandle:
+        handle = MediaHandle(key, media.modality, media.num_bytes, self._put(media), source)
+        self._handles[key] = handle
+        self.num_bytes += handle.num_bytes
+        self.num_bytes_unique += handle.num_bytes
+        while self.num_bytes > self._max_bytes and len(self._handles) > 1:
+            _, evicted = self._handles.popitem(last=False)
+            self.num_bytes -= evicted.num_bytes
+        return handle
+
+
+class MediaReader:
+    """Resolves handles to tensors, keeping the last few in this process so that siblings share one copy.
+
+    Any number of threads may read at a time; what one of them evicts, another still gets.
+    """
+
+    def __init__(self, *, timeout_s: float, max_items: int) -> None:
+        self._timeout_s = timeout_s
+        self._max_items = max_items
+        self._items: OrderedDict[str, ProcessedMedia] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]:
+        """The media of `handles`, in order; each missing one is fetched once.
+
+        Raises:
+            DeadlineError: some medium did not arrive in time.
+            LostObjectError: the node that held one is gone.
+        """
+        found, missing = self._kept(handles)
+        sources = ", ".join(h.source for h in missing)
+        fetched = fetch([h.reference for h in missing], timeout_s=self._timeout_s, what=f"media {sources}")
+        found |= {h.key: media for h, media in zip(missing, fetched, strict=True)}
+        self._keep(found)
+        return [found[h.key] for h in handles]
+
+    def read_at_hand(self, wanted: Sequence[Sequence[MediaHandle]]) -> list[list[ProcessedMedia] | None]:
+        """As `read`, for several readers in one go; None for whoever's media are not all on this node at once."""
+        found, missing = self._kept([handle for handles in wanted for handle in handles])
+        fetched = fetch_at_hand([[h.reference] for h in missing], patience_s=0.0)
+        found |= {h.key: media[0] for h, media in zip(missing, fetched, strict=True) if media is not None}
+        self._keep(found)
+        return [[found[h.key] for h in own] if all(h.key in found for h in own) else None for own in wanted]
+
+    def _kept(self, handles: Sequence[MediaHandle]) -> tuple[dict[str, ProcessedMedia], list[MediaHandle]]:
+        """What of `handles` is here, by key, and the others, once each."""
+        with self._lock:
+            found = {h.key: self._items[h.key] for h in handles if h.key in self._items}
+        return found, list({h.key: h for h in handles if h.key not in found}.values())
+
+    def _keep(self, media: Mapping[str, ProcessedMedia]) -> None:
+        with self._lock:
+            for key, medium in media.items():
+                self._items[key] = medium
+                self._items.move_to_end(key)
+            while len(self._items) > self._max_items:
+                self._items.popitem(last=False)

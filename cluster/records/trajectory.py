@@ -1,0 +1,346 @@
+"""The records that flow between roles: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
+
+Everything an RL formula needs lies on one axis, T: the decision steps of one trajectory (generated tokens, or denoising
+steps). What the policy did in each step is opaque here (`actions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cluster.records.actions import Column, TokenActions, packed, unpacked
+from cluster.records.media import MediaHandle
+
+MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
+NO_IDS = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class MediaSpan:
+    """Where one medium stands in `Prompt.expanded_ids`: the half-open interval [start, end) of its placeholders."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, processed once and shared by all its siblings and all roles.
+
+    Two token spaces are kept: `compact_ids` holds one placeholder a medium (what an engine expands itself),
+    `expanded_ids` one placeholder a vision embedding (what a policy trains on). `media[i]` fills `media_spans[i]`.
+    """
+
+    prompt_id: str  # unique in the run: "<epoch>/<index>/<sample_id>"
+    sample_id: str  # the dataset row's own id
+    text: str  # the rendered chat prompt, for reports
+    compact_ids: np.ndarray  # int32 [P_compact]
+    expanded_ids: np.ndarray  # int32 [P]
+    media: tuple[MediaHandle, ...] = ()
+    media_spans: tuple[MediaSpan, ...] = ()
+    references: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.expanded_ids.shape[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels, which it does more often than anything else: as plain values, which pickle is quick with."""
+        ids = [np.asarray(ids, dtype=np.int32).tobytes() for ids in (self.compact_ids, self.expanded_ids)]
+        media = [(h.key, h.modality, h.num_bytes, h.reference, h.source) for h in self.media]
+        spans = [(span.start, span.end) for span in self.media_spans]
+        rest = (media, spans, self.references, self.metadata)
+        return _prompt, (self.prompt_id, self.sample_id, self.text, *ids, *rest)
+
+
+def _prompt(
+    prompt_id: str,
+    sample_id: str,
+    text: str,
+    compact_ids: bytes,
+    expanded_ids: bytes,
+    media: Sequence[tuple[str, str, int, Any, str]],
+    spans: Sequence[tuple[int, int]],
+    references: tuple[str, ...],
+    metadata: Mapping[str, Any],
+) -> Prompt:
+    """What `Prompt.__reduce__` took apart."""
+    handles = tuple(MediaHandle(*handle) for handle in media)
+    placed = tuple(MediaSpan(*span) for span in spans)
+    ids = (np.frombuffer(compact_ids, dtype=np.int32), np.frombuffer(expanded_ids, dtype=np.int32))
+    return Prompt(prompt_id, sample_id, text, *ids, handles, placed, references, metadata)
+
+
+class FinishReason(StrEnum):
+    """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class WeightSpan:
+    """Steps [start, end) were sampled by weights of `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a reward function reads: the response alone, without prompt and special tokens.
+
+    `pictures` are what a visual generative policy answered with, each a whole encoded file (PNG, JPEG), a video's
+    frames in order.
+    """
+
+    text: str
+    num_tokens: int
+    is_truncated: bool
+    pictures: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: by position, since a few hundred of them travel at a time."""
+        return Response, (self.text, self.num_tokens, self.is_truncated, self.pictures)
+
+
+@dataclass(frozen=True)
+class EndedResponse:
+    """A response that has ended while siblings of it are still sampled, as reward functions read it."""
+
+    prompt: Prompt
+    sibling: int
+    response: Response
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Responses to one prompt, some or all, as reward functions read them: what of a group may travel by value."""
+
+    prompt: Prompt
+    siblings: tuple[int, ...]  # the places of `responses` in the group
+    responses: tuple[Response, ...]
+
+    @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.prompt.prompt_id}#{sibling}" for sibling in self.siblings)
+
+    def lean(self, *, with_media: bool) -> Answers:
+        """The same without the prompt's tokens, which no reward function reads, and without media unless wanted."""
+        media = self.prompt.media if with_media else ()
+        prompt = replace(self.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS, media=media, media_spans=())
+        return replace(self, prompt=prompt)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One response's score. `components` holds each component's unweighted value by name."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled response with what learning needs of it.
+
+    `behavior_logprobs` are those of the distribution that was sampled from (temperature and banned ids included).
+    `action_mask` is False where a step is not trained on.
+    """
+
+    trajectory_id: str  # "<prompt_id>#<sibling>"
+    actions: TokenActions
+    behavior_logprobs: np.ndarray  # float32 [T]
+    action_mask: np.ndarray  # bool [T]
+    weight_spans: tuple[WeightSpan, ...]
+    finish_reason: FinishReason
+    response: Response
+
+    def __post_init__(self) -> None:
+        steps = self.actions.num_steps
+        shapes = {self.behavior_logprobs.shape[0], self.action_mask.shape[0], steps}
+        covered = sum(span.end - span.start for span in self.weight_spans)
+        if len(shapes) != 1 or covered != steps:
+            raise ValueError(
+                f"trajectory {self.trajectory_id}: {steps} actions, {self.behavior_logprobs.shape[0]} log-probs, "
+                f"{self.action_mask.shape[0]} mask entries and {covered} versioned steps: they must be equal"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        return self.actions.num_steps
+
+    @property
+    def weight_versions(self) -> np.ndarray:
+        """int32 [T]: the version that sampled each step."""
+        versions = np.empty(self.num_steps, dtype=np.int32)
+        for span in self.weight_spans:
+            versions[span.start : span.end] = span.version
+        return versions
+
+
+@dataclass(frozen=True)
+class TrajectoryGroup:
+    """The siblings of one prompt: the unit of admission, scoring, filtering and credit. Grouping is by id."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def group_id(self) -> str:
+        return self.prompt.prompt_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: column by column, and siblings share an array where it is few bytes (`actions.packed`)."""
+        siblings = self.trajectories
+        if not siblings:
+            return TrajectoryGroup, (self.prompt, ())
+        rest = [
+            (
+                t.trajectory_id,
+                [(span.version, span.start, span.end) for span in t.weight_spans],
+                t.finish_reason.value,
+                t.response,
+            )
+            for t in siblings
+        ]
+        actions = TokenActions.packed([t.actions for t in siblings])
+        logprobs = packed([t.behavior_logprobs for t in siblings])
+        masks = packed([t.action_mask for t in siblings])
+        return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
+
+    def small_responses(self) -> tuple[Response, ...] | None:
+        """What reward functions read, where it may go by value with a message; None where it is too much for that."""
+        responses = tuple(trajectory.response for trajectory in self.trajectories)
+        num_characters = sum(len(response.text) for response in responses)
+        if num_characters > MAX_CHARACTERS_BY_VALUE or any(response.pictures for response in responses):
+            return None
+        return responses
+
+    def summary(self) -> GroupSummary:
+        """The few numbers that the driver keeps while the bytes stay in the object store."""
+        tokens_by_version: dict[int, int] = {}
+        for trajectory in self.trajectories:
+            for span in trajectory.weight_spans:
+                tokens_by_version[span.version] = tokens_by_version.get(span.version, 0) + span.end - span.start
+        return GroupSummary(
+            group_id=self.group_id,
+            sample_id=self.prompt.sample_id,
+            num_trajectories=len(self.trajectories),
+            num_prompt_tokens=self.prompt.num_tokens,
+            num_tokens=sum(t.num_steps for t in self.trajectories),
+            num_truncated=sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories),
+            tokens_by_version=tokens_by_version,
+            media_keys=tuple(handle.key for handle in self.prompt.media),
+            num_media_bytes=sum(handle.num_bytes for handle in self.prompt.media),
+            num_bytes=group_num_bytes(self),
+        )
+
+
+def _put_together(
+    prompt: Prompt,
+    num_steps: Sequence[int],
+    actions: Column,
+    logprobs: Column,
+    masks: Column,
+    rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
+) -> TrajectoryGroup:
+    """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
+    columns = (TokenActions.unpacked(actions, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
+    trajectories = []
+    for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(*columns, rest, strict=True):
+        trajectory = object.__new__(Trajectory)
+        vars(trajectory).update(
+            trajectory_id=trajectory_id,
+            actions=own,
+            behavior_logprobs=own_logprobs,
+            action_mask=mask,
+            weight_spans=tuple(WeightSpan(*span) for span in spans),
+            finish_reason=FinishReason(finish_reason),
+            response=response,
+        )
+        trajectories.append(trajectory)
+    return TrajectoryGroup(prompt, tuple(trajectories))
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """Metadata of one group; small enough to travel with every message."""
+
+    group_id: str
+    sample_id: str
+    num_trajectories: int
+    num_prompt_tokens: int
+    num_tokens: int  # generated, all siblings
+    num_truncated: int
+    tokens_by_version: Mapping[int, int]
+    media_keys: tuple[str, ...]
+    num_media_bytes: int  # of the media it refers to, each counted once for this group
+    num_bytes: int  # of the group itself, media excluded
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.tokens_by_version)
+
+
+Told = tuple[GroupSummary, tuple[Response, ...] | None]
+"""What an actor says of a group beside the group: its summary, and its responses where they are few bytes."""
+
+
+class Generated(NamedTuple):
+    """A group that has just been sampled, as the driver hears of it."""
+
+    group: Any  # a reference to the `TrajectoryGroup`, or the value itself in one process
+    summary: GroupSummary
+    answers: Answers | None = None  # all of its responses, where they are few bytes
+
+    @classmethod
+    def of(cls, prompt: Prompt, group: Any, told: Told) -> Generated:
+        """`group` of this `prompt`, as its actor tells of it."""
+        summary, responses = told
+        if responses is None:
+            return cls(group, summary)
+        return cls(group, summary, Answers(prompt, tuple(range(len(responses))), responses))
+
+    @property
+    def to_score(self) -> Any:
+        """What a reward pool is given of it: what it need not fetch, where there is such a thing."""
+        return self.group if self.answers is None else self.answers
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A finished group on its way to the learner: a reference to the bytes, and what was said about them.
+
+    `group` is whatever `cluster.runtime.object_store.fetch` resolves to a `TrajectoryGroup` (an object ref, or the
+    value itself in one process). `reference_logprobs`, once scored, resolves to one float32 [T] array a trajectory.
+    `rewards[i]` belongs to trajectory i; None says that it could not be scored: it takes no part in learning.
+    """
+
+    summary: GroupSummary
+    group: Any
+    rewards: tuple[Reward | None, ...]
+    reference_logprobs: Any = None
+
+    @property
+    def scored_rewards(self) -> tuple[Reward, ...]:
+        """The rewards of the siblings that could be scored."""
+        return tuple(reward for reward in self.rewards if reward is not None)
+
+
+def group_num_bytes(group: TrajectoryGroup) -> int:
+    """Bytes of a group's arrays; media are stored elsewhere, once."""
+    arrays: Sequence[np.ndarray] = [group.prompt.compact_ids, group.prompt.expanded_ids]
+    per_trajectory = (
+        t.actions.token_ids.nbytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
+    )
+    return sum(a.nbytes for a in arrays) + sum(per_trajectory)

@@ -1,0 +1,1 @@
+"""Checkpoints, resume, lost-group regeneration and the restartable learner."""

@@ -1,0 +1,375 @@
+"""Checkpoints: the driver's side of atomic run checkpoints. One is complete or it does not exist.
+
+checkpoints/step-000040/learner/...     what the learner ranks wrote: model, optimizer, random states
+checkpoints/step-000040/state.json      version, what the run is, and the state of each resumable part
+checkpoints/step-000040/manifest.json   size and sha256 of every other file; written last
+checkpoints/.tmp-40-<token>/            one that is being written; renamed when every byte is on disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster.errors import CheckpointError, PreflightError
+from cluster.workers.supervisor import background_tasks
+from configs.schema.run import Resume
+
+_logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"\.(tmp|old)-.+")
+_MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
+
+
+class Durable(Protocol):
+    """The learner group as a checkpoint sees it; `folder` is on a file system that every rank and the driver share."""
+
+    async def save(self, folder: Path) -> None:
+        """Take a copy of the state as it is now, which is written to `folder` beside whatever comes next."""
+        ...
+
+    async def finish_save(self) -> bool:
+        """Wait until the last copy is on disk; False if it was lost with a learner that had to be restored."""
+        ...
+
+    async def load(self, folder: Path) -> int:
+        """Returns the version that was loaded."""
+        ...
+
+
+class Resumable(Protocol):
+    """A part of the driver that goes on where it was."""
+
+    def state(self) -> dict[str, Any]:
+        """What to keep, as JSON."""
+        ...
+
+    def restore(self, version: int, state: dict[str, Any]) -> None: ...
+
+
+class Recovery(Protocol):
+    """What goes on from a checkpoint to where the run was (`cluster.recovery.resume`)."""
+
+    async def begin(self) -> None:
+        """A new run begins."""
+        ...
+
+    async def recover(self, version: int) -> int:
+        """Learner and parts are as the checkpoint of `version` has them; returns the version reached from there."""
+        ...
+
+    async def saved(self, version: int) -> None:
+        """A checkpoint of `version` is complete."""
+        ...
+
+
+class CheckpointAlone:
+    """A run goes on from its checkpoint, and what came after it is done again."""
+
+    async def begin(self) -> None: ...
+
+    async def recover(self, version: int) -> int:
+        return version
+
+    async def saved(self, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class CheckpointSchedule:
+    """After every `interval_steps` (0: none between) and after the last step; `keep` of them stay.
+
+    Version 0 stays besides: it is the reference policy of the run, and holds the warm start.
+    """
+
+    interval_steps: int
+    total_steps: int
+    keep: int
+
+    def is_due(self, version: int) -> bool:
+        is_between = self.interval_steps > 0 and version % self.interval_steps == 0
+        return is_between or version == self.total_steps
+
+
+class Checkpoints:
+    """Saves and resumes one run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        learner: Durable,
+        parts: Mapping[str, Resumable],
+        prepare: Callable[[], Awaitable[None]],
+        finish: Callable[[], Awaitable[None]],
+        identity: Mapping[str, Any],
+        resume: Resume,
+        schedule: CheckpointSchedule,
+        recovery: Recovery | None = None,
+    ) -> None:
+        """`prepare` makes version 0 of a new run (the warm start), `finish` follows the last version's checkpoint (the
+        export of the trained policy); `identity` is `run_identity(config)`. Without a `recovery` a run goes on from its
+        checkpoint alone.
+        """
+        self._folder = folder
+        self._learner = learner
+        self._parts = parts
+        self._prepare = prepare
+        self._finish = finish
+        self._identity = dict(identity)
+        self._resume = resume
+        self._schedule = schedule
+        self._recovery = recovery or CheckpointAlone()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._running: asyncio.Task[Path | None] | None = None
+        self._is_overdue = False
+
+    async def resume(self) -> int:
+        """The version to go on from: what the newest complete checkpoint and the journal after it lead to, else 0 after
+        `prepare`, which is saved at once.
+
+        Raises:
+            PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change
+                has changed.
+            JournalError: the journal holds a step that cannot be taken again.
+        """
+        latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
+        await asyncio.to_thread(_remove_leftovers, self._folder)
+        if latest is None:
+            await self._recovery.begin()
+            await self._prepare()
+            await self.save(0)
+            return 0
+        state = json.loads((latest / _STATE).read_text())
+        version = await self._learner.load(latest / _LEARNER)
+        assert version == state["version"], f"the learner loaded version {version} from {latest}"
+        for name, part in self._parts.items():
+            part.restore(version, state["parts"][name])
+        _logger.info("resumed from %s", latest)
+        reached = await self._recovery.recover(version)
+        if reached > version:
+            await self.maybe_save(reached)  # the part that was killed may not have come to it
+        elif reached == self._schedule.total_steps:
+            await self._finish()  # nor to this, which leaves no word of how far it came
+        return reached
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Write checkpoints beside the body; what is being written when the body ends is completed, however it ends.
+
+        Raises:
+            CheckpointError: one could not be written; the body was cancelled.
+        """
+        async with background_tasks() as self._tasks:
+            try:
+                yield
+                await self._finish_write()
+            finally:
+                self._tasks = None
+                if self._running is not None:  # its state was copied before whatever has failed
+                    await asyncio.wait({self._running})
+
+    async def maybe_save(self, version: int) -> None:
+        """Save `version` if it is due, and finish the run with the last one.
+
+        Within `writing` it returns once the state is copied, and one checkpoint is written at a time. The last one is
+        waited for. One that was lost with a learner rank is made up for at the next step.
+        """
+        is_last = version == self._schedule.total_steps
+        await self._finish_write(is_waiting=is_last or self._schedule.is_due(version))
+        if self._schedule.is_due(version) or self._is_overdue:
+            if is_last or self._tasks is None:
+                await self.save(version)
+            else:
+                draft, state = await self._copy(version)
+                self._running = self._tasks.create_task(self._write(draft, state), name=f"write step {version}")
+        if is_last:
+            await self._finish()
+
+    async def save(self, version: int) -> Path:
+        """Write a checkpoint and remove the oldest ones beyond `keep`.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        while True:
+            path = await self._write(*await self._copy(version))
+            if path is not None:
+                return path
+
+    async def _finish_write(self, *, is_waiting: bool = True) -> None:
+        """Take note of the checkpoint that is being written, once it is."""
+        if self._running is not None and (is_waiting or self._running.done()):
+            self._is_overdue = await self._running is None
+            self._running = None
+
+    async def _copy(self, version: int) -> tuple[Path, Mapping[str, Any]]:
+        """Copies of the learner's state, on its way to the folder that is returned, and of the driver's."""
+        state = {
+            "version": version,
+            "identity": self._identity,
+            "parts": {name: part.state() for name, part in self._parts.items()},
+        }
+        draft = self._folder / f".tmp-{version}-{secrets.token_hex(4)}"
+        with self._explained(version):
+            (draft / _LEARNER).mkdir(parents=True)
+            await self._learner.save(draft / _LEARNER)
+        return draft, state
+
+    async def _write(self, draft: Path, state: Mapping[str, Any]) -> Path | None:
+        """Complete a checkpoint; None if the learner's copy was lost."""
+        version = state["version"]
+        with self._explained(version):
+            if not await self._learner.finish_save():
+                _logger.warning("the checkpoint of step %d was lost with a learner rank: another one follows", version)
+                await asyncio.to_thread(shutil.rmtree, draft)
+                return None
+            path = await asyncio.to_thread(self._complete, draft, version, state)
+        self._is_overdue = False
+        await self._recovery.saved(version)
+        return path
+
+    @contextmanager
+    def _explained(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {version} could not be written below {self._folder}: {error}; "
+                "free the disk or set folder=... to another one, then go on with resume=auto"
+            ) from error
+
+    def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
+        (draft / _STATE).write_text(json.dumps(state, indent=1))
+        _write_manifest(draft)
+        path = self._folder / f"step-{version:06d}"
+        if path.exists():
+            _remove(path)  # it is damaged: the run went on from an older one
+        os.rename(draft, path)
+        _sync(self._folder)
+        self._prune()
+        return path
+
+    def _prune(self) -> None:
+        complete = [path for path in _newest_first(self._folder) if _fault(path, with_hashes=False) is None]
+        for path in complete[self._schedule.keep :]:
+            if _version(path) != 0:
+                _remove(path)
+
+
+def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) -> Path | None:
+    """The checkpoint that a run with this configuration goes on from; None for a new run. Needs no role: call it early.
+
+    Raises:
+        PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change has
+            changed.
+    """
+    latest = latest_complete(folder)
+    if latest is None:
+        return None
+    if resume is Resume.NEVER:
+        raise PreflightError(
+            f"{folder.parent} already holds step {_version(latest)}: "
+            "set resume=auto to go on, or name=... for a new run"
+        )
+    saved = json.loads((latest / _STATE).read_text())["identity"]
+    keys = sorted(saved.keys() | identity.keys())
+    changed = [key for key in keys if key not in saved or key not in identity or saved[key] != identity[key]]
+    if changed:
+        was = ", ".join(f"{key}={saved[key]!r}" if key in saved else f"{key} was not set" for key in changed)
+        raise PreflightError(f"{latest} is of a run with {was}: set them back to go on, or name=... for a new run")
+    return latest
+
+
+def latest_complete(folder: Path) -> Path | None:
+    """The newest checkpoint whose files are all there and unchanged; damaged ones are named in a warning."""
+    for path in _newest_first(folder):
+        fault = _fault(path, with_hashes=True)
+        if fault is None:
+            return path
+        _logger.warning("%s is skipped: %s", path, fault)
+    return None
+
+
+def newest_learner_state(folder: Path) -> tuple[int, Path] | None:
+    """Version and learner folder of the newest complete checkpoint; None if there is none."""
+    latest = latest_complete(folder)
+    return None if latest is None else (_version(latest), latest / _LEARNER)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=_version, reverse=True)
+
+
+def _version(path: Path) -> int:
+    match = _STEP.fullmatch(path.name)
+    assert match, f"{path} is no checkpoint folder"
+    return int(match[1])
+
+
+def _fault(path: Path, *, with_hashes: bool) -> str | None:
+    """Why a checkpoint is not complete; None if it is."""
+    if not (path / _MANIFEST).is_file():
+        return f"it has no {_MANIFEST}"
+    try:
+        files = json.loads((path / _MANIFEST).read_text())["files"]
+    except (ValueError, KeyError, TypeError):
+        return f"its {_MANIFEST} cannot be read"
+    for name, entry in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["num_bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['num_bytes']}"
+        if with_hashes and _sha256(file) != entry["sha256"]:
+            return f"{name} is not what was written (sha256)"
+    return None
+
+
+def _write_manifest(folder: Path) -> None:
+    """List and sync every file below `folder`, then write and sync the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
+    (folder / _MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
+    for path in (*files, folder / _MANIFEST, *(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _sync(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that it is never seen half removed under its own name."""
+    doomed = path.with_name(f".old-{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves and removals left behind."""
+    leftovers = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
+    for path in leftovers:
+        _logger.warning("%s is left of a save that was killed: removed", path)
+        shutil.rmtree(path)

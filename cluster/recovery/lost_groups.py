@@ -1,0 +1,165 @@
+"""Regeneration of finished groups that were lost with their node, from the journal or by sampling again.
+
+A finished group lives on the node of its rollout actor until the journal has fetched it, and is not copied before. A
+group of a step that is missing is taken from the journal, or sampled and scored again if the journal does not have it.
+A step that was trained comes from the journal only: with other groups, its weights would be others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cluster.errors import LostObjectError
+from cluster.records.arrow import RecordedGroup
+from cluster.records.trajectory import ScoredGroup
+from cluster.replay.live_groups import LiveGroups
+from cluster.roles import Learner, Reference, UpdateReport
+from cluster.rollout.scored_sampling import MAX_NODES_LOST
+from cluster.runtime.concurrency import run_all
+from cluster.runtime.object_store import fetch_or_miss
+
+_logger = logging.getLogger(__name__)
+
+
+class Keeper(Protocol):
+    """The replay buffer, which keeps the journal."""
+
+    async def recall(self, group_ids: Sequence[str]) -> Mapping[str, RecordedGroup]:
+        """What the journal has of these groups."""
+        ...
+
+    async def exchange(self, group: ScoredGroup) -> None:
+        """Hold this group instead of the lost one of its id."""
+        ...
+
+
+class GroupRegenerator:
+    """Replaces the lost groups of a step, and leaves the others as they are."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        groups: LiveGroups,
+        sample_again: Callable[[str], Awaitable[ScoredGroup]],
+        *,
+        timeout_s: float,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
+        called for each group that is sampled again.
+        """
+        self._keeper = keeper
+        self._groups = groups
+        self._sample_again = sample_again
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+
+    async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step that is not trained yet, in order. A regenerated group has no reference log-probs, nor
+        has a group that only lost those.
+
+        Raises:
+            RolloutError, RewardError: a prompt could not be sampled or scored again.
+        """
+        lost = [group for group in groups if await self._is_lost(group.group)]
+        recorded = await self._keeper.recall(_ids(lost)) if lost else {}
+        new = {group.summary.group_id: group for group in await run_all(*(self._replace(g, recorded) for g in lost))}
+        whole = [new.get(group.summary.group_id, group) for group in groups]
+        return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
+
+    async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step that was trained, with their log-probs, as the journal has them.
+
+        Raises:
+            LostObjectError: the journal does not have one of them; `replay.journal` is off.
+        """
+        recorded = await self._keeper.recall(_ids(groups))
+        missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
+        if missing:
+            raise LostObjectError(
+                f"groups {', '.join(missing)} went with their node after they were trained, and no journal has them: "
+                "go on with resume=auto, and set replay.journal=true"
+            )
+        return [await asyncio.to_thread(self._groups.revive, recorded[group_id]) for group_id in _ids(groups)]
+
+    async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
+        group_id = lost.summary.group_id
+        if group_id in recorded:
+            bare = replace(recorded[group_id], reference_logprobs=None)
+            group = await asyncio.to_thread(self._groups.revive, bare)
+        else:
+            _logger.warning("group %s was lost with its node and is sampled again", group_id)
+            self._on_lost(LostObjectError.__name__)
+            group = await self._sample_again(group_id)
+        await self._keeper.exchange(group)
+        return group
+
+    async def _is_lost(self, reference: Any) -> bool:
+        try:
+            what = "what is left of a step"
+            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self._timeout_s, what=what)
+        except LostObjectError:
+            return True
+        return False
+
+
+class RegeneratingReference:
+    """A reference that regenerates lost groups and scores the step again."""
+
+    def __init__(self, reference: Reference, regenerator: GroupRegenerator) -> None:
+        self._reference = reference
+        self._regenerator = regenerator
+
+    async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Raises: LostObjectError: groups were lost more than `MAX_NODES_LOST` times."""
+        for _ in range(MAX_NODES_LOST):
+            try:
+                return await self._reference.score(groups)
+            except LostObjectError as error:
+                _logger.warning("groups of a step are regenerated before it is scored: %s", error)
+                groups = await self._regenerator.regenerate(groups)
+        return await self._reference.score(groups)
+
+
+class RegeneratingLearner:
+    """A learner that regenerates lost groups and trains on the step again.
+
+    `learner` raises LostObjectError only while it has learned nothing from the step. The caller's list still holds the
+    lost groups, so the metrics of the step are computed from those.
+    """
+
+    def __init__(self, learner: Learner, reference: Reference, regenerator: GroupRegenerator) -> None:
+        """`reference` scores groups that have lost their log-probs."""
+        self._learner = learner
+        self._reference = reference
+        self._regenerator = regenerator
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Raises: LostObjectError: groups were lost more than `MAX_NODES_LOST` times."""
+        for _ in range(MAX_NODES_LOST):
+            try:
+                return await self._learner.update(groups)
+            except LostObjectError as error:
+                _logger.warning("groups of a step are regenerated before it is trained: %s", error)
+                groups = await self._regenerated(groups)
+        return await self._learner.update(groups)
+
+    async def _regenerated(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        whole = await self._regenerator.regenerate(groups)
+        unscored = [
+            new
+            for new, old in zip(whole, groups, strict=True)
+            if new.reference_logprobs is None and old.reference_logprobs is not None
+        ]
+        if not unscored:
+            return whole
+        scored = {group.summary.group_id: group for group in await self._reference.score(unscored)}
+        return [scored.get(group.summary.group_id, group) for group in whole]
+
+
+def _ids(groups: Sequence[ScoredGroup]) -> list[str]:
+    return [group.summary.group_id for group in groups]

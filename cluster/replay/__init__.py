@@ -1,0 +1,1 @@
+"""Finished groups and the record of them: replay buffer, journal and trajectory log."""

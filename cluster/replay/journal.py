@@ -1,0 +1,368 @@
+"""Journal: what a run must not forget between two checkpoints, append-only on disk.
+
+    journal/000000.arrows, 000001.arrows, ...     segments, see `cluster.replay.journal_segments`
+
+It says which groups are finished, which of them were trained in which step, which were rejected, and from which version
+the run went on after a kill. A step is replayed from it: the groups are there, pictures excepted, which are made again
+from the data. What a checkpoint holds is forgotten segment by segment, the oldest first.
+
+One process writes; another may read only before that one's first append.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cluster.errors import JournalError
+from cluster.records.arrow import RecordedGroup, arrays, from_batch, record_batch, to_batch
+from cluster.records.trajectory import Reward, TrajectoryGroup
+from cluster.replay.journal_segments import (
+    JournalRecord,
+    RecordKind,
+    Segment,
+    SegmentWriter,
+    read_segment,
+    segment_numbers,
+    segment_path,
+)
+from cluster.replay.run_identity import run_identity
+from configs.schema import RunConfig
+
+_logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 16 * 2**20
+_NO_ROWS = record_batch([])
+_NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change speed and rounding alone
+
+
+def journal_identity(config: RunConfig) -> dict[str, Any]:
+    """What recorded groups and updates depend on, as JSON: a journal of another identity is not gone on with."""
+    return {
+        **run_identity(config),
+        "num_steps": config.num_steps,
+        "algorithm": config.algorithm.model_dump(mode="json", exclude=_NOT_IDENTITY),
+        "learner": config.learner.model_dump(mode="json", exclude=_NOT_IDENTITY),
+        "rewards": config.rewards.model_dump(mode="json"),
+        "sampler.temperature": config.sampler.temperature,
+        "sampler.max_tokens": config.sampler.max_tokens,
+    }
+
+
+def finished(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> JournalRecord:
+    """The group was accepted: it will be trained on."""
+    return JournalRecord(RecordKind.FINISHED, {"group_id": group.group_id}, to_batch(group, rewards))
+
+
+def rejected(group_id: str, reason: str) -> JournalRecord:
+    """The group will not be trained on."""
+    return JournalRecord(RecordKind.REJECTED, {"group_id": group_id, "reason": reason}, _NO_ROWS)
+
+
+def trained(version: int, group_ids: Sequence[str], logprobs: Sequence[Sequence[np.ndarray] | None]) -> JournalRecord:
+    """These groups, in this order, make `version`; `logprobs` are each group's reference log-probs, if any."""
+    rows = [
+        {"group_id": group_id, "reference_logprobs": of_trajectory}
+        for group_id, of_group in zip(group_ids, logprobs, strict=True)
+        for of_trajectory in of_group or ()
+    ]
+    body = {"version": version, "group_ids": list(group_ids)}
+    return JournalRecord(RecordKind.TRAINED, body, record_batch(rows))
+
+
+def resumed(version: int, group_ids: Sequence[str]) -> JournalRecord:
+    """The run goes on from `version` with these finished groups; later steps and other untrained groups are void."""
+    return JournalRecord(RecordKind.RESUMED, {"version": version, "group_ids": list(group_ids)}, _NO_ROWS)
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A finished group in the journal."""
+
+    group_id: str
+    rows: pa.RecordBatch
+
+    def read(self) -> RecordedGroup:
+        return from_batch(self.rows)
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """The groups that made a version, in the order in which they were trained."""
+
+    version: int
+    groups: tuple[FinishedGroup, ...]
+    rows: pa.RecordBatch  # of the reference log-probs
+
+    @property
+    def group_ids(self) -> tuple[str, ...]:
+        return tuple(group.group_id for group in self.groups)
+
+    def read(self) -> list[RecordedGroup]:
+        """With the reference log-probs that were trained with."""
+        groups = [group.read() for group in self.groups]
+        if self.rows.num_rows == 0:
+            return groups
+        logprobs = iter(arrays(self.rows, "reference_logprobs"))
+        return [
+            replace(recorded, reference_logprobs=tuple(next(logprobs) for _ in recorded.group.trajectories))
+            for recorded in groups
+        ]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a journal knows beyond the checkpoint of `version`. Groups are read when they are looked at."""
+
+    version: int
+    steps: tuple[TrainedStep, ...] = ()  # that followed, without a gap
+    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in the order of their ends
+    rejected: tuple[str, ...] = ()
+    num_torn: int = 0  # segments whose end was lost
+
+    @property
+    def reached(self) -> int:
+        """The version that the steps lead to."""
+        return self.version + len(self.steps)
+
+
+class Journal:
+    """The journal of one run, in `folder`. Nothing is touched before it is first used."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """`identity` is `journal_identity(config)`; a segment that has `segment_bytes` is followed by a new one."""
+        self.folder = folder
+        self._identity = json.loads(json.dumps(identity))  # as it comes back from a file
+        self._segment_bytes = segment_bytes
+        self._held: _Held | None = None
+        self._writer: SegmentWriter | None = None
+
+    def recover(self, version: int) -> Recovered:
+        """What there is beyond the checkpoint of `version`, as far as it is whole and of this identity."""
+        ledger = _Ledger()
+        for segment in self._segments():
+            self._tell_of_losses(segment)
+            ledger.add(segment, is_ours=self._is_ours(segment))
+        return ledger.beyond(version)
+
+    def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
+        """Those of the groups that are on disk, with the reference log-probs of their training, if there was one."""
+        ledger = _Ledger()
+        for segment in self._segments():
+            ledger.add(segment, is_ours=self._is_ours(segment))
+        return ledger.read(set(group_ids))
+
+    def append(self, records: Sequence[JournalRecord]) -> None:
+        """Write records in order and wait until they are on disk. A group that is held already is not written again.
+
+        Raises:
+            JournalError: the disk is full or gone; what was written before is untouched.
+        """
+        try:
+            held = self._opened()
+            for record in records:
+                if not held.knows(record):
+                    self._write(record)
+            if self._writer is not None:
+                self._writer.sync()
+        except OSError as error:
+            if self._writer is not None:
+                self._writer.abandon()
+            self._writer = self._held = None  # what the files hold now is read again
+            raise JournalError(
+                f"the journal below {self.folder} cannot be written: {error}; free the disk, then go on with "
+                "resume=auto, or set replay.journal=false"
+            ) from error
+
+    def forget(self, version: int) -> None:
+        """A checkpoint of `version` is complete: remove the oldest segments as far as it holds what they say."""
+        held = self._opened()
+        for number in held.done_with(version):
+            if self._writer is not None and number == self._writer.number:
+                return
+            segment_path(self.folder, number).unlink(missing_ok=True)
+            held.drop(number)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _opened(self) -> _Held:
+        """What the files hold, read once."""
+        if self._held is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._held = _Held()
+            for segment in self._segments():
+                self._held.open(segment.number)
+                for record in _of_identity(segment.records, is_ours=self._is_ours(segment)):
+                    self._held.add(record)
+        return self._held
+
+    def _write(self, record: JournalRecord) -> None:
+        held = self._opened()
+        if self._writer is not None and self._writer.num_bytes >= self._segment_bytes:
+            self._writer.close()
+            self._writer = None
+        if self._writer is None:
+            number = held.newest + 1
+            self._writer = SegmentWriter(self.folder, number, self._identity)
+            held.open(number)
+        self._writer.write(record)
+        held.add(record)
+
+    def _segments(self) -> Iterator[Segment]:
+        """What is on disk, oldest first."""
+        return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
+
+    def _is_ours(self, segment: Segment) -> bool:
+        return segment.identity == self._identity
+
+    def _tell_of_losses(self, segment: Segment) -> None:
+        path, was = segment_path(self.folder, segment.number), segment.identity
+        if segment.num_torn_bytes:
+            _logger.warning("%s: its last %d bytes are not whole and are left out", path, segment.num_torn_bytes)
+        if was and not self._is_ours(segment):
+            keys = sorted(was.keys() | self._identity.keys())
+            changed = [key for key in keys if was.get(key) != self._identity.get(key)]
+            _logger.warning("%s is left out: it was written with another %s", path, ", ".join(changed))
+
+
+@dataclass
+class _Ledger:
+    """Records applied one after the other."""
+
+    finished: dict[str, pa.RecordBatch] = field(default_factory=dict)
+    rejected: dict[str, None] = field(default_factory=dict)
+    steps: dict[int, JournalRecord] = field(default_factory=dict)
+    num_torn: int = 0
+
+    def add(self, segment: Segment, *, is_ours: bool) -> None:
+        for record in _of_identity(segment.records, is_ours=is_ours):
+            self._apply(record)
+        self.num_torn += segment.num_torn_bytes > 0
+
+    def beyond(self, version: int) -> Recovered:
+        steps: list[TrainedStep] = []
+        while (made := version + len(steps) + 1) in self.steps and self._is_whole(self.steps[made]):
+            steps.append(self._step(made))
+        settled = {group_id for made in self.steps if made <= version for group_id in _ids(self.steps[made])}
+        settled.update(group_id for step in steps for group_id in step.group_ids)
+        settled.update(self.rejected)  # also after it had finished
+        return Recovered(
+            version=version,
+            steps=tuple(steps),
+            finished=tuple(FinishedGroup(i, rows) for i, rows in self.finished.items() if i not in settled),
+            rejected=tuple(self.rejected),
+            num_torn=self.num_torn,
+        )
+
+    def read(self, group_ids: set[str]) -> dict[str, RecordedGroup]:
+        found = {group_id: from_batch(rows) for group_id, rows in self.finished.items() if group_id in group_ids}
+        for version, record in self.steps.items():
+            if group_ids.intersection(_ids(record)) and self._is_whole(record):
+                step = self._step(version).read()
+                found.update({group.group.group_id: group for group in step if group.group.group_id in group_ids})
+        return found
+
+    def _apply(self, record: JournalRecord) -> None:
+        match record.kind:
+            case RecordKind.FINISHED:
+                self.finished[record.body["group_id"]] = record.rows
+            case RecordKind.REJECTED:
+                self.rejected[record.body["group_id"]] = None
+            case RecordKind.TRAINED:
+                self.steps[record.body["version"]] = record
+            case RecordKind.RESUMED:
+                self._void(record.body["version"], _ids(record))
+
+    def _void(self, version: int, kept: Iterable[str]) -> None:
+        """Forget what did not come to be: the run went on from `version` with the groups `kept`."""
+        self.steps = {made: step for made, step in self.steps.items() if made <= version}
+        used = {*kept, *(group_id for step in self.steps.values() for group_id in _ids(step))}
+        self.finished = {group_id: rows for group_id, rows in self.finished.items() if group_id in used}
+        self.num_torn = 0  # it was seen and told then
+
+    def _is_whole(self, step: JournalRecord) -> bool:
+        return all(group_id in self.finished for group_id in _ids(step))
+
+    def _step(self, version: int) -> TrainedStep:
+        record = self.steps[version]
+        groups = tuple(FinishedGroup(group_id, self.finished[group_id]) for group_id in _ids(record))
+        return TrainedStep(version, groups, record.rows)
+
+
+class _Held:
+    """Which segment holds what, so that whole ones can be removed. Segments are opened in their numbers' order."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, set[str]] = {}  # number -> finished groups that stand there
+        self._versions: dict[str, int] = {}  # finished group -> version that it helped to make
+        self._marks: dict[int, int] = {}  # version -> segment in which it was made, or gone on from
+
+    @property
+    def newest(self) -> int:
+        return max(self._segments, default=-1)
+
+    def open(self, number: int) -> None:
+        self._segments[number] = set()
+
+    def knows(self, record: JournalRecord) -> bool:
+        """Whether it states a finished group that is held already."""
+        if record.kind is not RecordKind.FINISHED:
+            return False
+        return any(record.body["group_id"] in groups for groups in self._segments.values())
+
+    def add(self, record: JournalRecord) -> None:
+        match record.kind:
+            case RecordKind.FINISHED:
+                self._segments[self.newest].add(record.body["group_id"])
+            case RecordKind.TRAINED:
+                self._versions.update(dict.fromkeys(_ids(record), record.body["version"]))
+                self._marks[record.body["version"]] = self.newest
+            case RecordKind.RESUMED:
+                self._void(record.body["version"], set(_ids(record)))
+            case RecordKind.REJECTED:
+                pass  # it counts until a checkpoint after it: see `done_with`
+
+    def done_with(self, version: int) -> list[int]:
+        """The oldest segments of which a checkpoint of `version` holds everything, oldest first.
+
+        They end before the version was made, so what they say of rejected groups is in the checkpoint too.
+        """
+        done: list[int] = []
+        for number in sorted(self._segments):
+            if version not in self._marks or number >= self._marks[version]:
+                break
+            if any(group not in self._versions or self._versions[group] > version for group in self._segments[number]):
+                break
+            done.append(number)
+        return done
+
+    def drop(self, number: int) -> None:
+        for group_id in self._segments.pop(number):
+            self._versions.pop(group_id, None)
+        self._marks = {version: mark for version, mark in self._marks.items() if mark > number}
+
+    def _void(self, version: int, kept: set[str]) -> None:
+        self._versions = {group: made for group, made in self._versions.items() if made <= version}
+        for number, groups in self._segments.items():
+            self._segments[number] = {group for group in groups if group in kept or group in self._versions}
+        self._marks = {made: mark for made, mark in self._marks.items() if made < version}
+        self._marks[version] = self.newest
+
+
+def _of_identity(records: Sequence[JournalRecord], *, is_ours: bool) -> Sequence[JournalRecord]:
+    """A run of other settings says nothing of its groups to this one, but that it went on voids what was before it."""
+    return records if is_ours else [record for record in records if record.kind is RecordKind.RESUMED]
+
+
+def _ids(record: JournalRecord) -> Sequence[str]:
+    return record.body["group_ids"]

@@ -1,0 +1,155 @@
+"""Segments: the files of a journal, each an Arrow IPC stream to which checked records are appended.
+
+A record is one record batch with a kind, a small JSON body and a checksum in its metadata, so any Arrow reader can look
+into a segment. Nothing that is wrong in a file gets past `read_segment`: it gives the records before the first byte
+that is not what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cluster.records.arrow import SCHEMA
+
+_IDENTITY = b"identity"  # in the schema's metadata: what the run was, as JSON
+_SUFFIX = ".arrows"
+_BUFFER_BYTES = 2**18  # of what is not synced yet: Arrow writes a record in a hundred pieces
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a segment that was closed ends in it
+
+
+class RecordKind(StrEnum):
+    """What a record states."""
+
+    FINISHED = "finished"  # this group will be trained on; one row a trajectory
+    REJECTED = "rejected"  # this group will not
+    TRAINED = "trained"  # these groups make this version; rows hold the reference log-probs, if any
+    RESUMED = "resumed"  # the run went on from this version with these groups: what else was said is void
+
+
+@dataclass(frozen=True)
+class JournalRecord:
+    """One statement of a journal."""
+
+    kind: RecordKind
+    body: Mapping[str, Any]
+    rows: pa.RecordBatch
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What one file holds; `num_torn_bytes` at its end are not what was written, or not all of it."""
+
+    number: int
+    identity: Mapping[str, Any]
+    records: tuple[JournalRecord, ...]
+    num_torn_bytes: int
+
+
+class SegmentWriter:
+    """Appends to one new file; what `sync` has returned from is on disk."""
+
+    def __init__(self, folder: Path, number: int, identity: Mapping[str, Any]) -> None:
+        self.number = number
+        self._file = segment_path(folder, number).open("xb")
+        schema = SCHEMA.with_metadata({_IDENTITY: json.dumps(identity, sort_keys=True)})
+        self._stream = pa.output_stream(self._file, buffer_size=_BUFFER_BYTES)
+        self._writer = pa.ipc.new_stream(self._stream, schema)
+        _sync_folder(folder)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stream.tell()
+
+    def write(self, record: JournalRecord) -> None:
+        body = json.dumps(record.body)
+        checksum = _checksum(record.kind.value, body, record.rows)
+        metadata = {"kind": record.kind.value, "body": body, "checksum": str(checksum)}
+        self._writer.write_batch(record.rows, custom_metadata=metadata)
+
+    def sync(self) -> None:
+        self._stream.flush()  # to the file, which has a buffer too
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._writer.close()
+        self.sync()
+        self._stream.close()
+
+    def abandon(self) -> None:
+        """Leave the file as it is, after a write that failed: nothing more may follow what is half there."""
+        with suppress(OSError):  # the disk that refused the write may refuse the rest of it too
+            self._stream.close()
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}{_SUFFIX}"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """Of the files that are there, oldest first."""
+    return sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}"))
+
+
+def read_segment(folder: Path, number: int) -> Segment:
+    """Every record that is whole. Rows lie in the file's pages, mapped into memory: read when looked at."""
+    path = segment_path(folder, number)
+    size = path.stat().st_size
+    if size == 0:
+        return Segment(number, {}, (), 0)
+    with pa.memory_map(str(path)) as file:
+        try:
+            reader = pa.ipc.open_stream(file)
+            if not reader.schema.equals(SCHEMA):
+                raise ValueError("its columns are not those of this version")
+            identity = json.loads(reader.schema.metadata[_IDENTITY])
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+            return Segment(number, {}, (), size)
+        records, end = [], file.tell()
+        for record in _records(reader):
+            records.append(record)
+            end = file.tell()
+        file.seek(end)
+        rest = file.read()
+        return Segment(number, identity, tuple(records), 0 if rest == _END_OF_STREAM else len(rest))
+
+
+def _records(reader: pa.RecordBatchStreamReader) -> Iterator[JournalRecord]:
+    while True:
+        try:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            record = _record(batch, metadata)
+        except (StopIteration, pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+            return
+        yield record
+
+
+def _record(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> JournalRecord:
+    """Raises: ValueError, KeyError, TypeError: it is not what was written."""
+    batch.validate(full=True)
+    kind, body = metadata[b"kind"].decode(), metadata[b"body"].decode()
+    if int(metadata[b"checksum"]) != _checksum(kind, body, batch):
+        raise ValueError("a record's checksum is wrong")
+    return JournalRecord(RecordKind(kind), json.loads(body), batch)
+
+
+def _checksum(kind: str, body: str, rows: pa.RecordBatch) -> int:
+    return zlib.crc32(rows.serialize(), zlib.crc32(f"{kind}{body}".encode()))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

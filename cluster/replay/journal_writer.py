@@ -1,0 +1,173 @@
+"""The journal as the replay buffer writes it: from an event loop, in order, with one sync for all that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.records.arrow import RecordedGroup
+from cluster.records.trajectory import ScoredGroup
+from cluster.replay import journal as records
+from cluster.replay.journal import Journal
+from cluster.replay.journal_segments import JournalRecord
+from cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
+
+PATIENCE_S = 0.05  # with what is not there yet: all that is written together waits for it
+MAX_TOGETHER = 32  # records, whose groups are in memory at one time
+
+
+class GroupJournal(Protocol):
+    """Where the buffer writes down what became of groups; every call returns once it is on disk."""
+
+    async def finished(self, group: ScoredGroup) -> None: ...
+
+    async def rejected(self, group_id: str, reason: str) -> None: ...
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+
+    async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
+
+    async def forget(self, version: int) -> None:
+        """A checkpoint holds `version`."""
+        ...
+
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        """Those of the groups that were written down."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class NoJournal:
+    """Nothing is written down."""
+
+    async def finished(self, group: ScoredGroup) -> None: ...
+
+    async def rejected(self, group_id: str, reason: str) -> None: ...
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+
+    async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
+
+    async def forget(self, version: int) -> None: ...
+
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        return {}
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A record that `make` makes of the values of `references`."""
+
+    make: Callable[..., JournalRecord]
+    references: Sequence[Any] = ()
+    what: str = ""  # they are
+
+
+class JournalWriter:
+    """Writes a `Journal` on a thread of its own, so that the event loop never waits for a disk.
+
+    Records that come in while that thread is busy share one fetch and one sync afterwards (group commit). What is not
+    there when they are fetched, as a group that went with its node, is waited for in a thread of its own: it holds up
+    nothing else. A writer may be sent to another process before it is used.
+    """
+
+    def __init__(
+        self, journal: Journal, *, timeout_s: float, start_thread: Callable[[], Executor] | None = None
+    ) -> None:
+        """`timeout_s` bounds the fetch of one group. `start_thread` gives an executor that runs one job at a time."""
+        self._journal = journal
+        self._timeout_s = timeout_s
+        self._start_thread = start_thread or _one_thread
+        self._executor: Executor | None = None
+        self._waiting: list[tuple[_Draft, asyncio.Future[bool]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def finished(self, group: ScoredGroup) -> None:
+        what = f"group {group.summary.group_id} for the journal"
+        await self._append(_Draft(lambda found: records.finished(found, group.rewards), [group.group], what))
+
+    async def rejected(self, group_id: str, reason: str) -> None:
+        await self._append(_Draft(lambda: records.rejected(group_id, reason)))
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        group_ids = [group.summary.group_id for group in groups]
+        references = [group.reference_logprobs for group in groups]
+        what = "reference log-probs for the journal"
+        await self._append(_Draft(lambda *logprobs: records.trained(version, group_ids, logprobs), references, what))
+
+    async def resumed(self, version: int, group_ids: Sequence[str]) -> None:
+        await self._append(_Draft(lambda: records.resumed(version, group_ids)))
+
+    async def forget(self, version: int) -> None:
+        await asyncio.wrap_future(self._thread().submit(self._journal.forget, version))
+
+    async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
+        return await asyncio.wrap_future(self._thread().submit(self._journal.read, group_ids))
+
+    async def close(self) -> None:
+        await asyncio.wrap_future(self._thread().submit(self._journal.close))
+
+    async def _append(self, draft: _Draft) -> None:
+        if not await self._is_written(draft):
+            record = await asyncio.to_thread(self._made_alone, draft)
+            is_written = await self._is_written(_Draft(lambda: record))
+            assert is_written, "a record that is made is written"
+
+    async def _is_written(self, draft: _Draft) -> bool:
+        """Have it written with all that wait; False once it turns out that it cannot be made at once."""
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((draft, told))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.ensure_future(self._write_waiting())
+        return await told
+
+    async def _write_waiting(self) -> None:
+        """Until nobody waits: write what has come in by now, and tell those who have not given up."""
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
+            job = self._thread().submit(self._write, [draft for draft, _ in batch])
+            try:
+                are_written = await asyncio.wrap_future(job)
+            except Exception as error:
+                for _, told in batch:
+                    if not told.done():
+                        told.set_exception(error)
+            else:
+                for (_, told), is_written in zip(batch, are_written, strict=True):
+                    if not told.done():
+                        told.set_result(is_written)
+
+    def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
+        """On the writer's thread: write those that can be made at once, and say which."""
+        found = fetch_at_hand([draft.references for draft in drafts], patience_s=PATIENCE_S)
+        made = [_made(draft, values) for draft, values in zip(drafts, found, strict=True)]
+        self._journal.append([record for record in made if record is not None])
+        return [record is not None for record in made]
+
+    def _made_alone(self, draft: _Draft) -> JournalRecord:
+        return draft.make(*fetch_or_miss(draft.references, timeout_s=self._timeout_s, what=draft.what))
+
+    def _thread(self) -> Executor:
+        if self._executor is None:
+            self._executor = self._start_thread()
+        return self._executor
+
+
+def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
+    """None if it cannot be made: alone it is tried again, and why it fails is told to nobody else."""
+    if values is None:
+        return None
+    try:
+        return draft.make(*values)
+    except Exception:
+        return None
+
+
+def _one_thread() -> Executor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")

@@ -1,0 +1,67 @@
+"""LiveGroups: recorded groups made fit to be trained on again, with their prompts' pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.errors import ChangedDataError
+from cluster.records.arrow import RecordedGroup
+from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
+
+
+class KnownPrompts(Protocol):
+    """The sequence of prompts, a pure function of data and seed."""
+
+    def index_of(self, prompt_id: str) -> int:
+        """The place of an id in the sequence. Raises: DatasetError: the data or the seed are others."""
+        ...
+
+    def prompt_at(self, index: int) -> Prompt:
+        """Raises: SkippedSample: the row there is unusable."""
+        ...
+
+
+class LiveGroups:
+    """Records hold no pictures: each prompt is made again from its id, and must be the one that was sampled from."""
+
+    def __init__(self, prompts: KnownPrompts, put: Callable[[Any], Any]) -> None:
+        """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`
+        resolves."""
+        self._prompts = prompts
+        self._put = put
+
+    def revive(self, recorded: RecordedGroup) -> ScoredGroup:
+        """The group as it was before it was written.
+
+        Raises:
+            SkippedSample: its row is unusable now, or gives another prompt (`ChangedDataError`).
+            DatasetError: its id is not at its place in the sequence.
+        """
+        group = recorded.group
+        prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
+        _refuse_if_changed(prompt, group.prompt)
+        live = TrajectoryGroup(prompt, group.trajectories)
+        logprobs = recorded.reference_logprobs
+        return ScoredGroup(
+            summary=live.summary(),
+            group=self._put(live),
+            rewards=recorded.rewards,
+            reference_logprobs=None if logprobs is None else self._put(list(logprobs)),
+        )
+
+
+def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
+    is_equal = {
+        "tokens": np.array_equal(now.expanded_ids, then.expanded_ids)
+        and np.array_equal(now.compact_ids, then.compact_ids),
+        "pictures": now.media == then.media and now.media_spans == then.media_spans,
+    }
+    changed = [name for name, equal in is_equal.items() if not equal]
+    if changed:
+        raise ChangedDataError(
+            f"prompt {then.prompt_id} has other {' and '.join(changed)} than when it was sampled: "
+            f"restore the row {then.sample_id} and its pictures, or the data.* keys, as they were"
+        )

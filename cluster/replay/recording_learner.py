@@ -1,0 +1,123 @@
+"""RecordingLearner: a learner that writes each step to the journal and to the trajectory log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+
+from cluster.errors import JournalError, LostObjectError, MobulaError
+from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.checkpoints import Durable
+from cluster.replay.trajectory_log import TrajectoryLog
+from cluster.roles import Learner, UpdateReport
+from cluster.runtime.concurrency import run_all
+
+_logger = logging.getLogger(__name__)
+
+
+class DurableLearner(Learner, Durable, Protocol):
+    """A learner that checkpoints can save and load."""
+
+
+class StepJournal(Protocol):
+    """The replay buffer, which keeps the journal."""
+
+    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Write down which groups make `version`."""
+        ...
+
+
+class RecordingLearner:
+    """Implements `DurableLearner`. Without a journal or a log, nothing is written there.
+
+    The journal is written beside the update and before the new version is known outside, so no token is newer than what
+    a killed run leaves. The log is written behind the update, on a thread of its own; with more than `max_waiting`
+    unwritten steps the next update waits. A checkpoint contains no step that the log lacks. A step that the log cannot
+    write is counted and does not end the run.
+    """
+
+    def __init__(
+        self,
+        learner: DurableLearner,
+        *,
+        journal: StepJournal | None = None,
+        log: TrajectoryLog | None = None,
+        max_waiting: int = 1,
+        on_log_failed: Callable[[str], None] = lambda kind: None,
+    ) -> None:
+        """`on_log_failed` is called with the type of each error of the log."""
+        self._learner = learner
+        self._journal = journal
+        self._log = log
+        self._max_waiting = max_waiting
+        self._on_log_failed = on_log_failed
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-log")
+        self._waiting: deque[tuple[int, asyncio.Future[Path]]] = deque()
+        self._version = 0  # that the learner holds
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Train on a new step.
+
+        Raises:
+            LostObjectError: the learner could not fetch the groups, and has learned nothing from them.
+            JournalError: the step cannot be written to the journal.
+        """
+        if self._journal is None:
+            return await self.repeat(groups)
+        version = self._version + 1
+        report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
+        assert report.version == version, f"the learner made version {report.version} instead of {version}"
+        if missed is not None and (again := await self._commit(self._journal, version, groups)) is not None:
+            raise JournalError(
+                f"version {version} was made from groups that the journal could not fetch: {again}; "
+                "go on with resume=auto, which repeats the step"
+            ) from again
+        return report
+
+    async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Train on a step that the journal holds already."""
+        report = await self._learner.update(groups)
+        self._version = report.version
+        if self._log is not None:
+            await self._flush(self._max_waiting - 1)
+            writing = asyncio.get_running_loop().run_in_executor(self._thread, self._log.append, report.version, groups)
+            self._waiting.append((report.version, writing))
+        return report
+
+    async def save(self, folder: Path) -> None:
+        await self._flush(0)
+        await self._learner.save(folder)
+
+    async def finish_save(self) -> bool:
+        return await self._learner.finish_save()
+
+    async def load(self, folder: Path) -> int:
+        self._version = await self._learner.load(folder)
+        return self._version
+
+    async def _commit(
+        self, journal: StepJournal, version: int, groups: Sequence[ScoredGroup]
+    ) -> LostObjectError | None:
+        """Returns the error of a group that the journal could not fetch; the learner may still have fetched it."""
+        try:
+            await journal.commit(version, groups)
+        except LostObjectError as error:
+            return error
+        return None
+
+    async def _flush(self, num_left: int) -> None:
+        """Wait until at most `num_left` steps are unwritten."""
+        while len(self._waiting) > num_left:
+            version, writing = self._waiting.popleft()
+            try:
+                await writing
+            except (OSError, MobulaError, pa.ArrowException) as error:
+                _logger.warning("step %d is missing in the trajectory log: %s", version, error)
+                self._on_log_failed(type(error).__name__)

@@ -1,0 +1,110 @@
+"""TrajectoryLog: the append-only Parquet record of what was trained on, one file a step, one row a trajectory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cluster.errors import PreflightError
+from cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
+from cluster.records.trajectory import ScoredGroup
+from cluster.runtime.object_store import fetch
+
+
+class TrajectoryLog:
+    """Writes and reads the record of one run; a step's file is complete or absent, whenever the process is killed."""
+
+    def __init__(self, folder: Path, *, timeout_s: float) -> None:
+        """`timeout_s` bounds the fetch of one step's groups."""
+        self.folder = folder
+        self._timeout_s = timeout_s
+
+    def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
+        """Record the groups that made version `step`; a step that is trained again after a resume replaces its file."""
+        what = f"{len(groups)} groups of step {step} to log"
+        values = fetch([group.group for group in groups], timeout_s=self._timeout_s, what=what)
+        references = fetch([group.reference_logprobs for group in groups], timeout_s=self._timeout_s, what=what)
+        rows = [
+            row
+            for scored, group, reference in zip(groups, values, references, strict=True)
+            for row in to_rows(group, scored.rewards, reference, step)
+        ]
+        path = self._path(step)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+        with draft.open("wb") as file:
+            pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+        return path
+
+    def steps(self) -> list[int]:
+        """The recorded steps, oldest first."""
+        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
+
+    def check(self, steps: Iterable[int]) -> None:
+        """Look at the files of these steps without reading their rows.
+
+        Raises:
+            PreflightError: one is cut off, holds other columns than `append` writes, or no row.
+        """
+        for path in map(self._path, steps):
+            with _readable(path), pq.ParquetFile(path) as file:
+                schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            unfit = [field.name for field in SCHEMA if not _holds(schema, field)]
+            if unfit:
+                raise _no_record(path, f"these columns are missing or of another type: {', '.join(unfit)}")
+            if num_rows == 0:
+                raise _no_record(path, "it has no rows")
+
+    def read(self, step: int) -> list[RecordedGroup]:
+        """The groups of one step, in the order in which they were appended.
+
+        Raises:
+            PreflightError: the file is damaged.
+        """
+        path = self._path(step)
+        with _readable(path):
+            table = pq.read_table(path, schema=SCHEMA).combine_chunks()
+        return [from_batch(batch) for batch in _by_group(table)]
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.parquet"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise _no_record(path, f"it cannot be read: {first_line}") from error
+
+
+def _no_record(path: Path, problem: str) -> PreflightError:
+    return PreflightError(
+        f"{path} is no record of a step ({problem}): put it back as the run wrote it, or record a run anew with "
+        "replay.trajectory_log=true"
+    )
+
+
+def _holds(schema: pa.Schema, field: pa.Field) -> bool:
+    index = schema.get_field_index(field.name)
+    return index >= 0 and schema.field(index).type == field.type
+
+
+def _by_group(table: pa.Table) -> Iterator[pa.RecordBatch]:
+    start = 0
+    for _, siblings in groupby(table["group_id"].to_pylist()):
+        num = len(list(siblings))
+        [batch] = table.slice(start, num).to_batches()
+        yield batch
+        start += num

@@ -1,0 +1,49 @@
+"""Trajectory replay: the recorded steps of a run, trained on again without a rollout actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.errors import PreflightError
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.trajectory_log import TrajectoryLog
+from cluster.roles import Learner, UpdateReport
+
+
+def recorded_steps(log: TrajectoryLog) -> range:
+    """The steps of a log, from the first one.
+
+    Raises:
+        PreflightError: there is none, or one is missing.
+    """
+    found = log.steps()
+    if not found:
+        raise PreflightError(f"{log.folder} holds no recorded step: run with replay.trajectory_log=true first")
+    missing = sorted(set(range(1, found[-1] + 1)) - set(found))
+    if missing:
+        raise PreflightError(
+            f"{log.folder} lacks step {missing[0]} ({len(missing)} of {found[-1]} are missing): a run is replayed from "
+            "its first step on, so it must have been recorded from the first step on"
+        )
+    return range(1, found[-1] + 1)
+
+
+async def train_again(
+    learner: Learner, log: TrajectoryLog, groups: LiveGroups, on_step: Callable[[UpdateReport], None]
+) -> int:
+    """Take every recorded step, beginning with a learner that holds version 0; returns the version that they make.
+
+    With the run's own configuration the weights come out as they were (see `cluster.recovery.resume`).
+
+    Raises:
+        PreflightError: the log has a gap.
+        SkippedSample: the data no longer give a prompt of it.
+    """
+    steps = recorded_steps(log)
+    for step in steps:
+        live = await asyncio.to_thread(lambda step=step: [groups.revive(recorded) for recorded in log.read(step)])
+        report = await learner.update(live)
+        assert report.version == step, f"recorded step {step} made version {report.version}"
+        on_step(report)
+    return steps[-1]

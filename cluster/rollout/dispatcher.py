@@ -1,0 +1,350 @@
+"""RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
+
+It knows the fate of every prompt it handed out: trained on, rejected for a reason, or pending (for the checkpoint).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.errors import (
+    DeadlineError,
+    DependencyError,
+    EngineDiedError,
+    ExcludedPromptError,
+    LostReplyError,
+    RewardError,
+    RolloutError,
+    WorkerDiedError,
+)
+from cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
+from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.prefetch import PromptPrefetcher, Prompts
+from cluster.rollout.repeated_events import RepeatedEvents
+from cluster.rollout.scored_sampling import sample_and_score
+from cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
+from cluster.runtime.error_text import in_one_line
+from cluster.workers.supervisor import background_tasks
+
+_logger = logging.getLogger(__name__)
+
+TOO_FEW_SCORED = "too_few_scored"
+UNIFORM = "uniform"
+OVER_AGE = "over_age"
+LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
+MAX_PREFETCHED = 32  # prompts that are prepared before there is a slot for them
+
+
+class ResumablePrompts(Prompts, Protocol):
+    """The endless sequence of prompts, a pure function of the run's seed."""
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
+        ...
+
+    def index_of(self, prompt_id: str) -> int:
+        """The place of an id in the sequence."""
+        ...
+
+    def id_at(self, index: int) -> str:
+        """The id at a place of the sequence."""
+        ...
+
+    def prompt_at(self, index: int) -> Prompt:
+        """The prompt at a place of the sequence, from any thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class AdmissionFilter:
+    """Which finished groups are worth a step.
+
+    A policy may get so good or so bad that every group is rejected; `max_rejected_in_a_row` ends such a run.
+    """
+
+    min_scored: int  # siblings with a reward: 2 where they are compared, else 1
+    drop_uniform: bool
+    max_rejected_in_a_row: int
+
+    def reason_to_reject(self, rewards: Sequence[Reward]) -> str | None:
+        """Why a group whose scored siblings got `rewards` is not trained on; None if it is."""
+        if len(rewards) < self.min_scored:
+            return TOO_FEW_SCORED
+        if self.drop_uniform and len({reward.value for reward in rewards}) == 1:
+            return UNIFORM
+        return None
+
+
+class RetryingRollouts:
+    """Rollouts that retry a prompt, on whichever actor the pool then picks, before they give up.
+
+    The in-flight request of the prompt is held over all tries, so that each goes on from the tokens that are known.
+    `on_retry` is called with the kind of each failure that is retried. A lost engine is one event, which the pool logs
+    with the number of prompts; of other failures those with the same cause that come within `LOG_WINDOW_S` are logged
+    as one.
+    """
+
+    RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        in_flight_requests: InFlightRequests,
+        *,
+        max_retries: int,
+        on_retry: Callable[[str], None],
+    ) -> None:
+        self._rollouts = rollouts
+        self._in_flight_requests = in_flight_requests
+        self._max_retries = max_retries
+        self._on_retry = on_retry
+        self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        """Raises:
+        RolloutError: all tries have failed; it is caused by the last failure.
+        ExcludedPromptError: the prompt ended several engines.
+        """
+        with self._in_flight_requests.held(prompt, settings):
+            return await self._try(prompt, settings)
+
+    async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        num_failed = 0
+        while True:
+            try:
+                return await self._rollouts.generate(prompt, settings)
+            except EngineDiedError as error:
+                # It says nothing about this prompt, which shared the engine with others: the pool bounds such losses.
+                self._on_retry(type(error).__name__)
+            except self.RETRIED as error:
+                num_failed += 1
+                if num_failed > self._max_retries:
+                    raise RolloutError(
+                        f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) failed {num_failed} times, last with "
+                        f"{type(error).__name__}: {error}; take the sample out of the data, or raise "
+                        f"max_rollout_retries={self._max_retries} if the actors were at fault"
+                    ) from error
+                self._on_retry(type(error).__name__)
+                if not isinstance(error, WorkerDiedError):
+                    cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
+                    self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
+
+
+class RolloutDispatcher:
+    """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
+
+    `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. Whoever publishes
+    weights calls `advance` with each push: as it begins where engines heed `min_version`, else after it.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: ResumablePrompts,
+        gate: StalenessGate,
+        rollouts: Rollouts,
+        rewards: Rewards,
+        replay: Replay,
+        settings: SamplingSettings,
+        admission_filter: AdmissionFilter,
+        order: StepOrder[ScoredGroup] | None = None,
+        age_limit: AgeLimit | None = None,
+        on_rejected: Callable[[GroupSummary, str], None] | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
+        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained
+        on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
+        """
+        self._prompts = prompts
+        self._gate = gate
+        self._order = order or StepOrder[ScoredGroup](gate)
+        self._age_limit = age_limit or AgeLimit(gate.max_staleness)
+        self._on_rejected = on_rejected or (lambda summary, reason: None)
+        self._on_lost = on_lost or (lambda kind: None)
+        self._rollouts = rollouts
+        self._rewards = rewards
+        self._replay = replay
+        self._settings = settings
+        self._filter = admission_filter
+        self._cursor = prompts.cursor
+        self._pending: dict[str, None] = {}  # prompt ids, in order of hand-out
+        self._again: dict[str, int] = {}  # those of `_pending` that come first after a resume -> their number
+        self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
+        self._putting = asyncio.Lock()
+        self._num_rejected_in_a_row = 0
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Produce groups while the body runs.
+
+        Raises:
+            MobulaError: a prompt could not be rolled out or scored, or nothing is worth training on; the body was
+                cancelled.
+        """
+        async with background_tasks() as tasks:
+            tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
+            prefetcher = PromptPrefetcher(self._prompts, min(self._gate.prompts_per_step, MAX_PREFETCHED))
+            tasks.create_task(prefetcher.prepare(), name="prepare prompts")
+            tasks.create_task(self._produce(prefetcher, tasks), name="hand out prompts")
+            yield
+
+    def advance(self, version: int) -> None:
+        """A push of `version` is under way: all steps that led to it are trained, and slots are free. Prompts that go
+        out before it has ended are ready at the engines when it ends.
+        """
+        for step in [s for s in self._steps if s < version]:
+            for prompt_id in self._steps.pop(step):
+                del self._pending[prompt_id]
+        self._gate.advance(version)
+
+    def pending(self) -> tuple[str, ...]:
+        """Ids of the prompts that were handed out and neither trained on nor rejected, in order of hand-out."""
+        return tuple(self._pending)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"cursor": self._cursor, "pending": list(self._pending)}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint of `version`: its pending prompts come first, and anew."""
+        self._cursor = state["cursor"]
+        self._pending = dict.fromkeys(state["pending"])
+        self._begin(version, [])
+
+    def is_open(self, prompt_id: str) -> bool:
+        """Whether a prompt may still be trained on, as far as the checkpoint knows that was restored."""
+        return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
+
+    def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
+        """Go on from `version`, later than the checkpoint that was restored, by what is known besides.
+
+        `settled` prompts were trained on or rejected since. `finished` groups count as accepted and are not sampled
+        again. Every other place of the sequence up to the last one known is pending.
+        """
+        settled = set(settled)
+        known = [*settled, *(group.summary.group_id for group in finished)]
+        cursor = max([self._cursor, *(self._prompts.index_of(prompt_id) + 1 for prompt_id in known)])
+        places = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
+        self._cursor = cursor
+        self._pending = dict.fromkeys(prompt_id for prompt_id in places if prompt_id not in settled)
+        self._begin(version, finished)
+
+    def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
+        """Begin at `version`: `finished` ones of the pending prompts are accepted, the others are handed out first."""
+        numbers = {prompt_id: number for number, prompt_id in enumerate(self._pending)}
+        self._gate.resume(version, num_finished=len(finished), num_started=len(numbers))
+        self._order.resume(version)
+        for group in finished:
+            number = numbers.pop(group.summary.group_id)
+            self._order.add(Admission(group.summary.oldest_version, number), group)
+        self._again = numbers
+        self._prompts.restore(self._cursor, list(numbers))
+
+    async def _produce(self, prefetcher: PromptPrefetcher, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._gate.wait_for_slot()
+            prompt, self._cursor = await prefetcher.next()
+            self._pending[prompt.prompt_id] = None
+            admission = self._gate.start(self._number_of(prompt.prompt_id))
+            tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
+
+    def _number_of(self, prompt_id: str) -> int | None:
+        """The number that a prompt had before a resume; None for a new one."""
+        while self._again:
+            first = next(iter(self._again))
+            number = self._again.pop(first)
+            if first == prompt_id:
+                return number
+            del self._pending[first]  # the source skips rows that are unusable
+        return None
+
+    async def sample_again(self, prompt_id: str) -> ScoredGroup:
+        """Another group of a prompt whose accepted group was lost; it is trained in that one's place, as it comes."""
+        prompt = await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id))
+        return await self._scored(prompt, self._settings.min_version)
+
+    async def _roll_out(self, prompt: Prompt, admission: Admission) -> None:
+        try:
+            group = await self._scored(prompt, admission.version)
+        except ExcludedPromptError as error:
+            await self._leave_out(prompt, admission, error.reason)
+            return
+        reason = self._reason_to_reject(group)
+        if reason is None:
+            await self._accept(group, admission)
+        else:
+            await self._reject(group, admission, reason)
+        await self._put_complete_steps()
+
+    async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
+        settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
+        reference, summary, rewards = await sample_and_score(
+            self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
+        )
+        if len(rewards) != summary.num_trajectories:
+            raise RewardError(
+                f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
+                "rewards: a reward pool gives one a trajectory, None where it cannot"
+            )
+        return ScoredGroup(summary, reference, tuple(rewards))
+
+    def _reason_to_reject(self, group: ScoredGroup) -> str | None:
+        if self._is_too_old(group):
+            return OVER_AGE
+        return self._filter.reason_to_reject(group.scored_rewards)
+
+    def _is_too_old(self, group: ScoredGroup) -> bool:
+        """Whether the next step to be filled could train nothing of it."""
+        return self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
+
+    async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
+        self._num_rejected_in_a_row = 0
+        await self._replay.reserve(group)  # until there is room for it, it keeps its slot
+        self._gate.accept(admission)
+        version = min(admission.version, group.summary.oldest_version)  # it may hold tokens from before a fault
+        self._order.add(replace(admission, version=version), group)
+
+    async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
+        self._num_rejected_in_a_row += 1
+        if self._num_rejected_in_a_row >= self._filter.max_rejected_in_a_row:
+            raise RolloutError(
+                f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
+                f"as {reason!r}: there is nothing to learn from here; if it is 'uniform', the task is solved or out of "
+                "reach: end the run, change the data, or set algorithm.drop_uniform_groups=false"
+            )
+        self._gate.reject(admission)
+        await self._forget(group, reason)
+
+    async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
+        """A prompt that cannot be sampled gives its slot to another one, and is settled for every later resume."""
+        self._gate.reject(admission)
+        del self._pending[prompt.prompt_id]
+        await self._replay.reject(prompt.prompt_id, reason)
+
+    async def _forget(self, group: ScoredGroup, reason: str) -> None:
+        """A finished group will not be trained on."""
+        del self._pending[group.summary.group_id]
+        self._on_rejected(group.summary, reason)
+        await self._replay.reject(group.summary.group_id, reason)
+
+    async def _put_complete_steps(self) -> None:
+        async with self._putting:  # one at a time: the buffer keeps the order of arrival
+            step = self._order.next_step
+            while groups := await self._next_step():
+                self._steps[step] = [group.summary.group_id for group in groups]
+                await self._replay.put(groups)
+                step += 1
+
+    async def _next_step(self) -> list[ScoredGroup]:
+        """The groups of the next step, or none while it is not complete; what got too old for it is dropped."""
+        for group in self._order.remove(self._is_too_old):
+            self._gate.drop()
+            await self._forget(group, OVER_AGE)
+        return self._order.pop_step()

@@ -1,0 +1,317 @@
+"""RolloutPool: distributes prompts to rollout actors, and tracks the weight version and the health of each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from cluster.errors import (
+    DeadlineError,
+    EngineDiedError,
+    ExcludedPromptError,
+    LostReplyError,
+    MobulaError,
+    WorkerDiedError,
+    loss_kind,
+)
+from cluster.records.trajectory import Generated, Prompt
+from cluster.roles import SamplingSettings
+from cluster.weight_sync.interfaces import Receiver
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.status import WorkerState, WorkerStatus
+from cluster.workers.supervisor import background_tasks
+from cluster.workers.suspects import Suspects
+from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
+
+
+class Engine(Receiver, Protocol):
+    """One rollout actor; every call has a deadline of its own."""
+
+    async def start(self) -> None:
+        """Load the model."""
+        ...
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
+
+    async def is_alive(self) -> None:
+        """Return while the process lives, however busy it is."""
+        ...
+
+    async def probe(self) -> None:
+        """Sample one token with the engine itself."""
+        ...
+
+    async def close(self) -> None:
+        """End the process and give its resources back, whatever state it is in."""
+        ...
+
+
+@dataclass(eq=False)
+class _Member:
+    """One engine of the pool, from the start of its process to the end; the next one of its seat is another member."""
+
+    engine: Engine
+    version: int = -1  # of its weights
+    num_failures_in_a_row: int = 0
+    num_pushes: int = 0  # that were begun while it served
+    last_sign_s: float = 0.0
+    death: EngineDiedError | None = None  # why it was lost, if its core ended
+    in_flight: dict[object, Prompt] = field(default_factory=dict)  # by call
+
+
+@dataclass(frozen=True)
+class HealthChecks:
+    """How engines are checked. An engine that finished a group since the last check is healthy, however busy it is. One
+    that is idle or silent has to sample a token."""
+
+    interval_s: float
+    probe_interval_s: float
+    max_failures_in_a_row: int  # groups that one engine may fail, one after the other, before it is replaced
+    no_worker_s: float  # how long a prompt waits while no engine serves
+
+
+class RolloutPool:
+    """Implements `cluster.roles.Rollouts`, `weight_sync.Members` and `cluster.workers.status.Scalable`.
+
+    Example:
+        pool = RolloutPool(spawn, 2, release=release, policy=policy, health=health, on_lost=count)
+        await pool.start()
+        pool.admit_with(weights.admit)
+        async with pool.tended():
+            ...
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[int], Awaitable[Engine]],
+        num_workers: int,
+        *,
+        release: Callable[[int], Awaitable[None]],
+        policy: RestartPolicy,
+        health: HealthChecks,
+        on_lost: Callable[[str], None],
+        on_excluded: Callable[[Prompt, ExcludedPromptError], None] = lambda prompt, error: None,
+    ) -> None:
+        """`spawn(index)` starts the process of one engine, `release(index)` gives its place back. `on_lost` is called
+        with the kind of each loss, `on_excluded` with each prompt that ended several engines.
+        """
+
+        async def start(index: int) -> _Member:
+            return _Member(await spawn(index))
+
+        self._pool: WorkerPool[_Member] = WorkerPool(
+            "rollout",
+            [None] * num_workers,
+            Hooks(
+                start=start,
+                join=self._join,
+                check=self._check,
+                stop=lambda index, member: member.engine.close(),
+                release=release,
+                on_lost=self._note_loss,
+                on_change=self._notify,
+            ),
+            restarts=policy,
+            work="prompts",
+        )
+        self._health = health
+        self._on_lost = on_lost
+        self._admit: Callable[[Receiver], Awaitable[int]] | None = None
+        self._has_started = False
+        self._is_tended = False
+        self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
+        self._version = -1  # that was published last
+        self._announced = -1  # whose push was begun last
+        self._suspects = Suspects(on_excluded)
+        self._fatal: WorkerDiedError | None = None  # ends the run
+
+    def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
+        """Set how a late joiner gets weights: `WeightSync.admit`."""
+        self._admit = admit
+
+    async def start(self) -> None:
+        """Start the first engines side by side. They serve the weights that they were started with.
+
+        Raises:
+            WorkerDiedError: the process of one of them ended.
+            Exception: what `Engine.start` raises; it is not retried.
+        """
+        await self._pool.start()
+        self._has_started = True
+
+    @asynccontextmanager
+    async def tended(self) -> AsyncIterator[None]:
+        """Check the engines while the body runs, and allow to scale them.
+
+        Raises:
+            WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
+            RestartLoopError: engines die soon after pushes with the same cause; the body was cancelled.
+        """
+        async with background_tasks() as tasks:
+            tasks.create_task(self._watch(), name="watch the rollout actors")
+            tasks.create_task(self._end_run(), name="end the run if no rollout actor is left")
+            self._is_tended = True
+            try:
+                yield
+            finally:
+                self._is_tended = False
+                await self._pool.stop_restarts()
+
+    async def close(self) -> None:
+        """End every engine. An error of one is logged and does not affect the others."""
+        await self._pool.close()
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        """Sample one prompt on the engine with the fewest prompts in flight.
+
+        Raises:
+            WorkerDiedError, DeadlineError, EngineDiedError: the engine was lost, and is being replaced; or none serves.
+            LostReplyError: the engine is healthy and did not answer in time.
+            RolloutError: the engine failed to sample the prompt.
+            ExcludedPromptError: the prompt ended several engines, and is not sampled any more.
+        """
+        async with self._suspects.admitted(prompt):
+            worker = await self._pick(prompt)
+            member, call = worker.process, object()
+            member.in_flight[call] = prompt
+            worker.load += 1
+            try:
+                return await self._generate_on(member, prompt, settings)
+            finally:
+                del member.in_flight[call]
+                self._pool.end_work(worker)
+
+    async def _generate_on(self, member: _Member, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        try:
+            result = await member.engine.generate(prompt, settings)
+        except (WorkerDiedError, EngineDiedError) as error:
+            self._pool.lose(member, error)
+            # The engine may be ended before it has answered all prompts: they too end with the cause.
+            raise member.death or error from None
+        except DeadlineError as error:
+            raise await self._missed(member, error) from None
+        except MobulaError as error:
+            self._failed(member, error)
+            raise
+        member.num_failures_in_a_row = 0
+        member.last_sign_s = time.monotonic()
+        return result
+
+    def receivers(self) -> list[Receiver]:
+        """Engines whose weights are to be kept up to date."""
+        return [worker.process.engine for worker in self._pool.serving]
+
+    def synced(self, receiver: Receiver, version: int) -> None:
+        if (member := self._find(receiver)) is not None:
+            member.version = version
+            member.last_sign_s = time.monotonic()
+            self._notify()
+
+    def announced(self, version: int) -> None:
+        self._announced = version
+        for worker in self._pool.serving:
+            worker.process.num_pushes += 1
+
+    def published(self, version: int) -> None:
+        self._version = version
+        self._notify()
+
+    def lose(self, receiver: Receiver, error: Exception) -> None:
+        if (member := self._find(receiver)) is not None:
+            self._pool.lose(member, error)
+
+    def status(self) -> list[WorkerStatus]:
+        return [
+            replace(worker.status(), version=worker.handle.version)
+            if worker.handle and worker.state is WorkerState.SERVING
+            else worker.status()
+            for worker in self._pool.workers
+        ]
+
+    async def scale(self, num_workers: int) -> None:
+        """Have `num_workers` engines: new ones join in the background, superfluous ones drain and are removed.
+
+        Raises:
+            ValueError: `num_workers` is less than 1, or the run does not train now.
+        """
+        if not self._is_tended:
+            raise ValueError("the run has not begun or is over: scale it while it trains")
+        await self._pool.scale(num_workers)
+
+    async def _pick(self, prompt: Prompt) -> Worker[_Member]:
+        """A serving engine at the published version; waits for one."""
+        try:
+            async with asyncio.timeout(self._health.no_worker_s):
+                while not (ready := [w for w in self._pool.serving if w.process.version >= self._version]):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            states = ", ".join(f"{worker.name} {worker.state}" for worker in self.status())
+            raise DeadlineError(
+                f"prompt {prompt.prompt_id} waited {self._health.no_worker_s:g} s for a rollout actor: {states}"
+            ) from error
+        return min(ready, key=lambda worker: worker.load)
+
+    def _find(self, receiver: Receiver) -> _Member | None:
+        members = (worker.handle for worker in self._pool.workers)
+        return next((member for member in members if member and member.engine is receiver), None)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _failed(self, member: _Member, error: MobulaError) -> None:
+        """An engine that lives and answers with errors alone, or not at all, is lost too."""
+        member.num_failures_in_a_row += 1
+        if member.num_failures_in_a_row >= self._health.max_failures_in_a_row:
+            self._pool.lose(member, error)
+
+    async def _missed(self, member: _Member, error: DeadlineError) -> DeadlineError | LostReplyError:
+        """The error of a prompt that was not answered in time. An engine that cannot sample one token is lost."""
+        try:
+            await member.engine.probe()
+        except Exception as silence:  # a healthy engine raises nothing here
+            self._pool.lose(member, silence)
+            return error
+        lost = LostReplyError(f"{error}, which is well: the answer was lost, or takes longer than timeouts.rollout_s")
+        self._failed(member, lost)
+        return lost
+
+    def _note_loss(self, worker: Worker[_Member], error: Exception) -> None:
+        self._on_lost(f"rollout_{loss_kind(error)}")
+        if worker.state is WorkerState.SERVING:
+            member = worker.process
+            member.death = error if isinstance(error, EngineDiedError) else None
+            in_flight = {prompt.prompt_id: prompt for prompt in member.in_flight.values()}
+            self._fatal = self._fatal or self._suspects.engine_died(error, member.num_pushes, in_flight)
+
+    async def _join(self, name: str, member: _Member) -> None:
+        """Load the model and bring the engine to the learner's version."""
+        await member.engine.start()
+        if self._has_started:
+            assert self._admit is not None, "admit_with() sets how a joiner gets weights"
+            while (version := await self._admit(member.engine)) < max(self._version, self._announced):
+                pass  # a push without this engine began meanwhile
+        else:
+            version = await member.engine.weight_version()
+        member.version = version
+        member.last_sign_s = time.monotonic()
+
+    async def _check(self, name: str, member: _Member) -> None:
+        await member.engine.is_alive()
+        if time.monotonic() - member.last_sign_s > self._health.probe_interval_s:
+            await member.engine.probe()
+            member.last_sign_s = time.monotonic()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._health.interval_s)
+            await self._pool.check()
+
+    async def _end_run(self) -> None:
+        while (error := self._fatal or self._pool.exhausted()) is None:
+            await self._changed.wait()
+        raise error

@@ -1,0 +1,1 @@
+"""What runs below the roles: Ray actors, object store, placement, network and concurrency."""

@@ -1,0 +1,183 @@
+"""Book a placement plan on a Ray cluster: placement groups, with a deadline, pinned to the planned nodes.
+
+Bundles cannot be added to a placement group later, so a worker that may come and go alone has a group of its own; the
+learner ranks share one, because they only work together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from uuid import uuid4
+
+import ray
+from ray._private.state import available_resources_per_node  # the public API knows only the whole cluster's sum
+from ray._private.state import state as control_store  # nor does it say whose driver is dead
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from configs.schema import ResourcesConfig, WorkerResources
+
+TOGETHER = "learner"
+PLAN_INTERVAL_S = 0.5
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass(frozen=True)
+class Booking:
+    """Where one worker's resources are reserved: pass both to `cluster.runtime.ray_actors.spawn`."""
+
+    group: PlacementGroup
+    bundle_index: int
+
+
+def cluster_nodes() -> tuple[NodeResources, ...]:
+    """What is free on every live node of the connected cluster."""
+    free = available_resources_per_node()
+    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return tuple(
+        NodeResources(
+            node_id,
+            num_cpus=free[node_id].get("CPU", 0.0),
+            num_gpus=free[node_id].get("GPU", 0.0),
+            all_cpus=alive[node_id].get("CPU", 0.0),
+        )
+        for node_id in sorted(alive)
+    )
+
+
+def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s: float) -> PlacementPlan:
+    """The plan for the connected cluster; one that is full is asked again for `patience_s`.
+
+    What another run has just given back is counted as free a moment later.
+
+    Raises:
+        PlacementError: it still does not fit.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return plan_placement(config, cluster_nodes(), roles)
+        except PlacementError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(PLAN_INTERVAL_S)
+
+
+def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
+    """Reserve every worker's resources on its planned node and wait for all of them; by worker name.
+
+    Raises:
+        PlacementError: some group was still pending after `timeout_s`; nothing stays reserved.
+    """
+    bookings: dict[str, Booking] = {}
+    for members in _groups(plan):
+        group = _reserve(members, _group_name(f"{run_name}/{members[0].name}"))
+        bookings.update({worker.name: Booking(group, index) for index, worker in enumerate(members)})
+    pending = _wait(bookings, time.monotonic() + timeout_s)
+    if pending:
+        remove_placement_groups(bookings)
+        raise PlacementError(
+            f"waited {timeout_s:g} s for the cluster to reserve {', '.join(pending)}: something else holds the "
+            "resources that the plan counted as free. Look for other runs with `ray status`, or raise timeouts.start_s"
+        )
+    return bookings
+
+
+def book_more(
+    bundles: Sequence[Mapping[str, float]], *, name: str, timeout_s: float
+) -> list[tuple[Booking, NodeResources]]:
+    """Reserve the resources of workers that belong together wherever they are free, on as few nodes as possible;
+    returns the place of each, and all that its node has.
+
+    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book as well.
+
+    Raises:
+        PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
+    """
+    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK", name=_group_name(name))
+    bookings = [Booking(group, index) for index in range(len(bundles))]
+    if not group.wait(math.ceil(timeout_s)):
+        remove_placement_groups({name: bookings[0]})
+        raise PlacementError(
+            f"waited {timeout_s:g} s for the cluster to reserve {name} ({len(bundles)} x {dict(bundles[0])}): "
+            "something else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
+        )
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    has = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
+    return [(booking, _all_of(nodes[booking.bundle_index], has)) for booking in bookings]
+
+
+def _all_of(node_id: str, has: Mapping[str, Mapping[str, float]]) -> NodeResources:
+    return NodeResources(node_id, num_cpus=has[node_id].get("CPU", 0.0), num_gpus=has[node_id].get("GPU", 0.0))
+
+
+def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
+    """What Ray reserves for one worker."""
+    return {"CPU": worker.num_cpus} | ({"GPU": worker.num_gpus} if worker.num_gpus else {})
+
+
+def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
+    """Give everything back. Actors that still run in these groups are ended."""
+    for group in {booking.group.id: booking.group for booking in bookings.values()}.values():
+        remove_placement_group(group)
+
+
+def groups_of_dead_drivers() -> list[tuple[str, str]]:
+    """Id and name of every placement group that still holds resources though its driver is dead.
+
+    Ray removes them itself; one that is listed for more than a moment was forgotten.
+    """
+    table = control_store._connect_and_get_accessor().get_placement_group_table()
+    rows = (PlacementGroupTableData.FromString(row) for row in table)
+    return [
+        (row.placement_group_id.hex(), row.name)
+        for row in rows
+        if row.creator_job_dead and row.state != PlacementGroupTableData.REMOVED
+    ]
+
+
+def remove_group(group_id: str) -> None:
+    """Remove the group of this id, whoever made it."""
+    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
+
+
+def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
+    together = plan.of_role(TOGETHER)
+    alone = [[worker] for worker in plan.workers if worker.role != TOGETHER]
+    return [together, *alone] if together else alone
+
+
+def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
+    return placement_group(
+        [bundle_of(worker) for worker in members],
+        strategy="PACK",
+        name=name,
+        bundle_label_selector=[{NODE_LABEL: worker.node_id} for worker in members],
+    )
+
+
+def _group_name(name: str) -> str:
+    """Ray refuses a name twice, and a killed run's groups linger for a moment."""
+    return f"{name}/{uuid4().hex[:8]}"
+
+
+def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:
+    """Wait for all groups until `deadline` (on the monotonic clock); the names of the workers that are left.
+
+    Ray counts this wait in whole seconds and drops the rest, so what is left is rounded up.
+    """
+    return [
+        name
+        for name, booking in bookings.items()
+        if not booking.group.wait(math.ceil(max(0.0, deadline - time.monotonic())))
+    ]

@@ -1,0 +1,195 @@
+"""Spawn plain role classes as Ray actors, and wait for their answers with a deadline.
+
+This is where Ray appears. A role is a plain class; `spawn` runs it in an actor of its own, at its place in the plan and
+with the threads and cores planned for it. Calls stay typed method calls on the handle; `answer` waits for them:
+
+    handle = spawn(RewardWorker, components, worker=plan.of_role("reward")[0], booking=booking, env={})
+    rewards = await answer(handle.score.remote([group]), timeout_s=30, what="reward/0 to score group 7")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
+from cluster.runtime.error_text import COLOUR
+from cluster.runtime.gc_tuning import tune_gc
+from cluster.runtime.placement import PlacedWorker
+from cluster.runtime.placement_groups import Booking
+from cluster.runtime.ray_deaths import actor_death
+
+HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
+BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
+
+
+def spawn(
+    role: type,
+    *args: Any,
+    worker: PlacedWorker,
+    booking: Booking,
+    env: Mapping[str, str],
+    max_concurrency: int = 1,
+    **kwargs: Any,
+) -> ray.actor.ActorHandle:
+    """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
+
+    The actor carries the worker's name in the dashboard and in logs. It is never restarted by Ray itself: a role that
+    died has lost its state, so whoever supervises it builds a new one.
+    """
+    threads = str(worker.num_threads)
+    env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
+    actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, worker.name)).options(
+        num_cpus=worker.num_cpus,
+        num_gpus=worker.num_gpus,
+        max_restarts=0,
+        max_concurrency=max_concurrency,
+        runtime_env={"env_vars": env_vars},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
+    )
+    return actor.remote(worker.cores, *args, **kwargs)
+
+
+def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
+    """Start `role()` in an actor that others find by `name` in the driver's namespace; it ends with the driver.
+
+    Raises:
+        ValueError: an actor of this name lives.
+    """
+    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
+        name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
+    )
+    return actor.remote(())
+
+
+async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
+    """Wait for the result of one actor call.
+
+    Raises:
+        DeadlineError: no answer within `timeout_s`; the message names `what`.
+        WorkerDiedError: the actor died, or cannot be reached.
+        DependencyError: the role itself waited in vain, or lost somebody: it is not the one to replace.
+        Exception: whatever else the role raised, as it raised it.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(reference.future())
+    except RayError as error:  # first: it may be an instance of its cause's class as well
+        raise _as_seen_here(error, what) from None
+    except TimeoutError as error:
+        raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
+
+
+def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, what: str) -> None:
+    """Have `tell` told, in this event loop, if the call fails; one that succeeds wakes nobody.
+
+    Waits without a deadline, for nobody may depend on it. `tell` is given what `answer` would raise.
+    """
+    loop = asyncio.get_running_loop()
+
+    def look(call: Future[Any]) -> None:  # on a thread of Ray's
+        if (error := call.exception()) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(tell, _as_seen_here(error, what))
+
+    reference.future().add_done_callback(look)
+
+
+def _as_seen_here(error: Exception, what: str) -> Exception:
+    """What Ray says of a call or a stream, in terms of `cluster.errors`."""
+    match error:
+        case RayTaskError() if isinstance(error.cause, Exception):
+            seen = as_raised_by_role(error.cause)
+            seen.add_note(COLOUR.sub("", str(error)))  # where the role raised it
+            return seen
+        case RayActorError():
+            return actor_death(error, what)
+        case ObjectLostError():
+            return WorkerDiedError(
+                f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"
+            )
+        case _:
+            return error
+
+
+def beside(method: Any) -> Any:
+    """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
+    return method.options(concurrency_group=BESIDE)
+
+
+async def with_attachments(
+    stream: ray.ObjectRefGenerator, num_attached: Callable[[Any], int], *, what: str
+) -> AsyncIterator[tuple[Any, list[ray.ObjectRef]]]:
+    """The values of a call that streams, as they come, each with references to the `num_attached(value)` values that
+    follow it and belong to it. Those stay where they are; all are the caller's and outlive the actor.
+
+    Waits without a deadline, for nobody may depend on it: who needs the values has a deadline.
+
+    Raises:
+        WorkerDiedError: the actor died; everything that it had sent has come before, but what was lost with its node.
+        Exception: whatever the role raised.
+    """
+    try:
+        async for reference in stream:
+            value = await asyncio.wrap_future(reference.future())
+            attached: list[ray.ObjectRef] = []
+            while len(attached) < num_attached(value):
+                attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
+            yield value, attached
+    except RayError as error:
+        raise _as_seen_here(error, what) from None
+
+
+async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:
+    """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
+    reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
+    if reference is None or reference == stream.completed():
+        for reason in (before, stream.completed()):  # what a role raised is its last value, what befell it is not
+            await asyncio.wrap_future(reason.future())
+        raise RuntimeError("a stream ended before all that belongs to its last value had come")
+    return reference
+
+
+async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:
+    """Ask the role to `close()`, then end its process whatever it answered."""
+    try:
+        await answer(handle.close.remote(), timeout_s=timeout_s, what=f"{what} to close")
+    except (DeadlineError, WorkerDiedError):
+        pass  # it is ended below either way
+    finally:
+        kill(handle)
+
+
+def kill(handle: ray.actor.ActorHandle) -> None:
+    """End the role's process at once, whatever it does."""
+    ray.kill(handle, no_restart=True)
+
+
+def _hosted(role: type, name: str) -> type:
+    """`role` with a constructor that first claims its cores and at last tunes its garbage collector, and a sign of
+    life; everything else is inherited.
+    """
+
+    class Hosted(role):
+        def __init__(self, cores: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+            if cores:
+                usable = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, [usable[core] for core in cores])
+            super().__init__(*args, **kwargs)
+            tune_gc()
+
+        @ray.method(concurrency_group=HEALTH)
+        def is_alive(self) -> bool:
+            return True
+
+        def __repr__(self) -> str:  # what the dashboard and log prefixes show
+            return name
+
+    Hosted.__name__ = Hosted.__qualname__ = role.__name__
+    return Hosted

@@ -1,0 +1,84 @@
+"""Who takes part in a push, as `WeightSync` sees them: one sender, and receivers that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.records.trajectory import Prompt
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous
+
+
+class Sender(Protocol):
+    """The learner group as weight sync sees it. Every call addresses all ranks; rank 0 sends."""
+
+    async def manifest(self) -> Manifest: ...
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        """Start a rendezvous for one transfer group; members may join from then on."""
+        ...
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        """Broadcast to the members of one transfer group.
+
+        Raises:
+            WeightSyncError: the group of that epoch is unusable, or gone with a learner that was restored.
+        """
+        ...
+
+    async def leave_transfer(self, epoch: int) -> None:
+        """Forget one transfer group; who still waits in it fails at once."""
+        ...
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
+        """The learner's version, and a reference to its packed buckets that the caller owns."""
+        ...
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
+
+
+class Receiver(Protocol):
+    """One rollout actor as weight sync sees it."""
+
+    name: str
+
+    async def check_manifest(self, manifest: Manifest) -> None: ...
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None: ...
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        """Returns the version that it then serves."""
+        ...
+
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None: ...
+
+    async def weight_version(self) -> int: ...
+
+    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray: ...
+
+
+class Members(Protocol):
+    """Who receives weights now. Membership changes while the run goes on."""
+
+    def receivers(self) -> Sequence[Receiver]: ...
+
+    def announced(self, version: int) -> None:
+        """The receivers of now are brought to `version`; who joins from now on must have it."""
+        ...
+
+    def synced(self, receiver: Receiver, version: int) -> None:
+        """`receiver` serves `version` from now on."""
+        ...
+
+    def published(self, version: int) -> None:
+        """Every receiver serves `version` or is lost; what serves less may not be sampled from."""
+        ...
+
+    def lose(self, receiver: Receiver, error: Exception) -> None:
+        """`receiver` failed a push: its weights are neither old nor new."""
+        ...

@@ -1,0 +1,1 @@
+"""Workers of every role: pools, restarts, supervision, status, scaling and colocation."""

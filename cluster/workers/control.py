@@ -1,0 +1,216 @@
+"""Looking at a run and scaling it while it goes on: the panel that others talk to, and the driver's loop behind it.
+
+    mobula status, mobula scale  ->  ControlPanel (a named actor)  <-  ControlLoop (in the driver)  ->  Scalable roles
+
+The driver never listens to anybody: it visits the panel every `interval_s`, leaves the newest status there, and takes
+away what was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from cluster.errors import MobulaError
+from cluster.roles import ReplayStats
+from cluster.runtime.ray_actors import answer
+from cluster.workers.status import (
+    MAX_WORKERS,
+    InFlightSummary,
+    Progress,
+    RoleOutcome,
+    RunStatus,
+    Scalable,
+    ScaleRequest,
+)
+from cluster.workers.supervisor import background_tasks
+
+_logger = logging.getLogger(__name__)
+
+CONTROL = "control"  # the panel's name in the namespace of its run
+OUTCOMES_KEPT = 64
+
+
+class ControlPanel:
+    """Holds the newest status of a run, and what its users ask for until the driver comes by."""
+
+    def __init__(self) -> None:
+        self._status: RunStatus | None = None
+        self._requests: list[ScaleRequest] = []
+        self._outcomes: OrderedDict[str, tuple[RoleOutcome, ...] | None] = OrderedDict()
+
+    def exchange(self, status: RunStatus, outcomes: Mapping[str, tuple[RoleOutcome, ...]]) -> list[ScaleRequest]:
+        """The driver's visit: it leaves its status and what became of requests by id, and takes the new requests."""
+        self._status = status
+        self._outcomes.update(outcomes)
+        while len(self._outcomes) > OUTCOMES_KEPT:
+            self._outcomes.popitem(last=False)
+        taken, self._requests = self._requests, []
+        return taken
+
+    def status(self) -> RunStatus | None:
+        """The newest one; None before the driver's first visit."""
+        return self._status
+
+    def ask(self, request: ScaleRequest) -> tuple[RoleOutcome, ...] | None:
+        """What became of a request; None as long as the driver has not said.
+
+        A request that is new is left for the driver's next visit. Who waits asks again and again: so a panel that took
+        the place of a lost one hears of it as well. It names a number of workers, and may be applied twice.
+        """
+        if request.request_id not in self._outcomes:
+            self._outcomes[request.request_id] = None
+            self._requests.append(request)
+        return self._outcomes[request.request_id]
+
+    def close(self) -> None:
+        """Nothing to hand back."""
+
+
+class ControlLoop:
+    """The driver's side. A panel that dies or does not answer is counted and started again; it never ends the run.
+
+    `on_panel_lost` is told the kind of each loss.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        total_steps: int,
+        *,
+        spawn_panel: Callable[[], Any],
+        end_panel: Callable[[Any], Awaitable[None]],
+        progress: Callable[[], Progress],
+        in_flight: Callable[[], InFlightSummary],
+        replay: Callable[[], Awaitable[ReplayStats]],
+        roles: Mapping[str, Scalable],
+        on_panel_lost: Callable[[str], None],
+        interval_s: float,
+        deadline_s: float,
+        scale_s: float,
+    ) -> None:
+        """`spawn_panel` returns the Ray handle of a `ControlPanel`; `deadline_s` bounds each call to it and to the
+        replay buffer, `scale_s` what a role takes to accept or refuse a new number of workers."""
+        self._run = run
+        self._total_steps = total_steps
+        self._spawn_panel = spawn_panel
+        self._end_panel = end_panel
+        self._progress = progress
+        self._in_flight = in_flight
+        self._replay = replay
+        self._roles = roles
+        self._on_panel_lost = on_panel_lost
+        self._interval_s = interval_s
+        self._deadline_s = deadline_s
+        self._scale_s = scale_s
+        self._panel: Any = None
+        self._num_panels_lost = 0
+        self._requests: asyncio.Queue[ScaleRequest] = asyncio.Queue()
+        self._outcomes: dict[str, tuple[RoleOutcome, ...]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Answer while the body runs."""
+        try:
+            async with background_tasks() as tasks:
+                tasks.create_task(self._visit_for_ever(), name="visit the control panel")
+                tasks.create_task(self._scale_for_ever(), name="scale roles")
+                yield
+        finally:
+            await self._drop_panel()
+
+    async def _visit_for_ever(self) -> None:
+        while True:
+            status = await self._status()
+            try:
+                await self._visit(status)
+            except Exception as error:  # whatever befell it, the run does not need it; the next visit makes another
+                await self._lose_panel(error)
+            await asyncio.sleep(self._interval_s)
+
+    async def _visit(self, status: RunStatus) -> None:
+        if self._panel is None:
+            self._panel = self._spawn_panel()
+        told = dict(self._outcomes)
+        call = self._panel.exchange.remote(status, told)
+        what = "the control panel to take the run's status"
+        for request in await answer(call, timeout_s=self._deadline_s, what=what):
+            self._requests.put_nowait(request)
+        for request_id in told:
+            del self._outcomes[request_id]
+
+    async def _lose_panel(self, error: Exception) -> None:
+        self._num_panels_lost += 1
+        self._on_panel_lost(type(error).__name__)
+        _logger.warning("the control panel was lost (%s) and is started again: %s", type(error).__name__, error)
+        await self._drop_panel()
+
+    async def _drop_panel(self) -> None:
+        dropped, self._panel = self._panel, None
+        if dropped is None:
+            return
+        try:
+            await self._end_panel(dropped)
+        except Exception:  # it holds nothing that anybody needs
+            _logger.warning("the control panel did not close in good order", exc_info=True)
+
+    async def _status(self) -> RunStatus:
+        return RunStatus(
+            run=self._run,
+            progress=self._progress(),
+            total_steps=self._total_steps,
+            in_flight=self._in_flight(),
+            replay=await self._replay_stats(),
+            workers=tuple(worker for role in self._roles.values() for worker in role.status()),
+            num_panels_lost=self._num_panels_lost,
+            driver_pid=os.getpid(),
+            posted_at=time.time(),
+        )
+
+    async def _replay_stats(self) -> ReplayStats | None:
+        """A buffer that is lost or late is its supervisor's affair; here it is only unknown."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._replay()
+        except (MobulaError, TimeoutError) as error:
+            _logger.info("the status has no queue depths: %s", error)
+            return None
+
+    async def _scale_for_ever(self) -> None:
+        while True:
+            request = await self._requests.get()
+            outcomes = [await self._scale(role, num_workers) for role, num_workers in request.wanted.items()]
+            self._outcomes[request.request_id] = tuple(outcomes)
+
+    async def _scale(self, role: str, num_workers: int) -> RoleOutcome:
+        refusal = await self._refusal(role, num_workers)
+        _logger.info("scale %s=%d: %s", role, num_workers, refusal or "accepted")
+        return RoleOutcome(role, num_workers, refusal)
+
+    async def _refusal(self, role: str, num_workers: int) -> str:
+        """Apply one role's part of a request; why it was refused, or nothing."""
+        if role not in self._roles:
+            return f"this run has no role {role} whose workers come and go: it has {_listed(self._roles)}"
+        if num_workers > MAX_WORKERS:
+            return f"a role has at most {MAX_WORKERS} workers: ask for fewer"
+        try:
+            async with asyncio.timeout(self._scale_s):
+                await self._roles[role].scale(num_workers)
+        except TimeoutError:
+            return f"{role} did not say within {self._scale_s:g} s whether it can: ask again, or look into run.log"
+        except (ValueError, MobulaError) as error:
+            return str(error)
+        except Exception as error:  # a fault in scaling is no reason to end a run that trains
+            _logger.exception("scale %s=%d failed", role, num_workers)
+            return f"{type(error).__name__}: {error}; run.log has the traceback"
+        return ""
+
+
+def _listed(names: Mapping[str, Any] | Sequence[str]) -> str:
+    return ", ".join(names) or "none"

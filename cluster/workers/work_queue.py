@@ -1,0 +1,187 @@
+"""WorkQueue: distributes work to the workers of one role, first come, first served, to the least loaded worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
+from cluster.runtime.ray_actors import answer
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.status import WorkerState
+from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
+
+Lost = WorkerDiedError | DeadlineError | StuckError
+
+
+class Hosts(Protocol):
+    """Where the workers of one role run: `start`, `stop` and `release` of `worker_pool.Hooks`."""
+
+    async def start(self, index: int) -> Any: ...
+
+    async def stop(self, index: int, handle: Any) -> None: ...
+
+    async def release(self, index: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker that has room for one more piece of work."""
+
+    name: str
+    handle: Any
+    worker: Worker[Any]
+
+
+class WorkQueue:
+    """A queue before a `WorkerPool` whose workers hold nothing but what they are working on.
+
+    Workers are Ray actors that do one thing after the other. They have a `ping`, which is answered behind the calls
+    that were made before it, and `is_alive`, which is answered at once.
+
+    Example:
+        async with work.place() as place:
+            try:
+                return await answer(place.handle.score.remote(group), timeout_s=30, what=f"{place.name} to score")
+            except (WorkerDiedError, DeadlineError) as error:
+                raise await work.failed(place, error)
+    """
+
+    def __init__(
+        self,
+        role: str,
+        handles: Sequence[Any],
+        hosts: Hosts,
+        *,
+        max_load: int,
+        restarts: RestartPolicy,
+        alive_s: float,
+        join: Callable[[str, Any], Awaitable[None]],
+        on_lost: Callable[[Exception], None],
+        may_pile_up: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`handles` are the first workers, started on `hosts` under the indices 0, 1, ...
+
+        A worker gets up to `max_load` pieces of work at a time, and only one while `may_pile_up` returns False; call
+        `dispatch` when that changes. `alive_s` bounds the answers to `is_alive` and `ping`. `on_lost` is called for
+        every loss of a worker. `join` is the one of `worker_pool.Hooks`.
+        """
+        self.pool: WorkerPool[Any] = WorkerPool(
+            role,
+            handles,
+            Hooks(
+                start=hosts.start,
+                join=join,
+                check=self._check,
+                stop=hosts.stop,
+                release=hosts.release,
+                on_lost=lambda worker, error: on_lost(error),
+                on_change=self.dispatch,
+            ),
+            restarts=restarts,
+        )
+        self._max_load = max_load
+        self._alive_s = alive_s
+        self._may_pile_up = may_pile_up
+        self._queue: deque[asyncio.Future[Worker[Any]]] = deque()
+
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """The processes that serve now."""
+        return tuple(worker.handle for worker in self.pool.serving)
+
+    async def start(self) -> None:
+        """Wait until the first workers serve.
+
+        Raises:
+            PreflightError: a worker died: its role cannot be built with the run's configuration.
+            DeadlineError: a worker did not start in time.
+        """
+        try:
+            await self.pool.start()
+        except WorkerDiedError as error:
+            raise PreflightError(f"a {self.pool.role} worker cannot be started: {error.failure or error}") from error
+
+    @asynccontextmanager
+    async def place(self, *, is_urgent: bool = False) -> AsyncIterator[Place]:
+        """Hold a place at the least loaded worker while the body runs; waits for one in the order of the calls.
+
+        Urgent work goes first: work that was given to a worker before and has to be repeated.
+
+        Raises:
+            WorkerDiedError: every worker is quarantined, or the pool is closed.
+        """
+        worker = await self._next(is_urgent)
+        while worker.state is not WorkerState.SERVING:  # it was lost after the place was promised
+            self._leave(worker)
+            worker = await self._next(is_urgent=True)
+        try:
+            yield Place(worker.name, worker.handle, worker)
+        finally:
+            self._leave(worker)
+
+    def lose(self, place: Place, error: Lost) -> None:
+        """Report that the worker died or hangs: it gets no more work and is restarted in the background."""
+        self.pool.lose(place.handle, error)
+
+    async def failed(self, place: Place, error: Lost) -> Lost | LostReplyError:
+        """Handle a failed call to the worker, and return the error to raise for its work.
+
+        A worker that died or hangs is lost. One that missed a deadline and answers a `ping` within `alive_s` is done
+        with the call: only its answer was lost or late, so the worker stays and the error is a LostReplyError.
+        """
+        cause = error
+        if isinstance(error, DeadlineError):
+            try:
+                what = f"{place.name} to be done"
+                await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
+                return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
+            except WorkerDiedError as died:
+                cause = died
+            except DeadlineError:
+                pass  # it hangs
+        self.lose(place, cause)
+        return error
+
+    def dispatch(self) -> None:
+        """Give free places to waiting work. Called after every change of a worker and of `may_pile_up`."""
+        while self._queue:
+            if self._queue[0].done():  # the work was cancelled
+                self._queue.popleft()
+                continue
+            room = self._max_load if self._may_pile_up() else 1
+            free = [worker for worker in self.pool.serving if worker.load < room]
+            if not free:
+                break
+            worker = min(free, key=lambda worker: worker.load)
+            worker.load += 1
+            self._queue.popleft().set_result(worker)
+        while self._queue and (error := self.pool.exhausted()) is not None:
+            waiter = self._queue.popleft()
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def _next(self, is_urgent: bool) -> Worker[Any]:
+        waiter: asyncio.Future[Worker[Any]] = asyncio.get_running_loop().create_future()
+        if is_urgent:
+            self._queue.appendleft(waiter)
+        else:
+            self._queue.append(waiter)
+        self.dispatch()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._leave(waiter.result())
+            raise
+
+    def _leave(self, worker: Worker[Any]) -> None:
+        self.pool.end_work(worker)
+        self.dispatch()
+
+    async def _check(self, name: str, handle: Any) -> None:
+        await answer(handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to say that it lives")

@@ -1,0 +1,321 @@
+"""WorkerPool: the interchangeable workers of one role, a set that changes while it is used.
+
+    STARTING -> JOINING -> SERVING -> (lost) WAITING -> STARTING -> ...      QUARANTINED once no restart is left
+                           SERVING -> (scaled away) DRAINING -> removed
+
+A lost worker is restarted after a pause, within its restart budget. Which worker gets which work is decided by the
+user of the pool: `cluster.workers.work_queue.WorkQueue` and `cluster.rollout.rollout_pool.RolloutPool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from cluster.errors import WorkerDiedError
+from cluster.runtime.concurrency import run_all
+from cluster.workers.faults import report_loss
+from cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
+from cluster.workers.status import WorkerState, WorkerStatus
+
+_logger = logging.getLogger(__name__)
+
+Handle = TypeVar("Handle")
+
+
+@dataclass(eq=False)
+class Worker(Generic[Handle]):
+    """One seat of a pool. The process behind it changes with every restart; `handle` is the current one."""
+
+    name: str  # <role>/<index>
+    index: int
+    budget: RestartBudget
+    state: WorkerState = WorkerState.STARTING
+    handle: Handle | None = None
+    load: int = 0  # pieces of work in flight
+    detail: str = ""  # why it was lost last
+    failed_starts: RepeatedCause = field(default_factory=RepeatedCause)
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set once it is scaled away
+    task: asyncio.Task[None] | None = None  # start, restart or removal that is under way
+
+    @property
+    def process(self) -> Handle:
+        """The handle of a worker that serves."""
+        assert self.handle is not None, f"{self.name} has no process"
+        return self.handle
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it takes new work."""
+        return self.state is WorkerState.SERVING and not self.leaving.is_set()
+
+    def status(self) -> WorkerStatus:
+        state = WorkerState.DRAINING if self.leaving.is_set() else self.state
+        return WorkerStatus(self.name, state, None, self.load, self.budget.num_restarts, self.detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks(Generic[Handle]):
+    """What differs between roles. `handle` is what `start` returned."""
+
+    start: Callable[[int], Awaitable[Handle]]  # (index): reserve a place, start a process there, return at once
+    join: Callable[[str, Handle], Awaitable[None]]  # (name, handle): return once it is built and has model or weights
+    check: Callable[[str, Handle], Awaitable[None]]  # (name, handle): raise if a serving worker is not healthy
+    stop: Callable[[int, Handle], Awaitable[None]]  # (index, handle): end the process; its place stays reserved
+    release: Callable[[int], Awaitable[None]]  # (index): give the place back; there may be none
+    on_lost: Callable[[Worker[Handle], Exception], None]  # each loss and failed start, in the state it happened in
+    on_change: Callable[[], None]  # after each change of a worker's state
+
+
+class WorkerPool(Generic[Handle]):
+    """Owns the workers of one role: first start, loss, restart, quarantine, draining, scaling and closing."""
+
+    def __init__(
+        self,
+        role: str,
+        first: Sequence[Handle | None],
+        hooks: Hooks[Handle],
+        *,
+        restarts: RestartPolicy,
+        work: str = "calls",
+    ) -> None:
+        """`first` holds the handles of the first workers, which may get work at once; `start()` starts those that are
+        None. `work` is the plural of one piece of work, for log lines.
+        """
+        if not first:
+            raise ValueError(f"there is no {role} worker: set resources.{role}.num_workers to 1 or more")
+        self.role = role
+        self._hooks = hooks
+        self._restarts = restarts
+        self._work = work
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+        self.workers = [self._new_worker(index) for index in range(len(first))]  # by index
+        for worker, handle in zip(self.workers, first, strict=True):
+            if handle is not None:
+                worker.handle, worker.state = handle, WorkerState.SERVING
+
+    @property
+    def serving(self) -> list[Worker[Handle]]:
+        """The workers that take new work."""
+        return [worker for worker in self.workers if worker.is_serving]
+
+    def status(self) -> list[WorkerStatus]:
+        return [worker.status() for worker in self.workers]
+
+    async def start(self) -> None:
+        """Start the first workers side by side and wait until they serve. An error ends the start: it is not retried.
+
+        Raises:
+            WorkerDiedError: a worker died while it started.
+            DeadlineError: a worker did not start in time.
+        """
+        await run_all(*(self._start_first(worker) for worker in self.workers))
+
+    def lose(self, handle: Handle, error: Exception) -> None:
+        """Restart the worker whose process died or hangs, in the background. Later reports about it are ignored."""
+        worker = next((worker for worker in self.workers if worker.handle is handle), None)
+        if worker is None or worker.state is not WorkerState.SERVING:
+            return
+        self._note_loss(worker, error, f"{self._work} in flight that are retried: {worker.load}")
+        if not worker.leaving.is_set():
+            self._begin(worker, self._restart)
+
+    def end_work(self, worker: Worker[Handle]) -> None:
+        """One piece of work in flight is done, or failed; its beginning was counted in `worker.load`."""
+        worker.load -= 1
+        self._remove_if_idle(worker)
+
+    async def check(self) -> None:
+        """Check all serving workers side by side; those that fail are lost."""
+
+        async def check_one(worker: Worker[Handle]) -> None:
+            handle = worker.process
+            try:
+                await self._hooks.check(worker.name, handle)
+            except Exception as error:  # a healthy worker raises nothing here
+                self.lose(handle, error)
+
+        await asyncio.gather(*(check_one(worker) for worker in self.serving))
+
+    async def scale(self, num_workers: int) -> None:
+        """Have `num_workers` from now on: new ones start in the background, superfluous ones drain and are removed.
+
+        Quarantined workers do not count and are removed.
+        """
+        if num_workers < 1:
+            raise ValueError(f"{self.role}={num_workers}: a run with this role needs at least one worker of it")
+        self.workers = [w for w in self.workers if w.state is not WorkerState.QUARANTINED or w.task is not None]
+        staying = [worker for worker in self.workers if not worker.leaving.is_set()]
+        for worker in staying[num_workers:]:
+            self._drain(worker)
+        taken = {worker.index for worker in self.workers}
+        free = (index for index in range(num_workers + len(taken)) if index not in taken)
+        for _ in range(num_workers - len(staying)):
+            worker = self._new_worker(next(free))
+            self.workers.append(worker)
+            self._begin(worker, self._start)
+        self.workers.sort(key=lambda worker: worker.index)
+
+    def exhausted(self) -> WorkerDiedError | None:
+        """The error for work that no worker will ever take; None while one serves or may serve again."""
+        if not self.workers:
+            return WorkerDiedError(f"the {self.role} workers have been closed: the run is over")
+        if all(worker.state is WorkerState.QUARANTINED for worker in self.workers):
+            return self._restarts.used_up(self.role, self.status())
+        return None
+
+    async def stop_restarts(self) -> None:
+        """Cancel every start, restart and removal that is under way, and begin no other."""
+        self._is_stopped = True
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """End every worker. An error of one is logged and does not affect the others."""
+        await self.stop_restarts()
+        workers, self.workers = self.workers, []
+        await asyncio.gather(*(self._end(worker) for worker in workers))
+        self._hooks.on_change()
+
+    def _new_worker(self, index: int) -> Worker[Handle]:
+        return Worker(f"{self.role}/{index}", index, RestartBudget(self._restarts))
+
+    def _set(self, worker: Worker[Handle], state: WorkerState) -> None:
+        worker.state = state
+        self._hooks.on_change()
+
+    async def _start_first(self, worker: Worker[Handle]) -> None:
+        is_new = worker.handle is None
+        if worker.handle is None:
+            worker.handle = await self._hooks.start(worker.index)
+            self._set(worker, WorkerState.JOINING)
+        await self._hooks.join(worker.name, worker.handle)
+        if is_new:
+            self._set(worker, WorkerState.SERVING)
+
+    async def _start(self, worker: Worker[Handle]) -> None:
+        while not await self._try_start(worker):
+            if not await self._clear(worker):
+                return
+
+    async def _restart(self, worker: Worker[Handle]) -> None:
+        if await self._clear(worker):
+            await self._start(worker)
+
+    async def _try_start(self, worker: Worker[Handle]) -> bool:
+        """Start a process for the worker; returns False if that failed and is to be retried."""
+        self._set(worker, WorkerState.STARTING)
+        try:
+            worker.handle = await self._hooks.start(worker.index)
+            if not worker.leaving.is_set():
+                self._set(worker, WorkerState.JOINING)
+                await self._hooks.join(worker.name, worker.handle)
+        except Exception as error:  # any error: it is counted and logged, and the start is retried within the budget
+            if worker.leaving.is_set():
+                _logger.info("%s was scaled away before it had started: %s", worker.name, error)
+                return True
+            self._note_loss(worker, error)
+            if worker.failed_starts.failed(error):
+                worker.detail = f"it failed to start {MAX_EQUAL} times in a row with one cause; {worker.detail}"
+            return False
+        worker.failed_starts.succeeded()
+        if not worker.leaving.is_set():
+            self._set(worker, WorkerState.SERVING)
+            _logger.info("%s serves", worker.name)
+        return True
+
+    async def _clear(self, worker: Worker[Handle]) -> bool:
+        """End what is left of a lost worker and pause; returns whether it is to be started again.
+
+        It is quarantined if no restart is left, and is not started again if it is scaled away during the pause.
+        """
+        await self._end(worker)
+        pause = None if worker.failed_starts.are_equal else worker.budget.take(time.monotonic())
+        if pause is None:
+            self._set(worker, WorkerState.QUARANTINED)
+            await self._hooks.release(worker.index)
+            return False
+        try:
+            async with asyncio.timeout(pause):
+                await worker.leaving.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    def _drain(self, worker: Worker[Handle]) -> None:
+        worker.leaving.set()
+        _logger.info("%s drains: %s in flight: %d", worker.name, self._work, worker.load)
+        if worker.task is not None and not self._is_stopped:
+            self._run(self._abort_start(worker), f"abort the start of {worker.name}")
+        self._remove_if_idle(worker)
+
+    async def _abort_start(self, worker: Worker[Handle]) -> None:
+        """Take away what a start needs, so that it fails soon; the worker is removed when the start has returned."""
+        await self._end(worker)
+        if worker.state is WorkerState.STARTING:
+            try:
+                await self._hooks.release(worker.index)
+            except Exception:  # the removal that follows releases it again
+                _logger.exception("the place of %s cannot be released", worker.name)
+
+    def _remove_if_idle(self, worker: Worker[Handle]) -> None:
+        if worker.leaving.is_set() and worker.load == 0 and worker.task is None and worker in self.workers:
+            self._begin(worker, self._remove)
+
+    async def _remove(self, worker: Worker[Handle]) -> None:
+        await self._end(worker)
+        try:
+            await self._hooks.release(worker.index)
+        finally:
+            self.workers.remove(worker)  # only now: its index is not given to another worker before its place is free
+        _logger.info("%s is removed", worker.name)
+
+    def _begin(self, worker: Worker[Handle], work: Callable[[Worker[Handle]], Coroutine[Any, Any, None]]) -> None:
+        """Start, restart or remove the worker in the background, one of these at a time."""
+        if self._is_stopped:
+            return
+        assert worker.task is None, f"{worker.name} is started, restarted or removed already"
+        worker.task = self._run(self._guarded(worker, work), f"maintain {worker.name}")
+
+    async def _guarded(
+        self, worker: Worker[Handle], work: Callable[[Worker[Handle]], Coroutine[Any, Any, None]]
+    ) -> None:
+        try:
+            await work(worker)
+        except Exception as error:  # no caller waits for this task: the error is counted and logged here
+            _logger.exception("%s cannot be maintained and is quarantined", worker.name)
+            worker.state, worker.detail = WorkerState.QUARANTINED, f"error: {error}"
+            self._hooks.on_lost(worker, error)
+            await self._end(worker)
+        finally:
+            worker.task = None
+        self._remove_if_idle(worker)
+        self._hooks.on_change()
+
+    def _run(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _note_loss(self, worker: Worker[Handle], error: Exception, consequence: str = "") -> None:
+        fault = report_loss(worker.name, error, consequence)
+        worker.detail = f"{fault.kind}: {fault.cause}"
+        self._hooks.on_lost(worker, error)
+        self._set(worker, WorkerState.WAITING)
+
+    async def _end(self, worker: Worker[Handle]) -> None:
+        handle, worker.handle = worker.handle, None
+        if handle is None:
+            return
+        try:
+            await self._hooks.stop(worker.index, handle)
+        except Exception:  # the worker is lost or removed: its process is not used again
+            _logger.warning("%s did not close cleanly", worker.name, exc_info=True)

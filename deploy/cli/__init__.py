@@ -1,0 +1,5 @@
+"""The `mobula` command."""
+
+from deploy.cli.commands import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,365 @@
+"""The `mobula` command: train and evaluate, replay, score and corrupt, lmms-eval, serve-rewards, status and others.
+
+Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
+Exit codes are in `deploy/cli/errors.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.errors import PreflightError
+from cluster.workers.status import MAX_WORKERS
+from configs.errors import ConfigError
+from deploy.cli.errors import FAILED, explained
+from deploy.cli.lmms_eval_command import lmms_eval
+from deploy.host.terminal import terminal
+
+app = typer.Typer(
+    help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Groups and keys in any order, e.g. experiment=digits resources=laptop algorithm.kl.coef=0.01",
+    ),
+]
+
+
+RunName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="The run; the latest one if it is left out.")]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run", metavar="FOLDER", help="The run's folder, where it is not runs/NAME.")
+]
+RunCluster = Annotated[
+    str | None, typer.Option("--address", help="Ask on this Ray cluster (HOST:PORT); NAME is needed then.")
+]
+Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
+DEADLINE_S = 60.0
+
+
+class TinyModel(StrEnum):
+    """Models that `init-model` writes."""
+
+    QWEN2_5_VL = "tiny-qwen2.5-vl"
+
+
+class Compatible(StrEnum):
+    """Whose published results `score` reproduces."""
+
+    AERORL = "aerorl"
+
+
+def main() -> None:
+    """Entry point of the `mobula` script."""
+    app()
+
+
+@app.command()
+def train(overrides: Overrides = None) -> None:
+    """Train: warm start, evaluation, RL, evaluation, report."""
+    from configs.load import load_config
+
+    with explained():
+        config = load_config(overrides or [])
+        from deploy.run import runtime
+
+        raise typer.Exit(runtime.train(config))
+
+
+@app.command()
+def evaluate(overrides: Overrides = None) -> None:
+    """Score a policy on the held-out split."""
+    from configs.load import load_config
+
+    with explained():
+        config = load_config(overrides or [])
+        from deploy.run import runtime
+
+        raise typer.Exit(runtime.evaluate(config))
+
+
+@app.command()
+def benchmark_model(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL[@IN_FLIGHT]...", help="Checkpoints to compare.")],
+    override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for evaluate.")] = None,
+    folder: Annotated[Path, typer.Option("--output", help="Where the dated report and the records go.")] = Path("."),
+) -> None:
+    """Let models answer the held-out split: quality, samples/s, latencies, and use of GPUs or CPUs."""
+    with explained():
+        from deploy.tools.model_benchmark import benchmark
+
+        raise typer.Exit(benchmark(models, override or [], folder, terminal()))
+
+
+@app.command()
+def status(
+    name: RunName = None,
+    run: RunFolder = None,
+    address: RunCluster = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Show what a run that goes on does: phase, queue, workers."""
+    with explained():
+        from deploy.run.run_client import find_run, read_status
+
+        found = read_status(find_run(name, run, address), timeout)
+    from deploy.tools.status_view import as_json, as_table
+
+    if json:
+        terminal(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
+    else:
+        terminal().print(as_table(found, time.time()), markup=False, highlight=False)
+
+
+@app.command()
+def scale(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="ROLE=N... [NAME]", help="Workers each role is to have, e.g. rollout=4 reward=8."),
+    ],
+    run: RunFolder = None,
+    address: RunCluster = None,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Give roles of a run that goes on more or fewer workers; those who leave finish what they have."""
+    with explained():
+        from deploy.run import run_client
+
+        wanted, name = _parse_scale(words)
+        outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
+    console = terminal(soft_wrap=True)
+    for outcome in outcomes:
+        console.print(f"{outcome.role}={outcome.num_workers}", style="green" if outcome.is_accepted else "red", end=" ")
+        said = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
+        console.print(said, markup=False, highlight=False)
+    if not all(outcome.is_accepted for outcome in outcomes):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def replay(
+    run_folder: Annotated[Path, typer.Argument(help="The folder of a run that had replay.trajectory_log=true.")],
+    overrides: Overrides = None,
+    score: Annotated[
+        bool, typer.Option("--score", help="Score the recorded responses again instead, and show what differs.")
+    ] = False,
+) -> None:
+    """Train a learner on a run's recorded steps, without rollouts; single keys may be set otherwise."""
+    from cluster.metrics.report.run_folder import CONFIG_FILE
+    from configs.load import load_resolved
+
+    with explained():
+        config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
+        from deploy.tools import replay as replaying
+
+        raise typer.Exit((replaying.score if score else replaying.replay)(run_folder, config))
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run with trajectories.")],
+    compat: Annotated[
+        Compatible | None, typer.Option(help="Put the published reading of the rules first, to the digit.")
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Score by a YAML file like a run's `rewards`, too.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Weight of a component.")] = None,
+    require_json: Annotated[bool, typer.Option("--require-json", help="The response has to be JSON.")] = False,
+    regex_pattern: Annotated[str, typer.Option(help="The response has to match this.")] = "",
+    target_tokens: Annotated[int, typer.Option(help="Tokens beyond which a response costs.")] = 128,
+    latency_budget_ms: Annotated[float, typer.Option(help="Latency beyond which a response costs.")] = 500.0,
+    pass_threshold: Annotated[float, typer.Option(help="Total from which a response passes.")] = 0.3,
+    top_k: Annotated[int, typer.Option(min=0, help="Best and worst records that are shown.")] = 3,
+    max_ids: Annotated[int, typer.Option(min=0, help="False passes that are named; all are counted.")] = 1000,
+    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Write each record's scores as JSONL.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that score.")] = len(os.sched_getaffinity(0)),
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one part of the file may take.")] = 600.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a file with a broken line.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say one line.")] = False,
+) -> None:
+    """Score recorded responses without a run: component averages, false passes, best and worst."""
+    with explained():
+        from deploy.tools import score as scoring
+        from rewards.offline.options import Options, parse_weights
+
+        try:
+            weights = parse_weights(weight or [])
+            options = Options(
+                weights, require_json, regex_pattern, target_tokens, latency_budget_ms, pass_threshold, top_k, max_ids
+            )
+        except ValueError as error:
+            raise PreflightError(str(error)) from error
+        command = scoring.ScoreCommand(
+            source, options, compat is not None, recipe, output, html, results, processes, timeout, strict, quiet
+        )
+        raise typer.Exit(scoring.score(command, terminal()))
+
+
+@app.command()
+def corrupt(
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL of prompts and references.")],
+    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The records to score, as JSONL.")],
+) -> None:
+    """Make responses of five known kinds, good and flawed, to see what a scoring catches."""
+    with explained():
+        from deploy.tools import score as scoring
+
+        raise typer.Exit(scoring.corrupt(source, target, terminal()))
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    address: Annotated[
+        str | None, typer.Option(help="Plan for this Ray cluster (HOST:PORT, or auto), not for this machine.")
+    ] = None,
+) -> None:
+    """Show which worker would run where, and whether it fits."""
+    from cluster.runtime.placement import needed_roles, plan_placement, plan_table
+    from configs.load import load_config
+    from deploy.tools.plan_view import as_table, nodes_at
+
+    with explained():
+        config = load_config(overrides or [], is_complete=False)
+        nodes = nodes_at(config, address)
+        placement = plan_placement(config.resources, nodes, needed_roles(config))
+    place = f"the cluster at {address}" if address else "this machine"
+    console = terminal()
+    console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
+    console.print(f"{len(placement.workers)} workers fit {place}.")
+
+
+@app.command()
+def show_config(overrides: Overrides = None) -> None:
+    """Print the whole configuration as YAML, every group and override resolved."""
+    from configs.load import dump_config, load_config
+
+    with explained():
+        config = load_config(overrides or [], is_complete=False)
+    terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
+
+
+@app.command()
+def init_model(
+    model: Annotated[TinyModel, typer.Argument(help="The model to write.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
+    tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
+) -> None:
+    """Write a small random-weight model in the Hugging Face layout."""
+    with explained():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
+        from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+        try:
+            written = write_tiny_qwen2_5_vl(folder, seed=seed, tie_word_embeddings=tied)
+        except OSError as error:
+            raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
+    message = f"{model.value} written to {written}: use it with policy.model={written}"
+    terminal(soft_wrap=True).print(message, markup=False)
+
+
+@app.command()
+def serve_rewards(
+    rewards: Annotated[Path, typer.Argument(metavar="REWARDS.yaml", help="A file like a run's `rewards` section.")],
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 0,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")] = None,
+    lanes: Annotated[int, typer.Option(min=1, help="Requests scored at a time; each has its own models.")] = 1,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
+    max_request_mb: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
+    device: Annotated[str, typer.Option(help="What models compute on: cpu, cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="What models compute in.")] = "float32",
+) -> None:
+    """Serve reward functions over HTTP until stopped."""
+    console = terminal(soft_wrap=True)
+    with explained():
+        from deploy.tools import serve_rewards as serving
+
+        token = serving.read_token(token_env, token_file)
+        options = serving.ServeOptions(
+            host, port, token, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype
+        )
+        serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))
+
+
+@app.command()
+def doctor(
+    overrides: Overrides = None,
+    leftovers: Annotated[
+        bool, typer.Option("--leftovers", help="List what dead runs left on this machine instead.")
+    ] = False,
+    free: Annotated[
+        list[str] | None, typer.Option("--free", metavar="ID", help="End this leftover; more IDs may follow.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="With --leftovers: look for placement groups on this Ray cluster, too.")
+    ] = None,
+) -> None:
+    """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
+    if leftovers or free:
+        with explained():
+            from deploy.tools.leftovers_view import show_leftovers
+
+            num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
+        if num_left:
+            raise typer.Exit(FAILED)
+        return
+    from configs.load import load_config
+    from deploy.tools.doctor import Verdict, examine
+
+    with explained():
+        if address is not None:
+            raise PreflightError(
+                f"--address {address} is for --leftovers: doctor checks this machine. Leave it out, or see with "
+                f"`mobula plan --address {address}` whether the configuration fits that cluster"
+            )
+    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
+    console = terminal(soft_wrap=True)
+    num_missing = 0
+    with explained():
+        for finding in examine(load_config(overrides or [], is_complete=False)):
+            num_missing += finding.verdict is Verdict.MISSING
+            console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
+            console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)
+            if finding.action:
+                console.print(f"          -> {finding.action}", markup=False, highlight=False)
+    if num_missing:
+        raise typer.Exit(FAILED)
+
+
+app.command()(lmms_eval)
+
+
+def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Workers by role, and the run's name if one was given; in any order."""
+    pairs = [word.partition("=") for word in words if "=" in word]
+    names = [word for word in words if "=" not in word]
+    bad = [f"{role}={num}" for role, _, num in pairs if not _is_number_of_workers(num)]
+    if bad or not pairs or len(names) > 1:
+        raise PreflightError(
+            f"{' '.join(bad or words)}: say how many workers (1 to {MAX_WORKERS}) which role is to have, and at "
+            "most one run's name, e.g. `mobula scale rollout=4 reward=8`"
+        )
+    return {role: int(num) for role, _, num in pairs}, names[0] if names else None
+
+
+def _is_number_of_workers(text: str) -> bool:
+    return text.isdecimal() and len(text) <= len(str(MAX_WORKERS)) and 1 <= int(text) <= MAX_WORKERS

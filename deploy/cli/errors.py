@@ -1,0 +1,55 @@
+"""How every command of `mobula` ends when it fails: one message on stderr, and an exit code that says who acts next.
+
+Exit codes: 0 done, 1 the run failed, 2 the user has something to change (one message on stderr, no traceback), 130 it
+was interrupted. The message of a run that failed ends with the log file, which holds the traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from cluster.errors import MobulaError, PreflightError
+from configs.errors import ConfigError
+from deploy.host.terminal import terminal
+from deploy.run.logs import log_failure
+
+FAILED = 1
+USER_ERROR = 2
+INTERRUPTED = 130
+GO_ON = "the same command with resume=auto goes on from the last checkpoint"
+
+
+@contextmanager
+def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
+    """An error that is raised on purpose becomes one message on stderr and an exit code; any other is a bug and travels
+    on. Both are in the run's log file with their tracebacks."""
+    try:
+        yield
+    except (ConfigError, PreflightError) as error:
+        _complain(error)
+        raise typer.Exit(USER_ERROR) from error
+    except MobulaError as error:
+        _complain(_with_log(error, log_failure(error)))
+        raise typer.Exit(FAILED) from error
+    except KeyboardInterrupt as error:
+        _complain(f"interrupted: {when_interrupted}")
+        raise typer.Exit(INTERRUPTED) from error
+    except typer.Exit:
+        raise
+    except Exception as error:
+        log_failure(error)
+        raise
+
+
+def _with_log(error: MobulaError, log: Path | None) -> str:
+    return f"{error}" if log is None else f"{error}; traceback and earlier faults: {log}"
+
+
+def _complain(message: object) -> None:
+    console = terminal(stderr=True, soft_wrap=True)
+    console.print("mobula:", style="bold red", end=" ")
+    console.print(str(message), markup=False, highlight=False)

@@ -1,0 +1,1 @@
+"""This machine: processes, terminal, the folder of a run and its Ray session."""

@@ -1,0 +1,114 @@
+"""The Ray cluster of one run: the one we were submitted to, or a private one on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+import ray
+from ray._private import services
+
+from cluster.runtime.network import LOOPBACK
+from cluster.runtime.placement import NodeResources
+from cluster.runtime.placement_groups import cluster_nodes
+from configs.schema import RunConfig
+from deploy.host.machine import as_node, this_machine
+from deploy.host.run_record import RunMark, RunRecord, marking
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+
+
+@dataclass(frozen=True)
+class Session:
+    """The cluster as a run finds it."""
+
+    nodes: tuple[NodeResources, ...]
+    is_local: bool  # started by us, on the loopback address only
+    mark: RunMark  # of everything that the run starts
+
+
+@contextmanager
+def ray_session(config: RunConfig) -> Iterator[Session]:
+    """Join the cluster that RAY_ADDRESS names (`ray job submit` sets it) or start one here; leave it at the end.
+
+    A cluster that this process is already connected to is used as it is and left running.
+    """
+    with marking(config.name) as mark:
+        if ray.is_initialized():
+            yield Session(cluster_nodes(), _is_loopback(), mark)
+            return
+        if os.environ.get(ADDRESS_VARIABLE):
+            ray.init(namespace=config.name, logging_level="WARNING")
+        else:
+            start_private(config, include_dashboard=config.resources.dashboard)
+        try:
+            yield Session(cluster_nodes(), _is_loopback(), mark)
+        finally:
+            ray.shutdown()
+
+
+def run_record(config: RunConfig, session: Session) -> RunRecord:
+    """How the run on this session is found from outside."""
+    ray_here = ray.get_runtime_context()
+    folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
+    is_ours = folder.name.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
+    return RunRecord(
+        run=config.name,
+        run_folder=config.run_folder.absolute(),
+        mark=session.mark,
+        address=ray_here.gcs_address,
+        namespace=ray_here.namespace,
+        session_folder=folder if is_ours else None,
+    )
+
+
+def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
+    """The nodes of the cluster that would be started here; None where one is joined and has to be asked."""
+    if ray.is_initialized() or os.environ.get(ADDRESS_VARIABLE):
+        return None
+    return (as_node(this_machine(), config.resources),)
+
+
+def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path | None = None) -> None:
+    """Start a cluster with the resources of `config` on the loopback address and join it; `ray.shutdown()` ends it.
+
+    Its session folder is made in `temp_dir`, by default where Ray makes them.
+    """
+    node = as_node(this_machine(), config.resources)
+    with _beyond_our_signals():
+        ray.init(
+            address="local",
+            namespace=config.name,
+            num_cpus=int(node.num_cpus),
+            num_gpus=int(node.num_gpus),
+            object_store_memory=config.resources.object_store_bytes,
+            include_dashboard=include_dashboard,
+            dashboard_host=LOOPBACK,
+            log_to_driver=False,
+            logging_level="WARNING",
+            _node_ip_address=LOOPBACK,
+            _temp_dir=None if temp_dir is None else str(temp_dir),
+        )
+
+
+@contextmanager
+def _beyond_our_signals() -> Iterator[None]:
+    """Ray's own processes that start in the body get process groups of their own: who stops a run by signalling its
+    whole group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end
+    in order.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def _is_loopback() -> bool:
+    return all(node["NodeManagerAddress"] == LOOPBACK for node in ray.nodes())

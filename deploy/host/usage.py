@@ -1,0 +1,247 @@
+"""What a process tree and the GPUs it sees use while it works, sampled by a thread: averages and peaks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import psutil
+import pynvml
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class GpuReading:
+    """One GPU at one moment; what its driver does not tell is None."""
+
+    index: int  # the driver's, in the order of the bus, whatever CUDA_VISIBLE_DEVICES makes of it
+    name: str
+    memory_total_mib: float
+    memory_used_mib: float
+    utilization_percent: float | None
+    power_w: float | None
+
+
+class GpuProbe(Protocol):
+    """Reads the GPUs that are to be watched."""
+
+    def read(self) -> Sequence[GpuReading]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class RunningStats:
+    """The average and the peak of numbers that come one by one."""
+
+    num: int = 0
+    total: float = 0.0
+    peak: float = 0.0
+
+    def add(self, value: float | None) -> None:
+        if value is not None:
+            self.peak = value if self.num == 0 else max(self.peak, value)
+            self.num += 1
+            self.total += value
+
+    def summary(self) -> dict[str, float] | None:
+        """None if no number came: an average of nothing is not 0."""
+        return {"avg": round(self.total / self.num, 3), "max": round(self.peak, 3)} if self.num else None
+
+
+@dataclass
+class _GpuSeries:
+    first: GpuReading
+    memory_used_mib: RunningStats = field(default_factory=RunningStats)
+    utilization_percent: RunningStats = field(default_factory=RunningStats)
+    power_w: RunningStats = field(default_factory=RunningStats)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "index": self.first.index,
+            "name": self.first.name,
+            "memory_total_mib": round(self.first.memory_total_mib, 3),
+            "memory_used_mib": self.memory_used_mib.summary(),
+            "utilization_percent": self.utilization_percent.summary(),
+            "power_w": self.power_w.summary(),
+        }
+
+
+class NvidiaGpus:
+    """The NVIDIA GPUs that processes with this environment see, through NVML; none where there is no driver.
+
+    CUDA_VISIBLE_DEVICES may hold numbers or UUIDs. Its numbers are taken in the order of the bus, which is CUDA's own
+    wherever the GPUs are alike or CUDA_DEVICE_ORDER=PCI_BUS_ID is set. A MIG slice has no use figure of its own, so it
+    is not watched.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._devices: list[tuple[int, Any]] = []
+        try:
+            pynvml.nvmlInit()
+        except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+            self._is_open = False
+            return
+        self._is_open = True
+        devices = [(index, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(device) for _, device in devices]
+        self._devices = [devices[index] for index in visible(environment.get("CUDA_VISIBLE_DEVICES"), uuids)]
+
+    def read(self) -> list[GpuReading]:
+        return [self._reading(index, device) for index, device in self._devices]
+
+    def close(self) -> None:
+        if self._is_open:
+            pynvml.nvmlShutdown()
+            self._is_open = False
+
+    @staticmethod
+    def _reading(index: int, device: Any) -> GpuReading:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        try:
+            utilization = float(pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
+        except pynvml.NVMLError_NotSupported:
+            utilization = None
+        try:
+            power_w = pynvml.nvmlDeviceGetPowerUsage(device) / 1000.0
+        except pynvml.NVMLError_NotSupported:
+            power_w = None
+        name = pynvml.nvmlDeviceGetName(device)
+        return GpuReading(index, name, memory.total / MIB, memory.used / MIB, utilization, power_w)
+
+
+def visible(listed: str | None, uuids: Sequence[str]) -> list[int]:
+    """Which of the GPUs with these UUIDs a value of CUDA_VISIBLE_DEVICES shows, in its order; without one, all.
+
+    As CUDA does, it takes a UUID's beginning for the UUID, and ends the list at the first entry that names no GPU.
+    """
+    if listed is None:
+        return list(range(len(uuids)))
+    shown: list[int] = []
+    for word in (word.strip() for word in listed.split(",")):
+        if word.isdecimal():
+            found = [int(word)] if int(word) < len(uuids) else []
+        else:
+            found = [index for index, uuid in enumerate(uuids) if word and uuid.startswith(word)]
+        if len(found) != 1:
+            break
+        shown += found
+    return shown
+
+
+class ProcessTree:
+    """A process and all that descend from it."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._seconds: dict[psutil.Process, float] = {}  # a Process is told from a later one with its id
+        self._seconds, _ = self._measure()
+        self._read_at = time.monotonic()
+
+    def read(self) -> tuple[float, float] | None:
+        """Percent of one core since the last reading, and MiB resident; None once the process is gone.
+
+        A process that started and ended between two readings is not seen; memory that processes share counts for each.
+        """
+        before, before_at = self._seconds, self._read_at
+        self._seconds, resident_mib = self._measure()
+        self._read_at = time.monotonic()
+        if not self._seconds:
+            return None
+        spent_s = sum(seconds - before.get(process, 0.0) for process, seconds in self._seconds.items())
+        return 100.0 * spent_s / max(self._read_at - before_at, 1e-3), resident_mib
+
+    def _measure(self) -> tuple[dict[psutil.Process, float], float]:
+        seconds: dict[psutil.Process, float] = {}
+        resident = 0
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return {}, 0.0
+        for process in processes:
+            try:
+                times, memory = process.cpu_times(), process.memory_info()
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile, or became another user's
+                continue
+            seconds[process] = times.user + times.system
+            resident += memory.rss
+        return seconds, resident / MIB
+
+
+class UsageSampler:
+    """Samples a process tree and GPUs every `period_s` between `start` and `stop`, or inside a `with`.
+
+    Example:
+        with UsageSampler(os.getpid(), period_s=0.5) as usage:
+            work()
+        report["usage"] = usage.summary()
+    """
+
+    def __init__(self, pid: int, period_s: float, gpus: GpuProbe | None = None) -> None:
+        if period_s <= 0:
+            raise ValueError(f"a sampling period of {period_s:g} s is none: give seconds above 0")
+        self._period_s = period_s
+        self._tree = ProcessTree(pid)
+        self._gpus = NvidiaGpus(os.environ) if gpus is None else gpus
+        self._cpu_percent, self._memory_mib = RunningStats(), RunningStats()
+        self._gpu_series: dict[int, _GpuSeries] = {}
+        self._num_samples = 0
+        self._error: Exception | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="usage-sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end.
+
+        Raises:
+            Exception: what stopped the sampling before its time, e.g. a GPU that fell off its bus.
+        """
+        self._is_over.set()
+        self._thread.join()
+        self._gpus.close()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def summary(self) -> dict[str, Any]:
+        """Ready for JSON; call it after `stop`. A figure is null where nothing could be read."""
+        return {
+            "period_s": self._period_s,
+            "num_samples": self._num_samples,
+            "cpu_percent_of_one_core": self._cpu_percent.summary(),
+            "memory_resident_mib": self._memory_mib.summary(),
+            "gpus": [series.summary() for series in self._gpu_series.values()],
+        }
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over.wait(self._period_s):
+                self._sample()
+            self._sample()
+        except Exception as error:  # it travels to whoever stops us
+            self._error = error
+
+    def _sample(self) -> None:
+        self._num_samples += 1
+        if (used := self._tree.read()) is not None:
+            self._cpu_percent.add(used[0])
+            self._memory_mib.add(used[1])
+        for reading in self._gpus.read():
+            series = self._gpu_series.setdefault(reading.index, _GpuSeries(reading))
+            series.memory_used_mib.add(reading.memory_used_mib)
+            series.utilization_percent.add(reading.utilization_percent)
+            series.power_w.add(reading.power_w)

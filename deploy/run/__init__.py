@@ -1,0 +1,1 @@
+"""The life of a run, and how a running one is asked."""

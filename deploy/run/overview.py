@@ -1,0 +1,130 @@
+"""One screen that shows what a run will do, before its first step; read from the checkpoint's headers and the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from actors.datasets.jsonl import count_by_reason
+from cluster.runtime.placement import PlacementPlan
+from cluster.weight_sync.manifest import Manifest
+from configs.schema import PolicyConfig, RunConfig
+from deploy.wiring.preparation import Prepared
+from learner.policies.lora import adapter_manifest
+
+LABEL_WIDTH = 15
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many parameters a policy has, and how many of them are trained (adapters come on top of the total)."""
+
+    total: int
+    trained: int
+    frozen: int
+
+    @classmethod
+    def of(cls, checkpoint: Manifest, policy: PolicyConfig) -> Parameters:
+        total = _count(checkpoint)
+        if policy.lora.is_on:
+            return cls(total, _count(adapter_manifest(checkpoint, policy)), total)
+        frozen = sum(prod(spec.shape) for spec in checkpoint.tensors if spec.name.startswith(policy.freeze))
+        return cls(total, total - frozen, frozen)
+
+
+def overview(prepared: Prepared, plan: PlacementPlan, version: int) -> str:
+    """What the run will do, one line a topic; `version` is where it starts from."""
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in _topics(prepared, plan, version))
+
+
+def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[tuple[str, str]]:
+    config = prepared.config
+    algorithm, learner, sampler = config.algorithm, config.learner, config.sampler
+    kind = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    parameters = Parameters.of(prepared.checkpoint, config.policy)
+    yield "run", f"{config.run_folder}, {_steps(config, version)}, seed {config.seed}"
+    yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"
+    yield "trained", _trained(config, parameters)
+    yield "data", _data(prepared)
+    kl = f"KL {algorithm.kl.coef:g} ({algorithm.kl.estimator}) to the reference" if config.needs_reference else "no KL"
+    yield (
+        "algorithm",
+        f"{algorithm.advantage}, {algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} responses a "
+        f"step, max_staleness {algorithm.max_staleness}, {kl}",
+    )
+    yield (
+        "learning rate",
+        f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps, "
+        f"{algorithm.num_minibatches} optimizer steps a step",
+    )
+    yield "warm start", _warm_start(config)
+    yield (
+        "lengths",
+        f"prompts up to {config.data.max_prompt_tokens:,} tokens (longest here "
+        f"{max(split.longest_prompt_tokens for split in prepared.splits.values()):,}), responses up to "
+        f"{sampler.max_tokens:,}, temperature {sampler.temperature:g}",
+    )
+    every = _every(config.evaluation.interval_steps, "before and after RL")
+    yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
+    yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
+    yield "rewards", ", ".join(f"{part.name} x {part.weight:g}" for part in config.rewards.components)
+    yield "roles", _roles(config, plan)
+
+
+def _steps(config: RunConfig, version: int) -> str:
+    return f"{config.num_steps} steps" + (f", of which {version} are done" if version else "")
+
+
+def _trained(config: RunConfig, parameters: Parameters) -> str:
+    policy, shares = config.policy, f"{_number(parameters.trained)} parameters"
+    frozen = f"frozen: {', '.join(policy.freeze)} ({_number(parameters.frozen)})" if policy.freeze else "nothing frozen"
+    if policy.lora.is_on:
+        frozen = f"frozen: all weights of the model ({_number(parameters.frozen)})"
+        shares += f" in adapters of rank {policy.lora.rank} on {', '.join(policy.lora.target_modules)}"
+        if policy.freeze:
+            shares += f", none below {', '.join(policy.freeze)}"
+    return f"{shares}; {frozen}"
+
+
+def _data(prepared: Prepared) -> str:
+    rows = ", ".join(f"{name} {len(split.rows):,}" for name, split in prepared.splits.items())
+    reasons = count_by_reason(prepared.skipped)
+    named = ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items()))
+    return f"{prepared.config.data.path}: {rows} rows; {f'skipped: {named}' if reasons else 'none skipped'}"
+
+
+def _warm_start(config: RunConfig) -> str:
+    found = config.warm_start
+    if found.num_steps == 0:
+        return "none"
+    rows = f"{found.num_rows} rows" if found.num_rows else "all rows"
+    return (
+        f"up to {found.num_steps} supervised steps on {rows} at {found.learning_rate:g}, until accuracy "
+        f"{found.target_accuracy:g} on validation"
+    )
+
+
+def _every(interval: int, otherwise: str) -> str:
+    return f"every {interval} steps and {otherwise}" if interval else otherwise
+
+
+def _roles(config: RunConfig, plan: PlacementPlan) -> str:
+    resources = config.resources
+    counts = dict.fromkeys(worker.role for worker in plan.workers)
+    roles = ", ".join(f"{role} {len(plan.of_role(role))}" for role in counts)
+    backend, engine = config.learner.backend, config.sampler.kind.value
+    return f"{roles}; resources={resources.preset} ({resources.device}, {resources.dtype}), {engine}, {backend}"
+
+
+def _count(manifest: Manifest) -> int:
+    return sum(prod(spec.shape) for spec in manifest.tensors)
+
+
+def _number(count: int) -> str:
+    """As people write it: 3.75 B, 12.3 M, 640 k."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

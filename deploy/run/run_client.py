@@ -1,0 +1,186 @@
+"""Asking a run that goes on: find it, read its status, have it scaled."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
+from cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
+from deploy.host.run_record import RECORD_FILE, RunRecord
+from deploy.host.side_process import in_side_process
+
+T = TypeVar("T")
+
+RUNS = Path("runs")
+LATEST = "latest"
+SUMMARY = "summary.json"
+KNOCK_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.2
+PANEL_GONE_S = 10.0  # a panel that died is back sooner; a run without one for so long is over
+RESERVE_S = 5.0  # of a deadline: for the process that asks to start, and to say what it was that it waited for
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where a run can be asked."""
+
+    run: str
+    address: str  # HOST:PORT of the cluster's control store
+    namespace: str
+    folder: Path | None = field(default=None, compare=False)  # None where the cluster was named instead
+
+
+def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
+    """The run called `name` on the cluster at `address`; else the one whose folder is given; else the latest.
+
+    Raises:
+        PreflightError: there is no such folder, or a cluster was named without a run.
+        RunOverError: the run is over, or its driver is dead.
+    """
+    if address is not None:
+        if name is None:
+            raise PreflightError("--address needs the run's NAME as well: several runs may share one cluster")
+        return RunAddress(name, address, name)
+    place = folder if folder is not None else RUNS / (name or LATEST)
+    if not place.is_dir():
+        raise PreflightError(f"there is no run folder {place}: give the run's NAME, or --run FOLDER")
+    run = place.resolve().name
+    try:
+        record = RunRecord.read(place / RECORD_FILE)
+    except FileNotFoundError as error:
+        raise RunOverError(f"run {run} is not going on{_how_it_ended(place)}") from error
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+    driver = record.mark.driver
+    if driver.is_here and not driver.is_alive:
+        raise RunOverError(
+            f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula doctor --leftovers` shows what "
+            "it left behind, and the same words with resume=auto go on"
+        )
+    return RunAddress(record.run, record.address, record.namespace, place.resolve())
+
+
+def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
+    """What the run says of itself now.
+
+    Raises:
+        RunOverError: nobody answers for it.
+        DeadlineError: it did not answer in time.
+    """
+    return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
+
+
+def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
+    """Have the run change its numbers of workers, role by role; what became of each.
+
+    Raises:
+        RunOverError: nobody answers for it.
+        DeadlineError: it did not answer in time; it may still do what it was asked for.
+    """
+    request = ScaleRequest(uuid4().hex, dict(wanted))
+    return _asked(_scale, timeout_s, f"run {run.run} to scale", run, request, timeout_s - RESERVE_S)
+
+
+def knock(address: str, consequence: str) -> None:
+    """Fail at once where nothing listens; `consequence` says what that means.
+
+    Raises:
+        RunOverError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise RunOverError(f"{consequence}: no Ray cluster answers at {address} ({error})") from error
+
+
+@contextmanager
+def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
+    """The `ray` module, connected; only in a side process."""
+    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    import ray
+
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _asked(work: Callable[..., T], timeout_s: float, what: str, run: RunAddress, *args: object) -> T:
+    """What `work` finds out in a side process; of a run that ended meanwhile it is said that it is over."""
+    _check_goes_on(run)
+    try:
+        return in_side_process(work, timeout_s, what, run, *args)
+    except (DeadlineError, WorkerDiedError):
+        if run.folder is not None:
+            find_run(None, run.folder, None)
+        _check_goes_on(run)
+        raise
+
+
+def _check_goes_on(run: RunAddress) -> None:
+    knock(run.address, f"run {run.run} is over")
+
+
+def _how_it_ended(folder: Path) -> str:
+    try:
+        status = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError):
+        return f" (no {RECORD_FILE} in {folder}): it has not begun, or ended before it could say how"
+    return f": it is {status}, and {folder / 'report.html'} tells the rest"
+
+
+def _read_status(run: RunAddress, timeout_s: float) -> RunStatus:
+    with connected(run.address, run.namespace) as ray:
+        return _Panel(ray, run, timeout_s).ask_until_known(lambda handle: handle.status.remote(), "say its status")
+
+
+def _scale(run: RunAddress, request: ScaleRequest, timeout_s: float) -> tuple[RoleOutcome, ...]:
+    with connected(run.address, run.namespace) as ray:
+        panel = _Panel(ray, run, timeout_s)
+        return panel.ask_until_known(lambda handle: handle.ask.remote(request), "apply the request")
+
+
+class _Panel:
+    """The control panel of a run, whichever actor it is just now: one that dies is followed by another."""
+
+    def __init__(self, ray: Any, run: RunAddress, timeout_s: float) -> None:
+        self._ray = ray
+        self._run = run
+        self._deadline = time.monotonic() + timeout_s
+
+    def ask_until_known(self, call: Callable[[Any], Any], what: str) -> Any:
+        """The first answer that is not None."""
+        while time.monotonic() < self._deadline:
+            found = self.ask(call)
+            if found is not None:
+                return found
+            time.sleep(POLL_INTERVAL_S)
+        raise DeadlineError(f"the driver of run {self._run.run} did not {what} in time: it is busy, or hangs")
+
+    def ask(self, call: Callable[[Any], Any]) -> Any:
+        """The answer of the panel that lives; waits a moment for a new one where it died."""
+        from cluster.workers.control import CONTROL
+
+        gone_at = min(self._deadline, time.monotonic() + PANEL_GONE_S)
+        while True:
+            try:
+                handle = self._ray.get_actor(CONTROL, namespace=self._run.namespace)
+                return self._ray.get(call(handle), timeout=max(0.0, self._deadline - time.monotonic()))
+            except TimeoutError as error:
+                raise DeadlineError(f"the control panel of run {self._run.run} did not answer in time") from error
+            except (ValueError, self._ray.exceptions.RayActorError) as error:
+                if time.monotonic() > gone_at:
+                    raise RunOverError(
+                        f"run {self._run.run} is over: the cluster at {self._run.address} has no run of this name"
+                    ) from error
+                time.sleep(POLL_INTERVAL_S)

@@ -1,0 +1,267 @@
+"""The life of a run: prepare, start the cluster, train or evaluate, and leave a summary and a report behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deploy.host.session import Session, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
+import ray
+from rich.console import Console
+
+from actors.datasets.jsonl import count_by_reason
+from cluster.errors import PreflightError
+from cluster.metrics.definitions import CounterName
+from cluster.metrics.hub import Metrics
+from cluster.metrics.report.report import write_report
+from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
+from cluster.metrics.sinks.base import Sink
+from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
+from cluster.recovery.checkpoints import find_resumable
+from cluster.replay.run_identity import run_identity
+from cluster.rollout.evaluation import EvaluationResult
+from cluster.runtime.concurrency import run_all
+from cluster.runtime.gc_tuning import tune_gc
+from cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
+from cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from configs.schema import RunConfig
+from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
+from deploy.host.run_record import recorded
+from deploy.host.terminal import terminal
+from deploy.run.logs import log_to, set_up_logging
+from deploy.run.overview import overview
+from deploy.wiring.build import (
+    Inference,
+    build_controller,
+    build_evaluator,
+    scalable_roles,
+    spawn_inference,
+    spawn_training,
+)
+from deploy.wiring.observers import build_metrics
+from deploy.wiring.persistence import reached_version
+from deploy.wiring.preparation import Prepared, prepare, require_model, write_skipped
+from deploy.wiring.scaling import control_loop
+from deploy.wiring.spawner import Spawner
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+def train(config: RunConfig) -> int:
+    """The main job from start to report; returns the exit code."""
+    console = terminal()
+    summary = run_training(config, console)
+    before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
+    start = "after the warm start" if config.warm_start.num_steps else "before RL"
+    console.print(
+        f"held-out accuracy {before} {start}, {after} after RL; report: {config.run_folder / REPORT_FILE}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def evaluate(config: RunConfig) -> int:
+    """Score `policy.model` as it is on the held-out split; returns the exit code.
+
+    Raises:
+        PreflightError: it is not there.
+    """
+    require_model(config)
+    console = terminal()
+    result = with_engines(config, _evaluate)
+    console.print(
+        f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "
+        f"on {result.num_scored} prompts of {config.evaluation.split}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
+    """The result of `work` with engines that serve `policy.model` and with reward workers, on a cluster of their own.
+
+    Raises:
+        PreflightError, ValueError: it cannot start; no role was started.
+        MobulaError: it failed on the way.
+    """
+    with _cluster(config, inference_roles(config)) as cluster:
+        return asyncio.run(_until_signal(_serving(cluster, work)))
+
+
+def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()) -> Summary:
+    """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
+
+    `sinks` get its records beside those that the configuration names; the next step begins when they have taken one.
+
+    Raises:
+        PreflightError, ValueError: it cannot start; no role was started.
+        MobulaError: it failed on the way; summary and report tell what was done until then.
+        KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
+    """
+    started = time.perf_counter()
+    version = start_version(config)
+    set_up_logging(console)
+    check_run_folder(config)
+    with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
+        log_to(config.run_folder)
+        _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
+        write_skipped(config.run_folder, cluster.prepared.skipped)
+        _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
+        metrics = build_metrics(config, console, version, sinks)
+        status: Status = "failed"
+        try:
+            asyncio.run(_until_signal(_train(cluster, metrics)))
+            status = "done"
+        except asyncio.CancelledError:
+            status = "stopped"
+            raise KeyboardInterrupt from None
+        finally:
+            metrics.close()
+            summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+    return summary
+
+
+def start_version(config: RunConfig) -> int:
+    """The version that this run goes on from, by its newest checkpoint and its journal; 0 for a new run.
+
+    Raises:
+        PreflightError: the run folder holds a run that this one may not go on with.
+    """
+    latest = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, run_identity(config))
+    return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    """A connected cluster and everything that is to run on it."""
+
+    prepared: Prepared
+    session: Session
+    plan: PlacementPlan
+
+    @asynccontextmanager
+    async def spawner(self) -> AsyncIterator[Spawner]:
+        """Reserve the plan's resources while the body runs."""
+        config = self.prepared.config
+        bookings = await asyncio.to_thread(
+            create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
+        )
+        spawner = Spawner(config, self.session, self.plan, bookings)
+        try:
+            yield spawner
+        finally:
+            await asyncio.to_thread(spawner.close)
+
+
+def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
+    """While the body runs, `mobula status` and its like find the run by its folder."""
+    return recorded(run_record(cluster.prepared.config, cluster.session))
+
+
+@contextmanager
+def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
+    """Check everything that can be checked without a cluster; then join or start Ray."""
+    nodes = expected_nodes(config)
+    if nodes is not None:
+        plan_placement(config.resources, nodes, roles)
+    prepared = prepare(config, ray.put)
+    with ray_session(config) as session:
+        plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        yield _Cluster(prepared, session, plan)
+
+
+async def _train(cluster: _Cluster, metrics: Metrics) -> None:
+    async with cluster.spawner() as spawner:
+        on_lost = partial(metrics.count, CounterName.RESTARTS)
+        on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
+        training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
+        inference = spawn_inference(cluster.prepared, spawner, on_lost)
+        roles = scalable_roles(inference, training)
+        control = control_loop(
+            cluster.prepared.config, spawner, roles, inference.in_flight_requests, training.replay, metrics
+        )
+        async with control.running():
+            try:
+                await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
+            except ValueError as error:  # the configuration does not fit the model
+                raise PreflightError(str(error)) from error
+            controller = build_controller(cluster.prepared, inference, training, metrics)
+            tune_gc()
+            await controller.run()
+
+
+async def _evaluate(prepared: Prepared, inference: Inference) -> EvaluationResult:
+    return await build_evaluator(prepared, inference.rollouts, inference.rewards, lambda result: None).run(0)
+
+
+async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
+    async with cluster.spawner() as spawner:
+        inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
+        rollouts = inference.rollouts
+        rollouts.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
+        await run_all(rollouts.start(), inference.rewards.start())
+        tune_gc()
+        async with rollouts.tended():
+            return await work(cluster.prepared, inference)
+
+
+async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work`; SIGINT and SIGTERM cancel it, so that it can leave in good order.
+
+    `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
+    """
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, task.cancel)
+    return await task
+
+
+def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
+    """Summary and report, whatever happened."""
+    config = prepared.config
+    facts = RunFacts(
+        seed=config.seed,
+        sampler=config.sampler.kind.value,
+        learner_backend=config.learner.backend,
+        learner_ranks=config.resources.learner.num_workers,
+        rollout_actors=config.resources.rollout.num_workers,
+    )
+    metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
+    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)
+    write_summary(prepared.folder / SUMMARY_FILE, summary)
+    write_skipped(prepared.folder, prepared.skipped)
+    write_report(prepared.folder)
+    return summary
+
+
+def _percent(accuracy: float | None) -> str:
+    return "not measured" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _write_plan(path: Path, plan: PlacementPlan) -> None:
+    rows = [
+        {
+            "role": worker.role,
+            "index": worker.index,
+            "cpus": worker.num_cpus,
+            "gpus": worker.num_gpus,
+            "node": worker.node_id,
+            "cores": list(worker.cores),
+        }
+        for worker in plan.workers
+    ]
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")

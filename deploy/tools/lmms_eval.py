@@ -1,0 +1,292 @@
+"""`mobula lmms-eval`: the public harness, in its own environment, on a model or an endpoint, as a dated artifact."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from subprocess import Popen, TimeoutExpired, run
+from typing import Any
+
+import psutil
+import pynvml
+
+from cluster.errors import DeadlineError, PreflightError
+from cluster.metrics.files import write_atomically
+from configs.errors import ConfigError
+from deploy.host.process_group import last_lines, run_logged
+from deploy.host.usage import NvidiaGpus, UsageSampler
+from deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
+
+log = logging.getLogger(__name__)
+
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-lmms-eval"
+ARTIFACT, LOG, RAW = "lmms-eval.json", "harness.log", "raw"
+PACKAGES = ("lmms-eval", "torch", "transformers", "datasets")
+NUM_LAST_LINES = 40  # of a log, in an error
+VERSIONS_WITHIN_S = 120.0  # to start an interpreter from a cold disk
+# The harness's name by the model_type of a checkpoint's config.json, for families whose constructors were read.
+FAMILIES = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl"}
+ENDPOINT = "openai"
+REASONING_NAMES = ("o1", "o3", "o4", "gpt-5")  # wherever they stand in a name, the harness asks such a model otherwise
+
+
+@dataclass(frozen=True)
+class LmmsEval:
+    """What `mobula lmms-eval` was asked for."""
+
+    model: str  # a checkpoint's folder, a hub name, or the name under which an endpoint serves
+    model_type: str | None
+    endpoint: str | None
+    key_env: str | None
+    tasks: str
+    include_path: Path | None
+    limit: float | None
+    batch_size: int
+    device: str
+    model_args: tuple[str, ...]
+    harness_options: tuple[str, ...]
+    output: Path
+    cache: Path
+    is_online: bool | None  # None: unless the model is a local folder
+    environment: Path
+    timeout_s: float
+    sample_period_s: float
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the model is a folder of this machine."""
+        return self.endpoint is None and Path(self.model).is_dir()
+
+
+def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Run the harness and write the artifact; returns its path and what it holds. `announce` is told where the log is.
+
+    Raises:
+        ConfigError: the model or an option is unfit.
+        PreflightError: the harness's environment is missing or not whole, or the output folder cannot be written.
+        DeadlineError: the harness was not done within `timeout_s`; it and all that it started were killed.
+        HarnessError: it failed or left no results. If it answered for the model where a request had failed, the
+            artifact is written first.
+    """
+    environment = child_environment(asked, os.environ)
+    words = command_line(asked)
+    versions = _versions(asked.environment, environment)
+    started = datetime.now(UTC)
+    folder = _new_folder(asked.output, started)
+    announce(f"lmms-eval runs, see {folder / LOG}")
+    begin = time.monotonic()
+    usage = _run(asked, words, environment, folder)
+    seconds = time.monotonic() - begin
+    try:
+        results = read_results(folder / RAW)
+    except HarnessError as error:  # the harness ends with 0 when a task or the model raises
+        raise HarnessError(f"{error}\n{_end_of(folder / LOG)}") from error
+    artifact = {
+        "kind": "lmms-eval",
+        "created_at": started.isoformat(timespec="seconds"),
+        "versions": versions,
+        "command": shlex.join(words),
+        "model": asked.model,
+        "endpoint": asked.endpoint,
+        "limit": asked.limit,
+        "seconds": round(seconds, 3),
+        **_scores(results, folder, seconds),
+        "usage": usage,
+        "log_file": LOG,
+    }
+    path = folder / ARTIFACT
+    write_atomically(path, json.dumps(artifact, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    if results.num_failed:
+        raise HarnessError(
+            f"{results.num_failed} of {results.num_samples} answers are the harness's own words for requests that "
+            f"failed, and count as wrong answers in {path}: see {folder / LOG}, fix the endpoint, run it again"
+        )
+    return path, artifact
+
+
+def command_line(asked: LmmsEval) -> list[str]:
+    """The harness's command, to be run in the run's folder.
+
+    Raises:
+        ConfigError: the model's type is not known, or a word would be cut in two by the harness's own parser.
+    """
+    model_type = asked.model_type or _model_type(asked)
+    options = ["--model", model_type, "--model_args", _model_args(asked, model_type), "--tasks", asked.tasks]
+    if asked.endpoint is None:
+        options += ["--device", asked.device]
+    options += ["--batch_size", str(asked.batch_size), "--output_path", RAW, "--log_samples", "--verbosity", "WARNING"]
+    if asked.include_path is not None:
+        if not asked.include_path.is_dir():
+            raise ConfigError(f"--include-path {asked.include_path} is no folder: give the one with the task YAMLs")
+        options += ["--include_path", str(asked.include_path.absolute())]
+    if asked.limit is not None:
+        options += ["--limit", f"{asked.limit:g}"]
+    return [str(_python(asked.environment)), "-m", "lmms_eval", "eval", *options, *asked.harness_options]
+
+
+def child_environment(asked: LmmsEval, ours: Mapping[str, str]) -> dict[str, str]:
+    """The harness's environment variables: caches in `asked.cache`, the key in no file and on no command line.
+
+    Raises:
+        ConfigError: `key_env` is not set.
+    """
+    environment = {**ours, "HF_HOME": str(asked.cache.absolute()), "PYTHONUNBUFFERED": "1"}
+    is_online = not asked.is_local if asked.is_online is None else asked.is_online
+    if not is_online:
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if token := environment.pop("HF_TOKEN", ""):  # the harness writes a token that it finds there into its results
+        environment["HUGGING_FACE_HUB_TOKEN"] = token
+    if asked.endpoint is not None:
+        if asked.key_env is not None and not ours.get(asked.key_env):
+            raise ConfigError(f"--key-env {asked.key_env}: that variable is not set; export the endpoint's key in it")
+        environment["OPENAI_API_KEY"] = ours[asked.key_env] if asked.key_env is not None else "none"
+    return environment
+
+
+def _model_type(asked: LmmsEval) -> str:
+    if asked.endpoint is not None:
+        return ENDPOINT
+    if not asked.is_local:
+        raise ConfigError(
+            f"{asked.model} is no folder here, so its type is not known: give the harness's name for it with "
+            f"--model-type, e.g. --model-type qwen2_5_vl"
+        )
+    try:
+        found = json.loads((Path(asked.model) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{asked.model} has no config.json with a model_type: give a checkpoint in the Hugging Face layout"
+        ) from error
+    if found not in FAMILIES:
+        raise ConfigError(
+            f"{asked.model} is a {found}, which is none of {', '.join(FAMILIES)}: give the harness's name for it with "
+            f"--model-type (`{_python(asked.environment)} -m lmms_eval models` lists them)"
+        )
+    return FAMILIES[found]
+
+
+def _model_args(asked: LmmsEval, model_type: str) -> str:
+    """NAME=VALUE,...: of a name that comes twice the harness takes the last, so the user's win."""
+    if asked.endpoint is not None:
+        if any(name in asked.model for name in REASONING_NAMES):
+            log.warning("%s has the name of a reasoning model to lmms-eval: it sends it no temperature", asked.model)
+        args = [f"model={asked.model}", f"base_url={asked.endpoint}", f"num_concurrent={asked.batch_size}"]
+    else:
+        args = [f"pretrained={Path(asked.model).absolute() if asked.is_local else asked.model}"]
+        if model_type in FAMILIES.values() and asked.device != "cuda":  # "cuda" leaves the model to all GPUs
+            args.append(f"device_map={asked.device}")
+    cut = [word for word in args if "," in word]
+    unfit = [word for word in asked.model_args if "=" not in word]
+    if cut or unfit:
+        raise ConfigError(
+            f"{(cut or unfit)[0]}: the harness reads NAME=VALUE and splits at commas; "
+            + ("give a path or URL without commas" if cut else "give --model-args NAME=VALUE")
+        )
+    return ",".join([*args, *asked.model_args])
+
+
+def _python(environment: Path) -> Path:
+    return environment.absolute() / "bin" / "python"
+
+
+def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """The versions of what the harness runs on, as its own environment tells them."""
+    python = _python(environment)
+    if not python.exists():
+        raise PreflightError(f"{environment} holds no environment of lmms-eval: make it with `make harness`")
+    ask = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
+    try:
+        told = run(
+            [str(python), "-c", ask, *PACKAGES],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=VERSIONS_WITHIN_S,
+            check=False,
+        )
+    except TimeoutExpired as error:
+        raise DeadlineError(f"waited {VERSIONS_WITHIN_S:g} s for {python} to tell its versions") from error
+    if told.returncode:
+        last = told.stderr.strip().splitlines()[-1:]
+        raise PreflightError(f"{environment} is not whole ({' '.join(last)}): make it with `make harness`")
+    return json.loads(told.stdout)
+
+
+def _new_folder(output: Path, started: datetime) -> Path:
+    folder = output.absolute() / started.strftime("%Y-%m-%dT%H-%M-%S-%fZ")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise PreflightError(f"{folder} cannot be made ({error.strerror}): give another --output") from error
+    return folder
+
+
+def _run(asked: LmmsEval, words: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Run to the end; what was used meanwhile."""
+    samplers: list[UsageSampler] = []
+
+    def watch(process: Popen[bytes]) -> None:
+        samplers.append(UsageSampler(process.pid, asked.sample_period_s, NvidiaGpus(environment)))
+        samplers[0].start()
+
+    try:
+        code = run_logged(words, environment, folder, folder / LOG, asked.timeout_s, watch)
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"lmms-eval was not done within --timeout {asked.timeout_s:g} s and was killed; {_end_of(folder / LOG)}"
+        ) from error
+    finally:
+        broken = _stop(samplers[0]) if samplers else None
+    if code:
+        raise HarnessError(f"lmms-eval ended with {code}; {_end_of(folder / LOG)}")
+    return {**samplers[0].summary(), "stopped_by": broken}
+
+
+def _stop(sampler: UsageSampler) -> str | None:
+    """What ended the sampling before its time: that costs its figures, not the scores."""
+    try:
+        sampler.stop()
+    except (psutil.Error, pynvml.NVMLError) as error:
+        log.warning("use was not sampled to the end: %s", error)
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _scores(results: Results, folder: Path, seconds: float) -> dict[str, Any]:
+    return {
+        "harness_seconds": round(results.harness_seconds, 3),
+        "num_samples": results.num_samples,
+        "samples_per_s": round(results.num_samples / seconds, 4),
+        "mean_primary_score": results.mean_primary_score,
+        "tasks": [_as_json(task, folder) for task in results.tasks],
+        "groups": results.groups,
+        "results_file": str(results.file.relative_to(folder)),
+    }
+
+
+def _as_json(task: TaskScore, folder: Path) -> dict[str, Any]:
+    samples = task.samples
+    return {
+        "task": task.task,
+        "primary_metric": task.primary,
+        "primary_score": task.score,
+        "metrics": task.metrics,
+        "stderr": task.stderr,
+        "num_samples": samples.num,
+        "num_empty_answers": samples.num_empty,
+        "num_failed_requests": samples.num_failed,
+        "mean_output_tokens": samples.mean_output_tokens,
+        "samples_file": str(samples.file.relative_to(folder)),
+    }
+
+
+def _end_of(path: Path) -> str:
+    """The end of a log, as the last part of an error."""
+    return "\n".join([f"the end of {path}:", *last_lines(path, NUM_LAST_LINES)])

@@ -1,0 +1,164 @@
+"""`mobula replay`: a recorded run trained again without a rollout actor, or its responses scored again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from deploy.host.session import ray_session  # isort: skip  (sets what ray reads when imported)
+import ray
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+from torch import Tensor
+
+from actors.datasets.prompts import PromptSource
+from cluster.errors import PreflightError
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.trajectory_log import TrajectoryLog
+from cluster.replay.trajectory_replay import recorded_steps, train_again
+from cluster.roles import UpdateReport
+from cluster.runtime.placement import plan_placement
+from cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
+from configs.schema import RunConfig
+from deploy.host.terminal import terminal
+from deploy.wiring.build import POLICY_FOLDER, start_learner
+from deploy.wiring.persistence import trajectory_log
+from deploy.wiring.preparation import TRAIN, Prepared, prepare
+from deploy.wiring.spawner import Spawner
+from learner.learner_group import LearnerGroup
+from rewards.isolation.process_pool import IsolatedPool
+from rewards.pool.replay_evaluator import Rescoring, rescore
+from rewards.scoring import Scoring
+from rewards.tools import Tools
+
+OUTPUT_FOLDER = "replay"  # of the run folder
+UPDATES_FILE = "updates.jsonl"
+VERSION_ZERO = Path("checkpoints") / "step-000000"
+
+
+def replay(run_folder: Path, config: RunConfig) -> int:
+    """Train a learner on the run's recorded steps, from its version 0; returns the exit code.
+
+    Leaves the policy and the numbers of each update below `replay/` in the run folder, and compares the policy with the
+    run's own if the run came to its end.
+
+    Raises:
+        PreflightError: the run has no recorded steps or no version 0, or a step's file is no record.
+    """
+    console, output = terminal(), run_folder / OUTPUT_FOLDER
+    log = trajectory_log(run_folder, config)
+    log.check(recorded_steps(log))
+    if not (run_folder / VERSION_ZERO).is_dir():
+        raise PreflightError(f"{run_folder / VERSION_ZERO} is missing: a replay begins with the run's version 0")
+    output.mkdir(exist_ok=True)
+    prepared = prepare(config, ray.put)
+    with _learner_place(config) as spawner:
+        version = asyncio.run(_replay(run_folder, prepared, spawner, log))
+    console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", markup=False, soft_wrap=True)
+    if (run_folder / POLICY_FOLDER).is_dir() and version == config.num_steps:
+        gap = largest_difference(output / POLICY_FOLDER, run_folder / POLICY_FOLDER)
+        console.print(f"largest difference of a weight from the run's own policy: {gap:g}", markup=False)
+    return 0
+
+
+def score(run_folder: Path, config: RunConfig) -> int:
+    """Score the recorded responses again with `rewards.components`, and print what differs; returns the exit code.
+
+    Raises:
+        PreflightError: the run has no recorded steps, a step's file is no record, or a component needs more than was
+            recorded.
+    """
+    log = trajectory_log(run_folder, config)
+    steps = recorded_steps(log)
+    log.check(steps)
+    if config.rewards.needs_pictures:
+        named = ", ".join(c.name for c in config.rewards.components if c.needs_pictures)
+        raise PreflightError(f"{named} needs pictures, which the log does not hold: leave it out of rewards.components")
+    timeouts, resources = config.timeouts, config.resources
+    isolated = IsolatedPool(
+        num_processes=config.rewards.processes, timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s
+    )
+    try:
+        scoring = Scoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
+        result = rescore(scoring, (group for step in steps for group in log.read(step)))
+    except ValueError as error:  # a function is unknown, or its options are
+        raise PreflightError(str(error)) from error
+    finally:
+        isolated.close()
+    _print_rescoring(terminal(), result, len(steps))
+    return 0
+
+
+def largest_difference(folder: Path, other: Path) -> float:
+    """Over all weights of two checkpoints in the Hugging Face layout; infinite where names or shapes differ."""
+    ours, theirs = _weights(folder), _weights(other)
+    if {name: t.shape for name, t in ours.items()} != {name: t.shape for name, t in theirs.items()}:
+        return float("inf")
+    return max(float((ours[name].float() - theirs[name].float()).abs().max()) for name in ours)
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@contextmanager
+def _learner_place(config: RunConfig) -> Iterator[Spawner]:
+    """The resources of the learner alone, while the body runs."""
+    with ray_session(config) as session:
+        plan = plan_placement(config.resources, session.nodes, ("learner",))
+        bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
+        try:
+            yield Spawner(config, session, plan, bookings)
+        finally:
+            remove_placement_groups(bookings)
+
+
+async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: TrajectoryLog) -> int:
+    config = prepared.config
+    learner = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
+    output = run_folder / OUTPUT_FOLDER
+    try:
+        try:
+            await learner.start()
+        except ValueError as error:  # the configuration does not fit the model
+            raise PreflightError(str(error)) from error
+        await learner.load(run_folder / VERSION_ZERO / "learner")
+        with (output / UPDATES_FILE).open("w", encoding="utf-8") as updates:
+
+            def write(report: UpdateReport) -> None:
+                updates.write(json.dumps({"step": report.version, **report.metrics}) + "\n")
+
+            version = await train_again(learner, log, LiveGroups(source, ray.put), write)
+        await learner.export(output / POLICY_FOLDER)
+    finally:
+        await learner.close()
+    return version
+
+
+def _print_rescoring(console: Console, result: Rescoring, num_steps: int) -> None:
+    table = Table("component", "compared", "mean then", "mean now", "changed", "largest change")
+    for difference in sorted(result.differences.values(), key=lambda d: d.name):
+        table.add_row(
+            difference.name,
+            str(len(difference.pairs)),
+            f"{difference.mean_then:.4f}",
+            f"{difference.mean_now:.4f}",
+            str(difference.num_changed),
+            f"{difference.largest_change:g}",
+        )
+    console.print(table)
+    console.print(
+        f"{result.num_responses} responses of {num_steps} steps; could not be scored: {result.num_unscored_then} then, "
+        f"{result.num_unscored_now} now",
+        markup=False,
+        soft_wrap=True,
+    )
+    if result.not_compared:
+        names = ", ".join(sorted(result.not_compared))
+        console.print(f"not compared, for only one side has them: {names}", markup=False, soft_wrap=True)

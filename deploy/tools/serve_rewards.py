@@ -1,0 +1,133 @@
+"""`mobula serve-rewards`: the reward functions of a file behind HTTP, until the process is told to stop."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from cluster.errors import PreflightError
+from cluster.records.trajectory import Reward
+from configs.load import ConfigError, load_rewards
+from configs.schema.rewards import RewardsConfig
+from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from rewards.http.lanes import Lanes
+from rewards.http.server import RewardServer, ServerLimits, make_app
+from rewards.isolation.deadline import InTime
+from rewards.isolation.process_pool import IsolatedPool
+from rewards.recipes import ComponentError
+from rewards.scoring import Scoring
+from rewards.tools import Tools
+
+PENDING_CONNECTIONS = 512
+FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
+MAX_STUCK = 8  # computations that hang in one lane before it refuses: each keeps a thread, and what it computes on
+START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `serve-rewards` was told."""
+
+    host: str
+    port: int
+    token: str | None
+    lanes: int
+    max_waiting: int
+    timeout_s: float
+    max_request_bytes: int
+    device: str
+    dtype: str
+
+
+class RewardScorer:
+    """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values.
+
+    A model or an engine that hangs is left behind in its thread and the lane goes on, until too many were.
+    """
+
+    def __init__(self, rewards: RewardsConfig, options: ServeOptions) -> None:
+        function_s = options.timeout_s / FUNCTION_SHARE
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes, timeout_s=function_s, start_timeout_s=START_TIMEOUT_S
+        )
+        self._in_time = InTime(timeout_s=function_s)
+        tools = Tools(self._isolated, options.device, options.dtype, self._in_time)
+        self._scoring = Scoring(rewards, None, tools)
+        self.is_stuck = False
+
+    def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
+        self.is_stuck = self._in_time.num_stuck >= MAX_STUCK
+        if self.is_stuck:
+            reason = f"{MAX_STUCK} computations hang since earlier requests: start the server anew"
+            return [ScoringFailure(FailureKind.TIMED_OUT, reason)] * len(requests)
+        self._isolated.deadline = self._in_time.deadline = deadline
+        return [_outcome(reward) for reward in self._scoring.rewards(requests)]
+
+    def close(self) -> None:
+        self._isolated.close()
+
+
+def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` is told the URL.
+
+    Raises:
+        ConfigError: the file is unfit, or names an unfit reward function.
+        PreflightError: the address is taken or not ours.
+    """
+    rewards = load_rewards(path)
+    try:
+        scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    listener = _listen(options.host, options.port)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    limits = ServerLimits(options.timeout_s, options.max_request_bytes)
+    app = make_app(RewardServer(Lanes(scorers, max_waiting=options.max_waiting), limits), options.token)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=math.ceil(2 * options.timeout_s))
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises what stopped it again once it is done
+        signal.signal(number, lambda *_: None)
+    announce(f"http://{host}:{listener.getsockname()[1]}")
+    server.run(sockets=[listener])
+
+
+def read_token(env: str | None, file: Path | None) -> str | None:
+    """The bearer token from an environment variable or a file; None if neither is named.
+
+    Raises:
+        ConfigError: the one that is named holds none, or both are.
+    """
+    if env is not None and file is not None:
+        raise ConfigError("--token-env and --token-file are two places for one token: give one of them")
+    if env is None and file is None:
+        return None
+    try:
+        token = os.environ.get(env, "") if env is not None else Path(str(file)).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file} cannot be read ({error}): give a file with the token") from error
+    if not token:
+        raise ConfigError(f"{env or file} holds no token: set it before the server starts")
+    return token
+
+
+def _outcome(reward: Reward | ComponentError) -> Outcome:
+    if isinstance(reward, ComponentError):
+        return ScoringFailure(reward.kind, str(reward))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in reward.reasons.items())
+    return Score(reward.value, reasons, reward.components)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=PENDING_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise PreflightError(f"{host}:{port} cannot be listened on ({error}): give another --host or --port") from error

@@ -1,0 +1,84 @@
+"""What `mobula status` shows, in 80 columns: a few lines about the run, then one line a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.workers.status import InFlightSummary, RunStatus, WorkerState, WorkerStatus
+
+if TYPE_CHECKING:
+    from cluster.roles import ReplayStats
+
+LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
+COLOURS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}
+MIB = 2**20
+
+
+def as_json(status: RunStatus) -> str:
+    """The whole status as one JSON object, under the names of its fields."""
+    return json.dumps(asdict(status), indent=1)
+
+
+def as_table(status: RunStatus, now: float) -> RenderableType:
+    """The status to read; `now` is in seconds since the epoch."""
+    return Group(*_lines(status, now), _workers(status.workers) if status.workers else "no worker can be scaled")
+
+
+def _lines(status: RunStatus, now: float) -> Iterator[Text]:
+    progress, age_s = status.progress, now - status.posted_at
+    yield _line("run", f"{status.run}, step {progress.step} of {status.total_steps}, driver {status.driver_pid}")
+    yield _line("phase", f"{progress.phase}, for {progress.seconds:.1f} s")
+    if age_s > LATE_S:
+        yield Text(f"this was {age_s:.0f} s ago: the driver is busy, or hangs", style="yellow")
+    yield from _in_flight_lines(status.in_flight)
+    yield from _replay_lines(status.replay)
+    if status.num_panels_lost:
+        yield _line("control", f"started again {status.num_panels_lost} times")
+
+
+def _in_flight_lines(in_flight: InFlightSummary) -> Iterator[Text]:
+    if in_flight.oldest_id is not None:
+        oldest = f"{in_flight.oldest_id} for {in_flight.oldest_age_s:.1f} s"
+        yield _line("sampling", f"{in_flight.num_prompts} prompts, {oldest}")
+
+
+def _replay_lines(replay: ReplayStats | None) -> Iterator[Text]:
+    if replay is None:
+        yield _line("replay", "does not answer")
+        return
+    bytes_shown = f"{replay.num_bytes / MIB:.1f} MiB"
+    yield _line("replay", f"{replay.num_ready} ready, {replay.num_taken} taken, {bytes_shown}")
+    if replay.oldest_id is not None:
+        yield _line("oldest", f"{replay.oldest_id}, for {replay.oldest_age_s:.1f} s")
+    if replay.num_rejected:
+        yield _line("rejected", ", ".join(f"{reason} {n}" for reason, n in sorted(replay.num_rejected.items())))
+
+
+def _line(label: str, text: str) -> Text:
+    return Text.assemble((f"{label:<9}", "bold"), text)
+
+
+def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("version", "in flight", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("detail", ratio=1, overflow="fold")
+    for worker in workers:
+        table.add_row(
+            worker.name,
+            Text(worker.state, style=COLOURS[worker.state] if worker.state in COLOURS else ""),
+            "-" if worker.version is None else str(worker.version),
+            str(worker.num_in_flight),
+            str(worker.num_restarts),
+            Text(worker.detail),
+        )
+    return table

@@ -1,0 +1,364 @@
+"""The wiring of a run: creates its roles and connects them. Every mode is chosen here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.datasets.jsonl import count_by_reason
+from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.reference.pool import NullReference, ReferencePool
+from cluster.controller import Controller
+from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.hub import Metrics
+from cluster.metrics.summary import rejected_length
+from cluster.records.trajectory import GroupSummary, Prompt
+from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
+from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.restartable_replay import RestartableReplay
+from cluster.replay.run_identity import run_identity
+from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.rollout_pool import RolloutPool
+from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
+from cluster.runtime.ray_actors import answer, stop
+from cluster.weight_sync.weight_sync import Push, WeightSync
+from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
+from cluster.workers.restart_policy import RestartBudget
+from cluster.workers.status import Scalable
+from cluster.workers.supervisor import Supervisor, Watched, watched_pool
+from configs.schema import RunConfig
+from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.wiring.buffer import replay_buffer
+from deploy.wiring.persistence import age_limit, build_records
+from deploy.wiring.preparation import TRAIN, Prepared
+from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
+from deploy.wiring.scoring_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
+from deploy.wiring.spawner import Spawner
+from deploy.wiring.warm_start import warm_start
+from learner.learner import Learner
+from learner.learner_group import LearnerGroup
+from rewards.pool.reward_pool import RewardPool
+
+POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
+MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
+PROBE_CANDIDATES = 16
+AFTER_TRAINING = 1  # priority of held-out prompts
+ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The roles that sample and score; evaluation needs no others."""
+
+    rollouts: RolloutPool
+    in_flight_requests: InFlightRequests  # of the prompts that it samples
+    rewards: RewardPool
+    watched: tuple[Watched, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The other roles of training."""
+
+    ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
+    learner: RestartableLearner
+    reference: ReferencePool | NullReference
+    replay: RestartableReplay
+    watched: tuple[Watched, ...]
+
+
+def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
+    """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
+    config = prepared.config
+    pool = reward_pool(config, spawner, on_lost)
+    in_flight_requests = InFlightRequests(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
+    return Inference(
+        rollouts=rollout_pool(prepared, spawner, in_flight_requests, on_lost),
+        in_flight_requests=in_flight_requests,
+        rewards=pool,
+        watched=(watched_pool("reward", pool.check, pool.close),),
+    )
+
+
+def spawn_training(
+    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
+) -> Training:
+    """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background.
+
+    `on_rescore` is called with the reason why groups are scored again.
+    """
+    config, banned = prepared.config, prepared.processor.media_token_ids
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    learner = RestartableLearner(
+        ranks,
+        newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
+        budget=RestartBudget(restart_policy(config)),
+        on_lost=on_lost,
+    )
+    replay = replay_buffer(config, spawner, on_lost)
+    reference = reference_pool(config, spawner, banned, on_lost=on_lost, on_retry=on_rescore)
+    scorers = (
+        [watched_pool("reference", reference.pool.check, reference.pool.close)]
+        if isinstance(reference, ReferencePool)
+        else []
+    )
+    return Training(
+        ranks=ranks,
+        learner=learner,
+        reference=reference,
+        replay=replay,
+        watched=(
+            *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
+            Watched("replay/0", replay.ping, replay.close, on_lost=replay.lose),
+            *scorers,
+        ),
+    )
+
+
+def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
+    """The roles that can be scaled while the run goes on, by name."""
+    reference = training.reference
+    rewards = {reward_role(name): service.pool for name, service in inference.rewards.services.items()}
+    scorers = {"reference": reference.pool} if isinstance(reference, ReferencePool) else {}
+    return {"rollout": inference.rollouts, **rewards, **scorers}
+
+
+def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
+    """The main loop and its collaborators."""
+    config = prepared.config
+    source = PromptSource(
+        prepared.splits[TRAIN].rows,
+        prepared.processor,
+        seed=config.seed,
+        split_name=TRAIN,
+        on_skipped=prepared.note_skipped,
+    )
+    in_flight = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
+    rollouts = RetryingRollouts(
+        LeasedRollouts(inference.rollouts, in_flight) if in_flight else inference.rollouts,
+        inference.in_flight_requests,
+        max_retries=config.max_rollout_retries,
+        on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+    )
+    gate = _gate(config)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
+    weights = _weights(prepared, inference, training)
+    observe = partial(_observe, prepared, inference, metrics)
+    weights.on_announced(dispatcher.advance)
+    weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
+    regenerator = _regenerator(config, source, dispatcher, training, metrics)
+    reference = RegeneratingReference(training.reference, regenerator)
+    records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)
+    checkpoints = Checkpoints(
+        config.run_folder / CHECKPOINTS_FOLDER,
+        learner=records.learner,
+        parts={"stream": dispatcher, "evaluator": evaluator},
+        prepare=partial(_make_version_zero, prepared, training.ranks),
+        finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
+        identity=run_identity(config),
+        resume=config.resume,
+        schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+        recovery=records.recovery,
+    )
+    return Controller(
+        total_steps=config.num_steps,
+        groups_per_step=config.algorithm.prompts_per_step,
+        checkpoints=checkpoints,
+        weights=LeasedWeights(weights, in_flight) if in_flight else weights,
+        supervisor=Supervisor(
+            [*training.watched, *inference.watched],
+            [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
+            interval_s=config.supervision.interval_s,
+            deadline_s=config.supervision.sign_timeout_s,
+        ),
+        rollouts=dispatcher,
+        replay=training.replay,
+        reference=reference,
+        # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+        learner=LeasedLearner(records.learner, in_flight, before=evaluator.finish)
+        if in_flight
+        else RegeneratingLearner(records.learner, reference, regenerator),
+        evaluator=evaluator,
+        metrics=metrics,
+    )
+
+
+async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
+    """The warm start, and the frozen copy of its result that the reference scores with."""
+    await warm_start(prepared, learner)
+    await learner.export(reference_folder(prepared.config))
+
+
+def sampling_settings(config: RunConfig) -> SamplingSettings:
+    """How training samples."""
+    return SamplingSettings(
+        num_samples=config.algorithm.samples_per_prompt,
+        temperature=config.sampler.temperature,
+        max_tokens=config.sampler.max_tokens,
+        seed=config.seed,
+    )
+
+
+def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
+    """The handles of all learner ranks, which build themselves in the background.
+
+    Where the node of one is gone it blocks until all of them have another place, or raises PlacementError.
+    """
+    config, banned = prepared.config, prepared.processor.media_token_ids
+    ranks = spawner.book_together("learner")
+    return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
+
+
+def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
+    """A learner rank; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
+    name = f"learner/{index}"
+
+    async def ping() -> None:
+        handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
+        try:
+            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+        except Exception:
+            if ranks.workers[index] is handle:
+                raise
+
+    async def close() -> None:
+        await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)
+
+    return Watched(name, ping, close, on_lost=learner.lose)
+
+
+def _gate(config: RunConfig) -> StalenessGate:
+    return StalenessGate(
+        prompts_per_step=config.algorithm.prompts_per_step,
+        max_staleness=config.algorithm.max_staleness,
+        max_concurrent=config.algorithm.max_concurrent_groups,
+        total_steps=config.num_steps,
+    )
+
+
+def _dispatcher(
+    config: RunConfig,
+    gate: StalenessGate,
+    source: PromptSource,
+    rollouts: Rollouts,
+    inference: Inference,
+    training: Training,
+    metrics: Metrics,
+) -> RolloutDispatcher:
+    algorithm = config.algorithm
+    return RolloutDispatcher(
+        prompts=source,
+        gate=gate,
+        rollouts=rollouts,
+        rewards=inference.rewards,
+        replay=training.replay,
+        settings=sampling_settings(config),
+        admission_filter=AdmissionFilter(
+            min_scored=2 if algorithm.is_group_relative else 1,
+            drop_uniform=algorithm.drop_uniform_groups,
+            max_rejected_in_a_row=MAX_REJECTED_STEPS * algorithm.prompts_per_step,
+        ),
+        order=ORDERS[algorithm.stragglers](gate),
+        age_limit=age_limit(config),
+        on_rejected=partial(_count_rejected, metrics),
+        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+    )
+
+
+def _regenerator(
+    config: RunConfig, source: PromptSource, dispatcher: RolloutDispatcher, training: Training, metrics: Metrics
+) -> GroupRegenerator:
+    regenerator = GroupRegenerator(
+        training.replay,
+        LiveGroups(source, ray.put),
+        dispatcher.sample_again,
+        timeout_s=config.timeouts.object_s,
+        on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+    )
+    training.learner.recall_with(regenerator.recall)
+    return regenerator
+
+
+def build_evaluator(
+    prepared: Prepared, rollouts: Rollouts, rewards: Rewards, on_result: Callable[[EvaluationResult], None]
+) -> Evaluator:
+    """Held-out evaluation with the run's own rollout actors."""
+    config = prepared.config
+    held_out = fixed_prompts(
+        prepared.usable(config.evaluation.split), prepared.processor, config.evaluation.num_prompts
+    )
+    return Evaluator(
+        prompts=held_out.prompts,
+        rollouts=rollouts,
+        rewards=rewards,
+        settings=SamplingSettings(
+            1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, AFTER_TRAINING
+        ),
+        accuracy_component=config.rewards.accuracy_component,
+        max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
+        schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
+        on_result=on_result,
+    )
+
+
+def _weights(prepared: Prepared, inference: Inference, training: Training) -> WeightSync:
+    sync = prepared.config.weight_sync
+    weights = WeightSync(
+        training.learner,
+        inference.rollouts,
+        bucket_bytes=sync.bucket_bytes,
+        wave_size=sync.wave_size,
+        max_attempts=sync.max_attempts,
+        canary_interval=sync.canary_interval,
+        canary_tolerance=sync.canary_tolerance,
+        probe=probe_prompt(prepared),
+    )
+    inference.rollouts.admit_with(weights.admit)
+    return weights
+
+
+def probe_prompt(prepared: Prepared) -> Prompt:
+    """The prompt on which engines and learner are compared: an early held-out one with a picture, else the first."""
+    config = prepared.config
+    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.processor, PROBE_CANDIDATES).prompts
+    return next((prompt for prompt in prompts if prompt.media), prompts[0])
+
+
+def _record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
+    if any(known.version == result.version for known in metrics.totals.evaluations):
+        return  # an earlier part of this run has recorded it, later than the checkpoint that this one went on from
+    metrics.record_evaluation(result.version, result.accuracy, (result.low, result.high), result.num_scored)
+
+
+def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> None:
+    """Dropping what takes long favours short responses; these two show by how much."""
+    metrics.count(CounterName.REJECTED_RESPONSES, reason, summary.num_trajectories)
+    metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
+    if reason == OVER_AGE:
+        metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
+
+
+async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
+    metrics.count(CounterName.WEIGHT_SYNCS, "push")
+    if push.canary_gap is not None:
+        metrics.observe(MetricName.CANARY, push.canary_gap)
+    observe()
+
+
+def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
+    """What the driver's own parts have counted since the step before."""
+    metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
+    metrics.count_up_to(CounterName.RESUMED, inference.in_flight_requests.resumed)
+    metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)
+    metrics.count_up_to(CounterName.SCORED_AHEAD, inference.rewards.scored_ahead)
+    metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))

@@ -1,0 +1,61 @@
+"""What watches a run: the sinks that its configuration asks for, and the samples kept for its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from cluster.metrics.hub import Metrics
+from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
+from cluster.metrics.report.samples import SampleKeeper
+from cluster.metrics.sinks.base import Sink
+from cluster.metrics.sinks.console import ConsoleSink
+from cluster.metrics.sinks.estimate import EstimateSink
+from cluster.metrics.sinks.jsonl import JsonlSink
+from cluster.metrics.sinks.ray_gauges import RaySink
+from cluster.metrics.sinks.tensorboard import TensorBoardSink
+from cluster.runtime.object_store import fetch
+from configs.schema import RunConfig
+
+CONSOLE_INTERVAL_S = 10.0
+
+
+def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:
+    """The hub of a run that goes on from `version`, with what its earlier part recorded; `sinks` come last."""
+    folder = config.run_folder
+    journal = JsonlSink(folder / METRICS_FILE, version=version)
+    samples = SampleKeeper(
+        folder / SAMPLES_FILE,
+        limit=config.metrics.num_report_samples,
+        num_steps=config.num_steps,
+        seed=config.seed,
+        version=version,
+        fetch=fetch,
+        timeout_s=config.timeouts.object_s,
+    )
+    metrics = Metrics(
+        [journal, EstimateSink(num_steps=config.num_steps), *_optional_sinks(config, console, version), *sinks],
+        time.perf_counter,
+        accuracy_component=config.rewards.accuracy_component,
+        samples=samples,
+    )
+    metrics.resume(journal.kept)
+    return metrics
+
+
+def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[Sink]:
+    chosen, sinks = config.metrics, list[Sink]()
+    if chosen.tensorboard:
+        sinks.append(TensorBoardSink(config.run_folder / "tensorboard", version=version))
+    if chosen.ray:
+        tags = {"run": config.name, "role": "controller", "index": "0"}
+        sinks.append(RaySink(tags, heartbeat_s=chosen.heartbeat_s))
+    if chosen.progress:
+        sinks.append(
+            ConsoleSink(
+                console, time.perf_counter, num_steps=config.num_steps, version=version, interval_s=CONSOLE_INTERVAL_S
+            )
+        )
+    return sinks

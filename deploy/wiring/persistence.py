@@ -1,0 +1,103 @@
+"""What a run writes down of its groups, and how it goes on from that: journal, recovery and trajectory log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+
+from actors.datasets.prompts import PromptSource
+from cluster.metrics.definitions import CounterName
+from cluster.metrics.hub import Metrics
+from cluster.recovery.checkpoints import Recovery
+from cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
+from cluster.replay.journal import Journal, journal_identity
+from cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.recording_learner import DurableLearner, RecordingLearner
+from cluster.replay.trajectory_log import TrajectoryLog
+from cluster.rollout.dispatcher import RolloutDispatcher
+from cluster.rollout.staleness import AgeLimit
+from configs.schema import RunConfig
+
+JOURNAL_FOLDER = "journal"  # of the run folder
+TRAJECTORIES_FOLDER = "trajectories"  # of the run folder
+MAX_WAITING_STEPS = 2  # whose groups are held in memory until the trajectory log has them
+
+
+@dataclass(frozen=True)
+class Records:
+    """The learner that records its steps, and how a run goes on from the records."""
+
+    learner: DurableLearner
+    recovery: Recovery
+
+
+def build_journal_writer(config: RunConfig) -> GroupJournal:
+    """What the replay buffer writes to."""
+    if not config.replay.journal:
+        return NoJournal()
+    return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s)
+
+
+def reached_version(config: RunConfig, version: int) -> int:
+    """The version to which the journal leads from a checkpoint of `version`."""
+    return _journal(config).recover(version).reached if config.replay.journal else version
+
+
+def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
+    """The log of the run in `run_folder`."""
+    return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s)
+
+
+def build_records(
+    config: RunConfig,
+    learner: DurableLearner,
+    source: PromptSource,
+    dispatcher: RolloutDispatcher,
+    replay: JournalledReplay,
+    metrics: Metrics,
+) -> Records:
+    """Journal and trajectory log of `learner`, as configured."""
+    keep = config.replay
+    unrecorded = NoRecovery(config.run_folder / JOURNAL_FOLDER)
+    if not (keep.journal or keep.trajectory_log):
+        return Records(learner, unrecorded)
+    recording = RecordingLearner(
+        learner,
+        journal=replay if keep.journal else None,
+        log=trajectory_log(config.run_folder, config) if keep.trajectory_log else None,
+        max_waiting=MAX_WAITING_STEPS,
+        on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
+    )
+    if not keep.journal:
+        return Records(recording, unrecorded)
+    recovery = JournalRecovery(
+        _journal(config),
+        learner=recording,
+        groups=LiveGroups(source, ray.put),
+        dispatcher=dispatcher,
+        replay=replay,
+        metrics=metrics,
+        age_limit=age_limit(config),
+        on_recovered=partial(_count_recovered, metrics),
+    )
+    return Records(recording, recovery)
+
+
+def age_limit(config: RunConfig) -> AgeLimit:
+    """Which groups are too old to be trained."""
+    algorithm = config.algorithm
+    return AgeLimit(algorithm.max_trained_age, is_whole=algorithm.over_age.action == "drop")
+
+
+def _count_recovered(metrics: Metrics, counts: Mapping[str, int]) -> None:
+    for what, num in counts.items():
+        metrics.count(CounterName.RECOVERED, what, num)
+
+
+def _journal(config: RunConfig) -> Journal:
+    return Journal(config.run_folder / JOURNAL_FOLDER, journal_identity(config))

@@ -1,0 +1,198 @@
+"""Everything that is checked and written before a role starts: model, data, processor, preflight."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from actors.datasets.digits import write_digits
+from actors.datasets.jsonl import Skipped, Split, read_split
+from actors.datasets.prompts import PreflightReport, preflight
+from actors.processors.chat import ChatProcessor
+from cluster.errors import PreflightError
+from cluster.metrics.report.run_folder import SKIPPED_FILE
+from cluster.records.media import MediaStore
+from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from configs.schema import DataKind, PolicyConfig, RunConfig
+from learner.policies.families import max_positions, takes_pictures
+from learner.policies.loading import refuse_unknown_prefixes
+from learner.policies.lora import adapted_modules
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+_logger = logging.getLogger(__name__)
+
+TRAIN = "train"
+VALIDATION = "validation"
+NAME_ANOTHER = "set policy.model to a folder in the Hugging Face layout, or to a hub name that can be reached"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, all of it checked."""
+
+    config: RunConfig
+    model_folder: Path  # the checkpoint's files
+    checkpoint: Manifest  # what they promise
+    processor: ChatProcessor
+    media: MediaStore
+    splits: dict[str, PreflightReport]
+    late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run_folder
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        early = [skipped for report in self.splits.values() for skipped in report.skipped]
+        return [*early, *self.late_skips.values()]
+
+    def note_skipped(self, skipped: Skipped) -> None:
+        """Keep a sample that the checks let pass; several sources may meet it."""
+        self.late_skips[skipped.sample] = skipped
+
+    def usable(self, split: str) -> Split:
+        return Split(split, self.splits[split].rows, ())
+
+
+def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    """Write what is missing, check everything, and load the processor; `put` stores a picture's tensors.
+
+    Raises:
+        PreflightError: model or data cannot be had or written, or too much of the data is unusable.
+        ValueError: model or configuration do not fit.
+    """
+    try:
+        return _prepare(config, put)
+    except (ValueError, OSError) as error:  # the user's mistakes, by whichever part finds them
+        raise PreflightError(str(error)) from error
+
+
+def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    model_folder = ensure_model(config)
+    checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
+    _check_trained(checkpoint, config.policy)
+    takes_pictures(config.policy.model)
+    _check_positions(config)
+    ensure_data(config)
+    media = MediaStore(put, config.data.media_cache_bytes)
+    processor = ChatProcessor(
+        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    )
+    splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
+    return Prepared(config, model_folder, checkpoint, processor, media, splits)
+
+
+def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
+    """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
+    names = [spec.name for spec in checkpoint.tensors]
+    refuse_unknown_prefixes(policy.freeze, names)
+    if policy.lora.is_on:
+        adapted_modules(checkpoint, policy)
+    elif all(name.startswith(policy.freeze) for name in names):
+        raise PreflightError(
+            f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
+            "would be trained: take a prefix out of it"
+        )
+
+
+def _check_positions(config: RunConfig) -> None:
+    most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    if most is not None and wanted > most:
+        raise PreflightError(
+            f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
+            f"set sampler.max_model_len={most} or less, and data.max_prompt_tokens and sampler.max_tokens to fit"
+        )
+
+
+def ensure_model(config: RunConfig) -> Path:
+    """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
+
+    Raises:
+        PreflightError: the folder is there and holds no checkpoint, it cannot be written, or the name is none that the
+            hub gives.
+    """
+    folder = Path(config.policy.model)
+    if (folder / "config.json").is_file():
+        _refuse_broken_config(folder)
+        return folder
+    if config.policy.tiny != "none":
+        _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
+        with _writing("policy.model", folder):
+            return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+    if folder.exists():
+        raise PreflightError(f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is")
+    try:
+        return Path(snapshot_download(config.policy.model))
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise PreflightError(
+            f"policy.model={config.policy.model} is no folder, and no hub name that can be had ({reason}): "
+            f"{NAME_ANOTHER}"
+        ) from error
+
+
+def _refuse_broken_config(folder: Path) -> None:
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        reason = "" if isinstance(settings, dict) and "model_type" in settings else "it names no model_type"
+    except (ValueError, OSError) as error:
+        reason = str(error)
+    if reason:
+        raise PreflightError(
+            f"policy.model={folder} has a config.json that cannot be used ({reason}): download it again, "
+            f"or {NAME_ANOTHER}"
+        )
+
+
+def require_model(config: RunConfig) -> None:
+    """Whoever judges `policy.model` as it is must not have a tiny model of random weights written in its place.
+
+    Raises:
+        PreflightError: it is no checkpoint folder.
+    """
+    folder = Path(config.policy.model)
+    if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        raise PreflightError(
+            f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is, set policy=hf "
+            "for a model of the hub, or make one with `mobula train` or `mobula init-model`"
+        )
+
+
+def ensure_data(config: RunConfig) -> None:
+    """Write the digits of `data.kind` if their folder is not there yet."""
+    if config.data.kind is not DataKind.JSONL:
+        with _writing("data.path", config.data.path):
+            write_digits(config.data.path, task=config.data.kind.value)
+
+
+@contextmanager
+def _writing(key: str, folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise PreflightError(
+            f"{key}={folder} is not there and cannot be written ({error}): name a folder that can, or free the disk"
+        ) from error
+
+
+def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
+    """Name every sample that is not used, for the report."""
+    rows = [{"sample_id": s.sample, "reason": s.reason, "message": s.detail} for s in skipped]
+    (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _checked(config: RunConfig, processor: ChatProcessor, name: str) -> PreflightReport:
+    report = preflight(
+        read_split(config.data.path, name), processor, max_skipped_fraction=config.data.max_skipped_fraction
+    )
+    if report.skipped:
+        _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)
+    return report

@@ -1,0 +1,129 @@
+"""The rollout pool of a run: how one engine is started, where, and with which settings and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from actors.datasets.jsonl import Skipped
+from actors.rollout.actor import RolloutActor
+from actors.rollout.client import RolloutClient
+from actors.samplers.base import EngineSettings
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.hub import Metrics
+from cluster.roles import EngineLoad
+from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from cluster.rollout.staleness import StalenessGate
+from cluster.runtime.placement import PlacedWorker
+from configs.schema import RunConfig
+from deploy.wiring.preparation import Prepared
+from deploy.wiring.scaling import RoleHosts
+from deploy.wiring.scoring_roles import restart_policy
+from deploy.wiring.spawner import Spawner, engine_environment
+from learner.policies.lora import AdapterPush
+
+ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
+SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
+CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
+
+
+def rollout_pool(
+    prepared: Prepared, spawner: Spawner, in_flight_requests: InFlightRequests, on_lost: Callable[[str], None]
+) -> RolloutPool:
+    """The pool; its `start` starts the engines. `on_lost` is called with the kind of each loss."""
+    config, timeouts, supervision = prepared.config, prepared.config.timeouts, prepared.config.supervision
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(
+            RolloutActor,
+            config.sampler.kind.value,
+            engine_settings(prepared, worker.index),
+            object_timeout_s=timeouts.object_s,
+            worker=worker,
+            env=engine_environment(config, worker),
+            max_concurrency=CALLS_AT_A_TIME,
+        )
+
+    hosts = RoleHosts(spawner, "rollout", start, stop_s=timeouts.stop_s)
+
+    async def spawn(index: int) -> RolloutClient:
+        return RolloutClient(
+            await hosts.start(index),
+            f"rollout/{index}",
+            in_flight_requests=in_flight_requests,
+            start_s=timeouts.start_s,
+            rollout_s=timeouts.rollout_s,
+            sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
+            sign_s=supervision.sign_timeout_s,
+            probe_s=supervision.probe_timeout_s,
+            stop_s=timeouts.stop_s,
+        )
+
+    return RolloutPool(
+        spawn,
+        len(spawner.workers("rollout")),
+        release=hosts.release,
+        policy=restart_policy(config),
+        health=HealthChecks(
+            interval_s=supervision.interval_s,
+            probe_interval_s=supervision.probe_interval_s,
+            max_failures_in_a_row=supervision.max_failures_in_a_row,
+            no_worker_s=supervision.no_worker_s,
+        ),
+        on_lost=on_lost,
+        on_excluded=lambda prompt, error: prepared.note_skipped(Skipped(prompt.sample_id, error.reason, str(error))),
+    )
+
+
+def adaptive_concurrency(
+    config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
+) -> list[AdaptiveConcurrency]:
+    """What adapts the gate's limit to the load of the engines; empty if the limit is fixed."""
+    found = config.concurrency
+    if found.kind == "fixed":
+        return []
+    policy = AimdPolicy(
+        min_groups=found.min_groups,
+        max_groups=config.algorithm.max_concurrent_groups,
+        increase=found.increase_groups,
+        decrease=found.decrease_factor,
+        calm_kv_usage=found.calm_kv_usage,
+        high_kv_usage=found.high_kv_usage,
+        max_waiting=found.max_waiting_responses,
+    )
+
+    def note(limit: int, loads: Sequence[EngineLoad]) -> None:
+        metrics.observe(MetricName.CONCURRENCY_LIMIT, limit)
+        metrics.observe(MetricName.KV_USAGE_MAX, max((load.kv_usage for load in loads), default=0.0))
+
+    limit = AimdLimit(policy, start=found.start_groups)
+    return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
+
+
+def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
+    config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
+    folder, dtype = prepared.model_folder, config.resources.dtype
+    return EngineSettings(
+        model=config.policy.model,
+        dtype=dtype,
+        device=config.resources.device,
+        seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        max_model_len=sampler.max_model_len,
+        max_num_seqs=sampler.max_num_seqs,
+        max_num_batched_tokens=sampler.max_num_batched_tokens,
+        chunk_tokens=sampler.chunk_tokens,
+        max_images_per_prompt=sampler.max_images_per_prompt,
+        kv_cache_bytes=sampler.kv_cache_bytes,
+        sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
+        reports_load=config.concurrency.kind == "aimd",
+        keeps_kv_cache=config.weight_sync.kv_cache == "keep",
+        block_size=sampler.block_size,
+        enforce_eager=sampler.enforce_eager,
+        banned_ids=processor.media_token_ids,
+        stop_ids=processor.eos_token_ids,
+        pad_id=processor.pad_token_id,
+        expected=prepared.checkpoint,
+        adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
+    )

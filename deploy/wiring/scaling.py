@@ -1,0 +1,94 @@
+"""What scaling a run takes of the cluster: places for workers that come and go, room before they come, and the loop
+that takes requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from cluster.metrics.definitions import CounterName
+from cluster.metrics.hub import Metrics
+from cluster.roles import Replay
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.runtime.placement import PlacedWorker
+from cluster.runtime.ray_actors import stop
+from cluster.workers.control import CONTROL, ControlLoop, ControlPanel
+from cluster.workers.status import Scalable, WorkerState, WorkerStatus
+from configs.schema import RunConfig
+from deploy.wiring.spawner import BOOKING_S, Spawner
+
+VISIT_INTERVAL_S = 1.0
+VISIT_DEADLINE_S = 20.0  # of one call to the panel or the replay buffer
+
+
+class RoleHosts:
+    """Implements `cluster.workers.work_queue.Hosts`: one role's workers, each on a place of its own."""
+
+    def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
+        """`start` makes the worker of a place and returns its handle."""
+        self._spawner = spawner
+        self._role = role
+        self._start = start
+        self._stop_s = stop_s
+
+    async def start(self, index: int) -> Any:
+        return self._start(await asyncio.to_thread(self._spawner.book, self._role, index))
+
+    async def stop(self, index: int, handle: Any) -> None:
+        await stop(handle, timeout_s=self._stop_s, what=f"{self._role}/{index}")
+
+    async def release(self, index: int) -> None:
+        await asyncio.to_thread(self._spawner.release, self._role, index)
+
+
+class RoomFirst:
+    """A scalable role that is asked for more workers only if the cluster has room for them."""
+
+    def __init__(self, role: str, workers: Scalable, check_room: Callable[[str, int], None]) -> None:
+        """`check_room(role, num_more)` raises a `PlacementError`; it may block."""
+        self._role = role
+        self._workers = workers
+        self._check_room = check_room
+
+    def status(self) -> Sequence[WorkerStatus]:
+        return self._workers.status()
+
+    async def scale(self, num_workers: int) -> None:
+        """Have so many workers from now on.
+
+        Raises:
+            PlacementError: the cluster has no room for those that are missing.
+            ValueError: the role cannot have that many.
+        """
+        staying = sum(worker.state is not WorkerState.DRAINING for worker in self.status())
+        if num_workers > staying:
+            await asyncio.to_thread(self._check_room, self._role, num_workers - staying)
+        await self._workers.scale(num_workers)
+
+
+def control_loop(
+    config: RunConfig,
+    spawner: Spawner,
+    roles: Mapping[str, Scalable],
+    in_flight_requests: InFlightRequests,
+    replay: Replay,
+    metrics: Metrics,
+) -> ControlLoop:
+    """What answers `mobula status` and `mobula scale` for this run."""
+    stop_s = config.timeouts.stop_s
+    return ControlLoop(
+        config.name,
+        config.num_steps,
+        spawn_panel=partial(spawner.start_named, ControlPanel, CONTROL),
+        end_panel=lambda panel: stop(panel, timeout_s=stop_s, what="the control panel"),
+        progress=metrics.progress,
+        in_flight=in_flight_requests.summary,
+        replay=replay.stats,
+        roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
+        on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
+        interval_s=VISIT_INTERVAL_S,
+        deadline_s=VISIT_DEADLINE_S,
+        scale_s=BOOKING_S,
+    )

@@ -1,0 +1,189 @@
+"""Spawner: starts a role's workers where the plan puts them, with the environment that this cluster needs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PlacementError
+from cluster.runtime.autoscaling import Autoscaler
+from cluster.runtime.network import LOOPBACK
+from cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
+from cluster.runtime.placement_groups import Booking, book_more, bundle_of, cluster_nodes, remove_placement_groups
+from cluster.runtime.ray_actors import spawn, spawn_named
+from configs.schema import RunConfig
+from deploy.host.session import Session
+
+_logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
+
+
+class Spawner:
+    """Knows plan, bookings and environment; every role of a run is started through it.
+
+    Workers that join later are booked one by one. What books or asks the cluster blocks: call it in a thread.
+    """
+
+    def __init__(
+        self, config: RunConfig, session: Session, plan: PlacementPlan, bookings: Mapping[str, Booking]
+    ) -> None:
+        self.plan = plan
+        self._config = config
+        self._bookings = dict(bookings)
+        self._placed = {worker.name: worker for worker in plan.workers}
+        self._env = _environment(config, session)
+        self._autoscaler = Autoscaler()
+        self._lock = threading.Lock()
+
+    def workers(self, role: str) -> tuple[PlacedWorker, ...]:
+        return self.plan.of_role(role)
+
+    def start(
+        self,
+        role_class: type,
+        *args: Any,
+        worker: PlacedWorker,
+        env: Mapping[str, str] | None = None,
+        max_concurrency: int = 1,
+        **kwargs: Any,
+    ) -> Any:
+        """The handle of one worker, which builds itself in the background."""
+        return spawn(
+            role_class,
+            *args,
+            worker=worker,
+            booking=self._bookings[worker.name],
+            env={**self._env, **(env or {})},
+            max_concurrency=max_concurrency,
+            **kwargs,
+        )
+
+    def start_named(self, role_class: type, name: str) -> Any:
+        """The handle of an actor that others find by name; it takes no resources of the plan."""
+        return spawn_named(role_class, name=name, env=self._env)
+
+    def check_room(self, role: str, num_more: int) -> None:
+        """Whether so many more workers of a role can be booked now; if not, the autoscaler is asked for them.
+
+        Raises:
+            PlacementError: they cannot; the message says why, and what the autoscaler can do about it.
+        """
+        with self._lock:
+            try:
+                check_room(self._config.resources, role, num_more, cluster_nodes())
+            except PlacementError as error:
+                missing = [bundle_of(self._config.resources.roles[role])] * num_more
+                held = [bundle_of(worker) for worker in self._placed.values()]
+                raise PlacementError(f"{error}. {self._autoscaler.ask([*held, *missing])}") from error
+            self._autoscaler.withdraw()
+
+    def book(self, role: str, index: int) -> PlacedWorker:
+        """The place of one worker, reserved now unless it is; one whose node is gone is given up for another.
+
+        Raises:
+            PlacementError: what it needs was not free within a deadline.
+        """
+        with self._lock:
+            self._give_up_if_gone([f"{role}/{index}"])
+            return self._book(role, [index])[0]
+
+    def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
+        """Places of the plan's workers of a role that share one booking; if the node of one is gone, all get others.
+
+        Raises:
+            PlacementError: what they need was not free within a deadline.
+        """
+        planned = self.plan.of_role(role)
+        with self._lock:
+            self._give_up_if_gone([worker.name for worker in planned])
+            return self._book(role, [worker.index for worker in planned])
+
+    def release(self, role: str, index: int) -> None:
+        """Give the place of one worker back; what still runs there is ended."""
+        name = f"{role}/{index}"
+        with self._lock:
+            if name in self._placed:
+                del self._placed[name]
+                remove_placement_groups({name: self._bookings.pop(name)})
+
+    def _book(self, role: str, indices: Sequence[int]) -> tuple[PlacedWorker, ...]:
+        """The places of these workers, which are reserved together if they are not yet."""
+        names, resources = [f"{role}/{index}" for index in indices], self._config.resources
+        if not all(name in self._placed for name in names):
+            run_name, bundle = f"{self._config.name}/{names[0]}", bundle_of(resources.roles[role])
+            booked = book_more([bundle] * len(names), name=run_name, timeout_s=BOOKING_S)
+            bookings = {name: booking for name, (booking, _) in zip(names, booked, strict=True)}
+            try:
+                for index, name, (_, node) in zip(indices, names, booked, strict=True):
+                    seat = sum(w.role == role and w.node_id == node.node_id for w in self._placed.values())
+                    self._placed[name] = place_at(resources, role, index, node, seat)
+            except PlacementError:
+                self._give_up(bookings)
+                raise
+            self._bookings.update(bookings)
+        return tuple(self._placed[name] for name in names)
+
+    def _give_up_if_gone(self, names: Sequence[str]) -> None:
+        alive = {node.node_id for node in cluster_nodes()}
+        gone = {self._placed[name].node_id for name in names if name in self._placed} - alive
+        if gone:
+            _logger.warning("%s get another place: node %s is gone", ", ".join(names), ", ".join(sorted(gone)))
+            self._give_up({name: self._bookings.pop(name) for name in names})
+
+    def _give_up(self, bookings: Mapping[str, Booking]) -> None:
+        for name in bookings:
+            self._placed.pop(name, None)
+        remove_placement_groups(bookings)
+
+    def close(self) -> None:
+        """Give every place back."""
+        with self._lock:
+            remove_placement_groups(self._bookings)
+            self._bookings.clear()
+            self._placed.clear()
+            self._autoscaler.withdraw()
+
+
+def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:
+    """What vLLM reads from the environment of one rollout actor.
+
+    On CPU the engine binds its own threads, and shares one process with its worker: on few cores every process that
+    passes messages costs throughput. vLLM's eager mode still compiles a helper of its sampler, seconds of every start.
+    """
+    if config.resources.device == "cuda":
+        return {}
+    cores = ",".join(str(core) for core in worker.cores)
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.enforce_eager else {}
+    return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
+
+
+def _allocator_environment(config: RunConfig) -> dict[str, str]:
+    """How glibc's malloc is to behave in a worker that computes on CPU: it keeps the memory that a step frees for the
+    next one. By default the heap of any thread but the first is given back as soon as it is free at its end, so that
+    every step of an engine had its buffers cleared and mapped anew by the kernel: thousands of page faults a second.
+    """
+    if config.resources.device == "cuda":
+        return {}
+    return {
+        "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
+        "MALLOC_TOP_PAD_": str(64 * MIB),
+        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),  # the most that glibc takes
+    }
+
+
+def _environment(config: RunConfig, session: Session) -> dict[str, str]:
+    """For every worker: nothing is reported to anybody, and on a private cluster everything stays on the loopback."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    env |= _allocator_environment(config) | session.mark.environment
+    if Path(config.policy.model).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    if session.is_local:
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+        env |= {"NCCL_SOCKET_IFNAME": "lo"} if config.resources.device == "cuda" else {}
+    return env

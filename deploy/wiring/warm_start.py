@@ -1,0 +1,61 @@
+"""The supervised warm start: train on right answers until the policy is right often enough for RL to begin."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from actors.datasets.jsonl import Row
+from actors.datasets.prompts import PromptSource, epoch_order, fixed_prompts
+from actors.processors.chat import ChatProcessor
+from cluster.records.trajectory import Prompt
+from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
+from learner.learner_group import LearnerGroup
+from learner.supervised import SupervisedExample
+
+_logger = logging.getLogger(__name__)
+
+ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
+
+
+async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
+    """Take supervised steps until the validation accuracy reaches the target; returns the last one measured, else 0."""
+    config, processor = prepared.config.warm_start, prepared.processor
+    seed = prepared.config.seed + ORDER_SEED_OFFSET
+    rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
+    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
+    held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
+    checks = [_example(processor, prompt) for prompt in held_out]
+    accuracy = 0.0
+    for step in range(1, config.num_steps + 1):
+        metrics = await learner.supervised_step([_example(processor, source.next()) for _ in range(config.batch_size)])
+        if step % config.check_interval == 0 or step == config.num_steps:
+            accuracy = await learner.answer_accuracy(checks)
+            _logger.info("warm start: step %d, loss %.3f, accuracy %.3f", step, metrics["loss"], accuracy)
+            if accuracy >= config.target_accuracy:
+                break
+    return accuracy
+
+
+def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
+    """`num_rows` of the rows, a pure function of the arguments; all of them for 0.
+
+    Distinct answers take turns: an answer that the policy has never given gets no reward that RL could build on.
+    """
+    if num_rows == 0:
+        return rows
+    by_answer: defaultdict[str, list[Row]] = defaultdict(list)
+    for place in epoch_order(len(rows), seed, 0):
+        by_answer[rows[place].answer].append(rows[place])
+    turns = zip_longest(*by_answer.values())
+    return [row for turn in turns for row in turn if row is not None][:num_rows]
+
+
+def _example(processor: ChatProcessor, prompt: Prompt) -> SupervisedExample:
+    _, solution = prompt.references
+    answer = processor.encode_answer(solution)
+    return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))

@@ -1,0 +1,1 @@
+"""Reward functions that compare a response with reference answers."""

@@ -1,0 +1,51 @@
+"""ANLS: how near a short text comes to a reference, by edit distance; 0 below a threshold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rapidfuzz.distance import Levenshtein
+
+from rewards.contract import RewardRequest, Score
+from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.references import check_number, given_references
+from rewards.tools import Tools
+
+
+class Anls:
+    """Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering") of one.
+
+    Of each reference: d = edit distance / length of the longer text, on texts in lower case whose white space is single
+    spaces. The value is 1 - the least d, and 0 if that is below `threshold` (published: 0.5). `extract` says where the
+    answer stands (`rewards.functions.parsing.extraction`).
+
+    `lengths="raw"` counts the lengths before white space is folded, as the public scorers do, so there a wrong answer
+    gains by blanks; `"folded"` counts what is compared. On purpose, other than published: an answer has no white space
+    around it, an empty one scores 0 whatever the reference, and a prompt without references is a `RewardError`.
+    """
+
+    def __init__(self, tools: Tools, *, threshold: float, lengths: Literal["raw", "folded"], extract: str) -> None:
+        check_number("threshold", threshold, low=0, high=1)
+        if lengths not in ("raw", "folded"):
+            raise ValueError(f"lengths={lengths!r} is unknown: use raw or folded")
+        self._threshold = threshold
+        self._counts_raw = lengths == "raw"
+        self._extract = extractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request.response.text)
+        if flaw:
+            return Score(0.0, flaw)
+        value = max(self._similarity(answer, reference) for reference in references)
+        return Score(value) if value >= self._threshold else Score(0.0, "too far from every reference")
+
+    def _similarity(self, answer: str, reference: str) -> float:
+        ours, theirs = _fold(answer), _fold(reference)
+        length = max(len(answer), len(reference)) if self._counts_raw else max(len(ours), len(theirs))
+        most = int(length * (1 - self._threshold)) + 1  # beyond it the value is 0: two long texts are not gone through
+        return 1 - Levenshtein.distance(ours, theirs, score_cutoff=most) / length
+
+
+def _fold(text: str) -> str:
+    return " ".join(text.lower().split())

@@ -1,0 +1,100 @@
+r"""Exact answer: 1 if the response's answer equals a reference as mathematics, else 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.errors import RewardError
+from rewards.contract import Outcome, RewardRequest, Score
+from rewards.functions.parsing.answer_words import why_other_words
+from rewards.functions.parsing.extraction import Extractor, extractor
+from rewards.functions.parsing.latex_boxes import last_boxed
+from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
+from rewards.functions.parsing.references import check_true_or_false, given_references
+from rewards.isolation.calls import call_each, failure
+from rewards.tools import Tools
+
+MAX_ANSWER_CHARS = 1000  # an answer longer than this, and than twice its reference, is no answer; parsing it would be
+_EQUIVALENT = "rewards.functions.parsing.math_verification:equivalent"
+
+_Question = tuple[str, tuple[str, ...]]  # an answer and the references that only computer algebra can compare it with
+
+
+class MathAnswer:
+    r"""Compares the answer with each reference: plain ones at once, the rest by math-verify in isolated processes.
+
+    Where the answer stands is said by one of two options. `require_boxed`: in the last balanced box; where it is false,
+    a response without a box is its own answer as a whole, and a number somewhere in its prose never counts. `extract`:
+    any way of `rewards.functions.parsing.extraction`, such as `json:answer`; a box within what was found is opened.
+
+    A unit may be left out or added, but not exchanged for another; nothing is converted. Words that change what a
+    number says ("5 or more", "not 5") make it no answer.
+    """
+
+    def __init__(self, tools: Tools, *, require_boxed: bool | None = None, extract: str | None = None) -> None:
+        if (require_boxed is None) == (extract is None):
+            raise ValueError(f"require_boxed={require_boxed!r} and extract={extract!r}: set exactly one of the two")
+        if require_boxed is not None:
+            check_true_or_false(require_boxed=require_boxed)
+            extract = "boxed" if require_boxed else "whole"
+        self._isolated = tools.isolated
+        self._extract: Extractor = extractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        question = self._look(request)
+        if isinstance(question, Score):
+            return question
+        return _compared(self._isolated.call(_EQUIVALENT, *question))
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
+        """Undecided answers go to the processes side by side: one that hangs costs its own timeout and no other's."""
+        found = [self._look_or_fail(request) for request in requests]
+        questions = [question for question in found if isinstance(question, tuple)]
+        verdicts = iter(call_each(self._isolated, _EQUIVALENT, questions, _compared) if questions else ())
+        return [next(verdicts) if isinstance(question, tuple) else question for question in found]
+
+    def _look_or_fail(self, request: RewardRequest) -> Outcome | _Question:
+        try:
+            return self._look(request)
+        except RewardError as error:
+            return failure(error)
+
+    def _look(self, request: RewardRequest) -> Score | _Question:
+        given = given_references(request.references)
+        references = tuple(last_boxed(reference) or reference for reference in given)
+        answer, flaw = self._extract(request.response.text)
+        if flaw:
+            return Score(0.0, flaw)
+        boxed = last_boxed(answer) if "\\boxed" in answer else None
+        answer = answer if boxed is None else boxed.strip()
+        if not answer:
+            return Score(0.0, "empty answer")
+        if len(answer) > max(MAX_ANSWER_CHARS, 2 * max(map(len, references))):
+            return Score(0.0, f"answer of {len(answer)} characters")
+        if _breaks_out(answer):
+            return Score(0.0, "unbalanced braces")
+        return _compare(answer, references)
+
+
+def _breaks_out(answer: str) -> bool:
+    """Whether an answer would leave the box that it is parsed in."""
+    if "{" not in answer and "}" not in answer and "\\" not in answer:
+        return False
+    return last_boxed(f"\\boxed{{{answer}}}") != answer
+
+
+def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
+    verdicts = {reference: decide(answer, reference) for reference in references}
+    if True in verdicts.values():
+        return Score(1.0)
+    unclear = [reference for reference, verdict in verdicts.items() if verdict is None]
+    refusals = {r: why_no_value(answer, r) or why_other_words(normalise(answer), normalise(r)) for r in unclear}
+    undecided = tuple(reference for reference, refusal in refusals.items() if not refusal)
+    if not undecided:
+        return Score(0.0, next(filter(None, refusals.values()), "another value"))
+    return answer, undecided
+
+
+def _compared(verdict: tuple[bool, str]) -> Score:
+    equals, reason = verdict
+    return Score(float(equals), reason)

@@ -1,0 +1,111 @@
+"""Multiple choice: 1 if the response names the right option and no other, else 0."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.latex_boxes import last_boxed
+from rewards.functions.parsing.references import given_references
+from rewards.tools import Tools
+
+# Words that take an answer back, or talk about an option instead of choosing it.
+_RETRACTION = re.compile(
+    r"\b(?:wait|wrong|incorrect|mistaken?|actually|rather|instead|sorry|false|untrue|reject(?:ed)?|eliminated?"
+    r"|excluded?|ruled out|refuted?|disproved?|disagrees?|disputed?|unsure|isn't|can(?:not|'t) be"
+    r"|not (?:the |an? )?(?:right|correct|answer|option|choice|it|true|sure))\b",
+    re.IGNORECASE,
+)
+_ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
+# Behind a cue, as in "answer: B was refuted"; "answer: B is ..." chooses.
+_NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")
+_MAX_ALONE_CHARS = 60  # of a letter with its wrapping: the pattern's time grows with the square of it
+_MAX_CHARS = 100_000  # of the text around a choice
+_WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
+
+
+class MultipleChoice:
+    r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`.
+
+    `letters` are the options, such as "ABCD". `extract` says where the answer stands
+    (`rewards.functions.parsing.extraction`); in what was found, a `\boxed{}` is taken before the text around it. A
+    choice has its own form: a letter within a word or a sentence is none. Two different letters are no answer, nor is
+    one that is taken back, put in doubt or only talked about ("B is wrong"). A lower-case letter counts only by itself
+    or in brackets.
+
+    Raises:
+        RewardError: no reference names one of the letters.
+    """
+
+    def __init__(self, tools: Tools, *, letters: str, extract: str) -> None:
+        fits = isinstance(letters, str) and letters.isascii() and letters.isalpha() and letters.isupper()
+        if not fits or len(set(letters)) != len(letters) or len(letters) < 2:
+            raise ValueError(f"letters={letters!r} is unfit: name two or more different capital letters, such as ABCD")
+        self._extract = extractor(extract)
+        self._choices = _Choices(letters)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        right = self._choices.of_references(given_references(request.references))
+        answer, flaw = self._extract(request.response.text)
+        if flaw:
+            return Score(0.0, flaw)
+        letter, flaw = self._choices.read(answer)
+        return Score(float(letter in right), flaw)
+
+
+class _Choices:
+    """Reads which of some letters a text chooses."""
+
+    def __init__(self, letters: str) -> None:
+        either = f"[{letters}{letters.lower()}]"
+        alone = rf"[\s\"'`*$(\[{{]*(?:(?i:option|choice) )?[\"'`*$(\[{{]*({either})[\s\"'`*$)\]}}.:,;]*"
+        self._alone = re.compile(alone)
+        # "B. text", "B) text", "(B) text", "**B**: text" at the start
+        self._first = re.compile(rf"\**(?:\(({either})\)|([{letters}])\**[.):])\**(?=[\s:.,]|$)")
+        self._cued = re.compile(
+            r"\b(?i:answer|option|choice)\**(?:(?i: is)(?: ?:)?| ?:)\** ?(?:(?i:the )?(?i:option|choice) )?[*\"]*"
+            rf"(?:\(({either})\)|(?![AI] (?!because|since|as\b)[a-z])([{letters}]))(?![\w'?])"
+        )
+        # a letter by itself, in any role; "A" and "I" before a word are English
+        self._mentioned = re.compile(
+            rf"(?<![\w'])(?:\(({either})\)|(?![AI] [a-z])([{letters}])|([{letters}])(?= (?:is|or|and|nor|not)\b))"
+            r"(?![\w'])"
+        )
+        self.of_references = lru_cache(maxsize=4096)(self._of_references)
+
+    def read(self, text: str) -> tuple[str, str]:
+        """The chosen letter and "", or "" and why there is none."""
+        boxed = last_boxed(text) if "\\boxed" in text else None
+        text = " ".join((text if boxed is None else boxed).split())
+        text = _WRAPPING.sub(r"\1", text) if "\\" in text else text
+        alone = self._alone.fullmatch(text) if len(text) <= _MAX_ALONE_CHARS else None
+        if alone:
+            return alone[1].upper(), ""
+        if len(text) > _MAX_CHARS:
+            return "", f"answer of {len(text)} characters"
+        cued = [match for match in self._cued.finditer(text) if not _NOT_A_CHOICE.match(text, match.end())]
+        chosen = set(map(_letter, cued))
+        first = self._first.match(text)
+        if first and not _ABOUT_AN_OPTION.match(text, first.end()):
+            chosen.add(_letter(first))
+        if not chosen:
+            return "", "no option is chosen"
+        mentioned = chosen | {_letter(match) for match in self._mentioned.finditer(text)}
+        if len(mentioned) > 1:
+            return "", f"{len(mentioned)} options are named"
+        if "?" in text or _RETRACTION.search(text):
+            return "", "the choice is taken back or in doubt"
+        return chosen.pop(), ""
+
+    def _of_references(self, references: tuple[str, ...]) -> frozenset[str]:
+        letters = frozenset(letter for letter, _ in map(self.read, references) if letter)
+        if not letters:
+            raise RewardError(f"no reference names one option: {', '.join(map(repr, references))[:200]}")
+        return letters
+
+
+def _letter(match: re.Match[str]) -> str:
+    return next(filter(None, match.groups())).upper()

@@ -1,0 +1,53 @@
+"""Relaxed accuracy: 1 if a number is within a tolerance of a reference, or a text equals one, else 0."""
+
+from __future__ import annotations
+
+import re
+
+from rewards.contract import RewardRequest, Score
+from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.references import check_number, given_references
+from rewards.tools import Tools
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?(%?)")
+
+
+class RelaxedAccuracy:
+    """The measure of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
+
+    Where answer a and reference r are both numbers and r is not 0, the value is 1 if |a - r| / |r| <= `tolerance`
+    (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` says where
+    the answer stands (`rewards.functions.parsing.extraction`).
+
+    A number is a decimal in ASCII digits, with or without exponent. On purpose, other than the public scorers: "nan",
+    "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them, an empty answer
+    scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
+    """
+
+    def __init__(self, tools: Tools, *, tolerance: float, extract: str) -> None:
+        check_number("tolerance", tolerance, low=0, high=1)
+        self._tolerance = tolerance
+        self._extract = extractor(extract)
+
+    def __call__(self, request: RewardRequest) -> Score:
+        references = given_references(request.references)
+        answer, flaw = self._extract(request.response.text)
+        if flaw:
+            return Score(0.0, flaw)
+        return Score(float(any(self._equals(answer, reference.strip()) for reference in references)))
+
+    def _equals(self, answer: str, reference: str) -> bool:
+        ours, theirs = _read(answer), _read(reference)
+        if ours is not None and theirs:
+            return abs(ours - theirs) / abs(theirs) <= self._tolerance
+        return answer.lower() == reference.lower()
+
+
+def _read(text: str) -> float | None:
+    if len(text) > 400:  # longer than any float that is not an infinity
+        return None
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    number = float(text[:-1]) / 100 if match[1] else float(text)
+    return number if abs(number) < float("inf") else None

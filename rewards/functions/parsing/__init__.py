@@ -1,0 +1,1 @@
+"""Answers, boxes and JSON read out of a response."""

@@ -1,0 +1,94 @@
+"""Reads bounding boxes out of strict JSON and brings them to one form: corners, as shares of the picture."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from rewards.functions.parsing.strict_json import read_json
+
+Form = Literal["xyxy", "xywh"]
+Scale = Literal["relative", "thousandths", "pixels"]
+
+LIMITS: dict[str, float] = {"relative": 1.0, "thousandths": 1000.0, "pixels": 1e6}  # the largest coordinate
+MAX_BOXES = 200  # matching takes the cube of it
+_KEYS = ("bbox_2d", "bbox", "box")  # under which objects name their box, the first one that is there
+_NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,2})?")
+
+
+class BoundingBox(NamedTuple):
+    """Left, top, right and bottom; right and bottom are the greater ones."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+def read_boxes(text: str, form: Form, scale: Scale) -> tuple[list[BoundingBox], str]:
+    """The boxes of a JSON text and "", or none and what is malformed.
+
+    One box is four numbers, or an object that has them as `bbox_2d`, `bbox` or `box`; several are an array of those.
+    """
+    value, flaw = read_json(text, fenced=False)
+    return ([], flaw) if flaw else to_boxes(value, form, scale)
+
+
+def to_boxes(value: Any, form: Form, scale: Scale) -> tuple[list[BoundingBox], str]:
+    """As `read_boxes`, for a value that was read."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    if entries and all(_number(entry) is not None for entry in entries):
+        entries = [entries]
+    if len(entries) > MAX_BOXES:
+        return [], f"{len(entries)} boxes"
+    boxes = []
+    for entry in entries:
+        box = _box(entry, form, LIMITS[scale])
+        if isinstance(box, str):
+            return [], box
+        boxes.append(box)
+    return boxes, "" if boxes else "no box"
+
+
+def iou(a: BoundingBox, b: BoundingBox) -> float:
+    """Intersection over union, from 0 to 1."""
+    width = min(a.right, b.right) - max(a.left, b.left)
+    height = min(a.bottom, b.bottom) - max(a.top, b.top)
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    areas = (a.right - a.left) * (a.bottom - a.top) + (b.right - b.left) * (b.bottom - b.top)
+    return min(1.0, shared / (areas - shared))
+
+
+def rescaled(box: BoundingBox, across: float, down: float) -> BoundingBox:
+    """The box with its horizontal and vertical coordinates multiplied."""
+    return BoundingBox(box.left * across, box.top * down, box.right * across, box.bottom * down)
+
+
+def _box(entry: Any, form: Form, limit: float) -> BoundingBox | str:
+    if isinstance(entry, dict):
+        entry = next((entry[key] for key in _KEYS if key in entry), None)
+    numbers: Sequence[float | None] = list(map(_number, entry)) if isinstance(entry, list | tuple) else []
+    if len(numbers) != 4 or None in numbers:
+        return "a box that is not four numbers"
+    left, top, right, bottom = numbers
+    if form == "xywh":
+        right, bottom = left + right, top + bottom
+    slack = limit * 1e-9  # of adding a width to a corner
+    if left < 0 or top < 0 or right > limit + slack or bottom > limit + slack:
+        return f"a box that is not within 0 and {limit:g}"
+    if right <= left or bottom <= top:
+        return "a box without area"
+    return BoundingBox(left, top, right, bottom)
+
+
+def _number(value: Any) -> float | None:
+    """A finite number, or a text that JSON writes one with: `read_json` leaves numbers as they were written."""
+    if isinstance(value, str):
+        return float(value) if _NUMBER.fullmatch(value) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e18:
+        return None
+    return float(value) if math.isfinite(value) else None

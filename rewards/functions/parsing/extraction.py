@@ -1,0 +1,78 @@
+"""Where a response's answer stands: in a box, in a JSON field, between tags, on the last line, or all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rewards.functions.parsing.latex_boxes import find_boxes
+from rewards.functions.parsing.strict_json import field_text, read_json
+
+Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", why there is none)
+
+WAYS = "whole, last_line, boxed, json:FIELD, fenced_json:FIELD or tags:NAME"
+
+
+def extractor(extract: str) -> Extractor:
+    r"""The way of extraction that an option `extract` names. An answer has no white space around it and is not empty.
+
+    `whole`: the response is the answer. `last_line`: its last line that is not blank. `boxed`: the balanced
+    `\boxed{...}` that opens last. `tags:NAME`: what stands between the only `<NAME>` and the only `</NAME>`.
+    `json:FIELD`: a text or number in this field, where the whole response is one strict JSON object;
+    `fenced_json:FIELD`: the same, or inside the response's only fenced code block.
+
+    Raises:
+        ValueError: it names no such way.
+    """
+    way, colon, name = extract.partition(":") if isinstance(extract, str) else ("", "", "")
+    if way in _PLAIN and not colon:
+        return _not_empty(_PLAIN[way])
+    if way in _NAMED and name:
+        return _not_empty(_NAMED[way](name))
+    raise ValueError(f"extract={extract!r} is no way to find the answer: use {WAYS}")
+
+
+def _not_empty(find: Extractor) -> Extractor:
+    def extract(text: str) -> tuple[str, str]:
+        answer, flaw = find(text)
+        answer = answer.strip()
+        return answer, flaw or ("" if answer else "empty answer")
+
+    return extract
+
+
+def _last_line(text: str) -> tuple[str, str]:
+    return text.rstrip().rpartition("\n")[2], ""
+
+
+def _boxed(text: str) -> tuple[str, str]:
+    boxes, _ = find_boxes(text)
+    return (boxes[-1].content(text), "") if boxes else ("", "no \\boxed{} answer")
+
+
+def _between_tags(name: str) -> Extractor:
+    opening, closing = f"<{name}>", f"</{name}>"
+
+    def find(text: str) -> tuple[str, str]:
+        for tag in (opening, closing):
+            if (count := text.count(tag)) != 1:
+                return "", f"{count} times {tag} instead of once"
+        start, end = text.index(opening) + len(opening), text.index(closing)
+        return (text[start:end], "") if start <= end else ("", f"{closing} before {opening}")
+
+    return find
+
+
+def _json_field(name: str, *, fenced: bool) -> Extractor:
+    def find(text: str) -> tuple[str, str]:
+        value, flaw = read_json(text, fenced=fenced)
+        return ("", flaw) if flaw else field_text(value, name)
+
+    return find
+
+
+_PLAIN: Mapping[str, Extractor] = {"whole": lambda text: (text, ""), "last_line": _last_line, "boxed": _boxed}
+_NAMED: Mapping[str, Callable[[str], Extractor]] = {
+    "json": lambda name: _json_field(name, fenced=False),
+    "fenced_json": lambda name: _json_field(name, fenced=True),
+    "tags": _between_tags,
+}

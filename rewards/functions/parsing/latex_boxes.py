@@ -1,0 +1,53 @@
+r"""Finds the `\boxed{...}` expressions of a response, nested braces included, in one pass over the text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# An escaped brace or backslash is a character of its own and opens nothing.
+_TOKENS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class BoxedSpan:
+    r"""Where one balanced `\boxed{content}` stands; boxes nest, so none carries a copy of its content."""
+
+    start: int  # of the backslash
+    content_start: int
+    end: int  # behind the closing brace
+
+    def content(self, text: str) -> str:
+        return text[self.content_start : self.end - 1]
+
+
+def find_boxes(text: str) -> tuple[list[BoxedSpan], int]:
+    r"""All balanced boxes in the order in which they open, and how many `\boxed{` were never closed."""
+    boxes: list[BoxedSpan] = []
+    if (start := text.find("\\boxed")) < 0:
+        return boxes, 0
+    open_braces: list[re.Match[str] | None] = []  # a box's opening match, or None for a plain brace
+    for token in _TOKENS.finditer(text, _before_escapes(text, start)):
+        if token[0] == "{":
+            open_braces.append(None)
+        elif token[0].startswith("\\boxed"):
+            open_braces.append(token)
+        elif token[0] == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening is not None:
+                boxes.append(BoxedSpan(opening.start(), opening.end(), token.end()))
+    boxes.sort(key=lambda box: box.start)
+    return boxes, sum(opening is not None for opening in open_braces)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the balanced `\boxed{...}` that opens last, or None if there is none."""
+    boxes, _ = find_boxes(text)
+    return boxes[-1].content(text) if boxes else None
+
+
+def _before_escapes(text: str, start: int) -> int:
+    r"""Where scanning may begin: at the first `\boxed`, but never inside an escape like the `\\` of `\\boxed`."""
+    while start and text[start - 1] == "\\":
+        start -= 1
+    return start

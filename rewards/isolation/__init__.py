@@ -1,0 +1,1 @@
+"""Reward functions with a deadline, in processes of their own."""

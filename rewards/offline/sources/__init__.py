@@ -1,0 +1,1 @@
+"""Records and the files that they are read from."""

@@ -1,0 +1,79 @@
+"""Replay evaluation: recorded responses scored once more, and what came out otherwise, component by component."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.records.arrow import RecordedGroup
+from cluster.records.trajectory import Reward
+from rewards.contract import RewardRequest
+from rewards.pool.worker import group_requests
+from rewards.recipes import ComponentError
+
+TOTAL = "reward"  # the weighted sum
+
+
+class RewardsScorer(Protocol):
+    """`rewards.scoring.Scoring` with all components."""
+
+    def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]: ...
+
+
+@dataclass
+class Difference:
+    """One component's values then and now, over the responses that have both."""
+
+    name: str
+    pairs: list[tuple[float, float]] = field(default_factory=list)  # (then, now)
+
+    @property
+    def mean_then(self) -> float:
+        return math.fsum(then for then, _ in self.pairs) / len(self.pairs)
+
+    @property
+    def mean_now(self) -> float:
+        return math.fsum(now for _, now in self.pairs) / len(self.pairs)
+
+    @property
+    def num_changed(self) -> int:
+        return sum(then != now for then, now in self.pairs)
+
+    @property
+    def largest_change(self) -> float:
+        return max(abs(now - then) for then, now in self.pairs)
+
+
+@dataclass
+class Rescoring:
+    """All recorded responses. A component that only one side has is named, not compared."""
+
+    num_responses: int = 0
+    num_unscored_then: int = 0
+    num_unscored_now: int = 0
+    differences: dict[str, Difference] = field(default_factory=dict)
+    not_compared: set[str] = field(default_factory=set)
+
+    def add(self, then: Reward | None, now: Reward | None) -> None:
+        """State what one response got then and gets now; None where it could not be scored."""
+        self.num_responses += 1
+        self.num_unscored_then += then is None
+        self.num_unscored_now += now is None
+        if then is None or now is None:
+            return
+        values_then, values_now = {**then.components, TOTAL: then.value}, {**now.components, TOTAL: now.value}
+        self.not_compared |= values_then.keys() ^ values_now.keys()
+        for name in values_then.keys() & values_now.keys():
+            self.differences.setdefault(name, Difference(name)).pairs.append((values_then[name], values_now[name]))
+
+
+def rescore(scorer: RewardsScorer, groups: Iterable[RecordedGroup]) -> Rescoring:
+    """Score each group again, by text alone, and compare with its record."""
+    result = Rescoring()
+    for recorded in groups:
+        now = scorer.rewards(group_requests(recorded.group, pictures=()))
+        for before, after in zip(recorded.rewards, now, strict=True):
+            result.add(before, after if isinstance(after, Reward) else None)
+    return result

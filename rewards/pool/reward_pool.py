@@ -1,0 +1,170 @@
+"""The reward pool: brings each group to the services that score it, makes rewards of what they say, counts failures."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.errors import DeadlineError, LostReplyError, RewardError, StuckError, UnscoredGroupError
+from cluster.records.trajectory import Answers, EndedResponse, Reward
+from cluster.runtime.concurrency import run_all
+from configs.schema.rewards import RewardsConfig
+from rewards.contract import FailureKind, Outcome
+from rewards.pool.scoring_ahead import Ahead, Said, ScoringAhead
+from rewards.pool.service import RewardService
+from rewards.pool.worker import GroupOutcomes, Question
+from rewards.recipes import ComponentError, RecipeBook
+
+logger = logging.getLogger(__name__)
+
+USED, UNUSED = "used", "unused"
+RETRIED = "retried"  # a component failed and was asked again
+DIED, HUNG = "reward_died", "reward_hung"
+
+
+class LossCounter:
+    """`failures` of a pool, and the way in which services report lost workers and answers to it."""
+
+    def __init__(self, on_lost: Callable[[str], None] = lambda kind: None) -> None:
+        """`on_lost` is told the kind of each loss of a worker."""
+        self._on_lost = on_lost
+        self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
+
+    def count_loss(self, error: Exception) -> None:
+        if isinstance(error, LostReplyError):
+            self.failures[FailureKind.REPLY_LOST] += 1
+            return
+        is_hung = isinstance(error, DeadlineError | StuckError)
+        self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
+        self._on_lost(HUNG if is_hung else DIED)
+
+
+class RewardPool:
+    """Implements `cluster.roles.Rewards` over services, which are asked side by side unless gates set an order.
+
+    A response that could not be scored is counted in `failures` by kind and never becomes a number: with
+    `rewards.on_failure=exclude` there is None in its place, with `stop` it raises.
+    """
+
+    def __init__(self, rewards: RewardsConfig, services: Mapping[str, RewardService], losses: LossCounter) -> None:
+        """`services` are by the name that components give; `losses` is what they report to."""
+        self._book = RecipeBook(rewards)
+        self._stages = rewards.service_stages()
+        self._on_failure = rewards.on_failure
+        self._needs_pictures = any(component.needs_pictures for component in rewards.components)
+        self._losses = losses
+        self._ahead = ScoringAhead(self._score_ended)
+        self.services = services
+        self.scored_ahead: Counter[str] = Counter({USED: 0, UNUSED: 0})
+
+    @property
+    def failures(self) -> Counter[str]:
+        """How often what befell a response or a worker, since the pool was built."""
+        return self._losses.failures
+
+    async def start(self) -> None:
+        """Wait until the first workers of every service are built.
+
+        Raises:
+            PreflightError: a worker cannot be built: a reward function does not exist, or its options do not fit.
+        """
+        await run_all(*(service.start() for service in self.services.values()))
+
+    def score_ahead(self, ended: EndedResponse) -> None:
+        """Begin to score a response before its group is there. What is said of it counts if the group holds it."""
+        self._ahead.begin(ended)
+
+    async def score(self, group: Any, group_id: str) -> tuple[Reward | None, ...]:
+        """One reward a trajectory, in order; None where it could not be scored and failures exclude.
+
+        Waits for a free place at a worker of each service.
+
+        Raises:
+            UnscoredGroupError: too many workers were lost over this group, and failures exclude.
+            RewardError: a response, or the group, could not be scored and failures stop the run; or a worker could not
+                get at the group.
+            WorkerDiedError: every worker of a service was lost too often.
+            LostObjectError: the group went with the node that held it.
+        """
+        try:
+            with self._ahead.taken(group_id) as ahead:
+                group = self._as_read(group)
+                said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
+                outcomes = await self._completed(group, said, ahead)
+        except UnscoredGroupError as error:
+            if self._on_failure == "exclude":
+                raise
+            raise RewardError(f"{group_id}: {error}: fix the reward, or set rewards.on_failure=exclude") from error
+        return tuple(
+            self._reward(said.label, trajectory_id, of_one)
+            for trajectory_id, of_one in zip(said.trajectory_ids, outcomes, strict=True)
+        )
+
+    async def check(self) -> None:
+        """Replace workers that do not answer."""
+        await asyncio.gather(*(service.pool.check() for service in self.services.values()))
+
+    async def close(self) -> None:
+        await self._ahead.close()
+        await asyncio.gather(*(service.close() for service in self.services.values()))
+
+    async def _score_ended(self, ended: EndedResponse) -> Said:
+        answers = self._as_read(Answers(ended.prompt, (ended.sibling,), (ended.response,)))
+        (outcomes,) = (await self._ask(answers, {})).outcomes
+        assert outcomes is not None, "nothing of it was known"
+        return outcomes
+
+    def _as_read(self, group: Any) -> Any:
+        """What comes by value, without what no component looks at: references to media are work to keep count of."""
+        return group.lean(with_media=self._needs_pictures) if isinstance(group, Answers) else group
+
+    async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
+        """What all services say of the responses that are not `known`."""
+        found: list[GroupOutcomes] = []
+        for stage in self._stages:
+            earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None
+            question = Question(group, earlier, known)
+            asked = [self.services[name].score(question) for name in stage]
+            found += [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        self.failures[RETRIED] += sum(said.num_retried for said in found)
+        return _merged(found)
+
+    async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
+        """`said` with what was said ahead; where the way to the components failed then, they are asked again."""
+        if not ahead:
+            return list(said.outcomes)
+        told = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
+        used = {i: outcomes for i, outcomes in told.items() if outcomes is not None}
+        self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
+        again = said
+        if len(used) < len(told):
+            again = await self._ask(group, {i: begun.digest for i, begun in ahead.items() if i in used})
+        return [used[i] if i in used else outcomes for i, outcomes in enumerate(again.outcomes)]
+
+    def _reward(self, label: str, trajectory_id: str, outcomes: Mapping[str, Outcome]) -> Reward | None:
+        try:
+            return self._book.reward(label, outcomes)
+        except ComponentError as error:
+            self.failures[error.kind] += 1
+            logger.warning("%s has no reward: %s %s: %s", trajectory_id, error.component, error.kind, error.reason)
+            if self._on_failure == "stop":
+                raise RewardError(
+                    f"{trajectory_id}: reward component {error.component!r} {error.kind} ({error.reason}): "
+                    "fix it, or set rewards.on_failure=exclude"
+                ) from error
+            return None
+
+
+def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
+    """What all services said of each response; a response that is known is known to all of them."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = [
+        None if None in of_one else {name: outcome for said in of_one for name, outcome in said.items()}
+        for of_one in zip(*(part.outcomes for part in parts), strict=True)
+    ]
+    return replace(parts[0], outcomes=tuple(whole))

@@ -1,0 +1,199 @@
+"""One service of the reward pool: its workers, the bounded queue before them, and the batches that travel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import (
+    DeadlineError,
+    LostObjectError,
+    LostReplyError,
+    RewardError,
+    StuckError,
+    UnscoredGroupError,
+    WorkerDiedError,
+)
+from cluster.runtime.ray_actors import answer
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.work_queue import Hosts, Place, WorkQueue
+from rewards.pool.worker import GroupOutcomes, Question
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """Deadlines and sizes of one service. `timeout_s` is for one call, the wait behind the calls before it included."""
+
+    start_s: float
+    alive_s: float
+    timeout_s: float
+    max_batch: int  # groups in one call
+    max_in_flight: int  # calls at one worker
+    max_queued: int  # groups that wait for a worker
+    max_attempts: int  # workers, or answers of them, that may be lost over one group
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A question on its way to a worker."""
+
+    question: Question
+    result: asyncio.Future[GroupOutcomes]
+    lost: list[str] = field(default_factory=list)  # why workers that had it, or their answers, were lost
+
+
+class RewardService:
+    """Scores groups on `RewardWorker` actors that run the same components; `pool` holds them.
+
+    A group goes to an idle worker, together with the groups that wait as well, up to `max_batch`: batches form while
+    workers are busy, and no group waits for a batch. Only a full batch is sent to a busy worker: a smaller one would
+    wait there instead, and could not grow. A worker that died or hangs is replaced. Groups that were not answered are
+    sent first, each in a call of its own, because one of them may be the cause.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        workers: Sequence[Any],
+        *,
+        hosts: Hosts,
+        restarts: RestartPolicy,
+        settings: ServiceSettings,
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        """`on_lost` is called for every loss of a worker, and with a LostReplyError for every answer that was lost."""
+        self._role = role
+        self._settings = settings
+        self._on_lost = on_lost
+        self._work = WorkQueue(
+            role,
+            workers,
+            hosts,
+            max_load=settings.max_in_flight,
+            restarts=restarts,
+            alive_s=settings.alive_s,
+            join=self._join,
+            on_lost=on_lost,
+            may_pile_up=self._has_full_batch,
+        )
+        self.pool = self._work.pool
+        self._queue: deque[_Waiting] = deque()
+        self._room = asyncio.Semaphore(settings.max_queued)
+        self._carriers: set[asyncio.Task[None]] = set()
+        self._is_waiting = False  # a carrier task waits for a worker
+
+    async def start(self) -> None:
+        """Wait until the first workers are built; raises what `WorkQueue.start` does."""
+        await self._work.start()
+
+    @property
+    def workers(self) -> tuple[Any, ...]:
+        """The handles that serve now; replaced ones are gone."""
+        return self._work.handles
+
+    async def score(self, question: Question) -> GroupOutcomes:
+        """The outcomes of the service's components for a group; waits for room in the queue, then for a worker.
+
+        Raises:
+            UnscoredGroupError: `max_attempts` workers, or their answers, were lost over this group.
+            RewardError: the worker could not fetch it.
+            WorkerDiedError: every worker was lost too often.
+            LostObjectError: the group was lost with its node.
+        """
+        async with self._room:
+            waiting = _Waiting(question, asyncio.get_running_loop().create_future())
+            self._queue.append(waiting)
+            self._carry()
+            if self._has_full_batch():
+                self._work.dispatch()
+            try:
+                return await waiting.result
+            finally:
+                if waiting in self._queue:  # the caller was cancelled
+                    self._queue.remove(waiting)
+
+    async def close(self) -> None:
+        for carrier in self._carriers:
+            carrier.cancel()
+        await asyncio.gather(*self._carriers, return_exceptions=True)
+        await self.pool.close()
+
+    def _has_full_batch(self) -> bool:
+        return len(self._queue) >= self._settings.max_batch
+
+    def _carry(self, *, is_urgent: bool = False) -> None:
+        """Have one task wait for a worker if any group is queued and no task waits yet."""
+        if self._is_waiting or not self._queue:
+            return
+        self._is_waiting = True
+        task = asyncio.create_task(self._carry_batch(is_urgent), name=f"{self._role} carrier")
+        self._carriers.add(task)
+        task.add_done_callback(self._carriers.discard)
+
+    async def _carry_batch(self, is_urgent: bool) -> None:
+        batch: list[_Waiting] = []
+        try:
+            async with self._work.place(is_urgent=is_urgent) as place:
+                self._is_waiting = False
+                batch = self._next_batch()
+                self._carry()
+                if batch:
+                    await self._deliver(place, batch)
+        except asyncio.CancelledError:
+            _fail(batch, RewardError(f"the {self._role} service was closed"))
+            raise
+        except Exception as error:  # no caller waits for this task: the error goes to the callers of its groups
+            if self._is_waiting and not batch:  # no worker will be free any more
+                self._is_waiting = False
+                batch = [self._queue.popleft() for _ in range(len(self._queue))]
+            _fail(batch, error)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The groups of the next call; a group over which a worker was lost is alone in its call."""
+        size = min(len(self._queue), self._settings.max_batch)
+        alone = next((i for i in range(size) if self._queue[i].lost), size)
+        return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
+
+    async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
+        what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
+        call = place.handle.score.remote([waiting.question for waiting in batch])
+        try:
+            results = await answer(call, timeout_s=self._settings.timeout_s, what=what)
+        except (WorkerDiedError, DeadlineError, StuckError) as error:
+            found = await self._work.failed(place, error)
+            if isinstance(found, LostReplyError):
+                self._on_lost(found)
+            self._again(batch, found)
+        except (LostObjectError, RewardError) as error:
+            if len(batch) == 1:
+                _fail(batch, error)
+            for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: each in a call of its own
+                await self._deliver(place, [waiting])
+        else:
+            for waiting, result in zip(batch, results, strict=True):
+                if not waiting.result.done():
+                    waiting.result.set_result(result)
+
+    def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
+        """Queue unanswered groups before all others, except those over which too many workers or answers were lost."""
+        for waiting in reversed(batch):
+            waiting.lost.append(str(error))
+            if len(waiting.lost) < self._settings.max_attempts:
+                self._queue.appendleft(waiting)
+            else:
+                who = f"{len(waiting.lost)} {self._role} workers, or their answers,"
+                _fail([waiting], UnscoredGroupError(f"{who} were lost over one group; last: {error}"))
+        self._carry(is_urgent=True)
+
+    async def _join(self, name: str, handle: Any) -> None:
+        what = f"{name} to start (timeouts.start_s)"
+        await answer(handle.ping.remote(), timeout_s=self._settings.start_s, what=what)
+
+
+def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
+    for waiting in batch:
+        if not waiting.result.done():
+            waiting.result.set_exception(error)

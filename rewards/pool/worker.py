@@ -1,0 +1,183 @@
+"""One reward worker: groups in, for each response what every component of the worker's service says of it out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import DeadlineError, RewardError, StuckError
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import Answers, Prompt, Response, TrajectoryGroup
+from cluster.runtime.object_store import fetch_or_miss
+from configs.schema.rewards import RewardsConfig
+from rewards.contract import Outcome, RewardRequest, Score
+from rewards.isolation.deadline import InTime
+from rewards.isolation.process_pool import IsolatedPool
+from rewards.pool.scoring_ahead import response_digest
+from rewards.scoring import Scoring
+from rewards.tools import Tools
+
+MAX_PICTURES = 64  # that one worker keeps at hand
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a service is to score: a `TrajectoryGroup`, or `Answers`, as object ref or value.
+
+    `earlier[i]` holds what other services said of response i, where gates look at it. `known` holds the digests of
+    responses, by position, that need not be scored: a response that is another one than its digest says is scored.
+    """
+
+    group: Any
+    earlier: Sequence[Mapping[str, Outcome]] | None = None
+    known: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GroupOutcomes:
+    """What one service says of a group: for each trajectory, in order, component -> outcome; None where it is known."""
+
+    label: str  # of the group's recipe
+    trajectory_ids: tuple[str, ...]
+    outcomes: tuple[Mapping[str, Outcome] | None, ...]
+    num_retried: int = 0  # responses that a component was given again; all of a call are told with its first group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it travels: scores as plain values, for each object among them takes longer than its few bytes."""
+        plain = [said if said is None else {name: _plain(o) for name, o in said.items()} for said in self.outcomes]
+        return _group_outcomes, (self.label, self.trajectory_ids, plain, self.num_retried)
+
+
+def _plain(outcome: Outcome) -> Any:
+    if isinstance(outcome, Score):
+        return outcome.value, outcome.reason, dict(outcome.breakdown)
+    return outcome
+
+
+def _group_outcomes(
+    label: str, trajectory_ids: tuple[str, ...], plain: Sequence[Any], num_retried: int
+) -> GroupOutcomes:
+    outcomes = tuple(said if said is None else {name: _outcome(o) for name, o in said.items()} for said in plain)
+    return GroupOutcomes(label, trajectory_ids, outcomes, num_retried)
+
+
+def _outcome(plain: Any) -> Outcome:
+    return Score(*plain) if isinstance(plain, tuple) else plain
+
+
+class RewardWorker:
+    """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
+
+    Functions that may hang run in `rewards.processes` processes that the worker owns: each call has
+    `function_timeout_s`, importing what it needs `start_timeout_s`. Models and engines compute in a thread that has the
+    same for each response. Once the time of a call's groups is used up, what is left is counted as timed out.
+    """
+
+    def __init__(
+        self,
+        rewards: RewardsConfig,
+        service: str,
+        *,
+        object_timeout_s: float,
+        start_timeout_s: float,
+        function_timeout_s: float,
+        group_timeout_s: float,
+        device: str,
+        dtype: str,
+    ) -> None:
+        self._isolated = IsolatedPool(
+            num_processes=rewards.processes, timeout_s=function_timeout_s, start_timeout_s=start_timeout_s
+        )
+        self._in_time = InTime(timeout_s=function_timeout_s)
+        self._service = service
+        self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time))
+        own = [component for component in rewards.components if component.service == service]
+        self._needs_pictures = any(component.needs_pictures for component in own)
+        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)
+        self._object_timeout_s = object_timeout_s
+        self._group_timeout_s = group_timeout_s
+
+    def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
+        """Score groups; refs come in a sequence, so that fetching has our deadline.
+
+        Raises:
+            RewardError: pictures did not arrive within `object_timeout_s`.
+            LostObjectError: a group did not, or went with its node.
+            StuckError: a model or an engine still hangs since an earlier call; only another process is rid of it.
+        """
+        if num_stuck := self._in_time.num_stuck:
+            raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")
+        try:
+            groups = [question.group for question in questions]
+            found = fetch_or_miss(groups, timeout_s=self._object_timeout_s, what="groups to score")
+            asked = [_Asked.of(group, question) for group, question in zip(found, questions, strict=True)]
+            pictures = [self._pictures(group.prompt) for group in asked]
+        except DeadlineError as error:
+            raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
+        self._isolated.deadline = self._in_time.deadline = time.monotonic() + len(asked) * self._group_timeout_s
+        return self._score(asked, pictures)
+
+    def ping(self) -> bool:
+        """Answers once the worker is built and free."""
+        return True
+
+    def close(self) -> None:
+        """End the isolated processes."""
+        self._isolated.close()
+
+    def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
+        return tuple(media.file for media in self._media.read(prompt.media)) if self._needs_pictures else ()
+
+    def _score(self, asked: Sequence[_Asked], pictures: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
+        """All responses of all groups together: what a model scores as one batch."""
+        wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
+        requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
+        before = None
+        if any(group.earlier is not None for group in asked):
+            before = [{} if group.earlier is None else group.earlier[i] for group, i, _ in wanted]
+        num_retried = self._scoring.num_retried
+        outcomes = iter(self._scoring.outcomes(requests, before))
+        num_retried = self._scoring.num_retried - num_retried
+        return [
+            GroupOutcomes(
+                label=self._scoring.book.label(group.prompt.metadata),
+                trajectory_ids=group.trajectory_ids,
+                outcomes=tuple(next(outcomes) if i in group.wanted else None for i in range(len(group.responses))),
+                num_retried=0 if place else num_retried,
+            )
+            for place, group in enumerate(asked)
+        ]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question whose group is there."""
+
+    prompt: Prompt
+    trajectory_ids: tuple[str, ...]
+    responses: tuple[Response, ...]
+    earlier: Sequence[Mapping[str, Outcome]] | None
+    wanted: Sequence[int]  # positions of the responses that are not known, ascending
+
+    @classmethod
+    def of(cls, group: TrajectoryGroup | Answers, question: Question) -> _Asked:
+        if isinstance(group, Answers):
+            ids, responses = group.trajectory_ids, group.responses
+        else:
+            ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+            responses = tuple(trajectory.response for trajectory in group.trajectories)
+        known, wanted = question.known, range(len(responses))
+        if known:
+            wanted = [i for i in wanted if i not in known or known[i] != response_digest(responses[i])]
+        return cls(group.prompt, ids, responses, question.earlier, wanted)
+
+
+def group_requests(group: TrajectoryGroup, pictures: tuple[bytes, ...]) -> list[RewardRequest]:
+    """One request a response; `pictures` are the files of the prompt's."""
+    return [reward_request(group.prompt, trajectory.response, pictures) for trajectory in group.trajectories]
+
+
+def reward_request(prompt: Prompt, response: Response, pictures: tuple[bytes, ...]) -> RewardRequest:
+    return RewardRequest(response, prompt.references, prompt.metadata, prompt.text, pictures)

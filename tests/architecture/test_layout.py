@@ -1,0 +1,103 @@
+"""Folders hold one topic each: few modules, and no two folders of a package import each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+from sources import Source, parse, sources
+
+MAX_MODULES = 14  # of one folder, `__init__` aside
+# Folders that others reorganise: {folder: why}. Keep it empty.
+CROWDED: dict[str, str] = {}
+# Packages that still have a cycle: {package: which}. Keep it empty.
+LOOPS = {
+    "learner": "learner.optim needs the Optimizer protocol of learner.backends, which builds its optimizers with it"
+}
+
+
+def module_of(source: Source) -> str:
+    """The dotted name of a file; a package's own file has the package's name."""
+    return source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(source: Source, modules: Iterable[str]) -> Iterator[str]:
+    known = set(modules)
+    for name in source.imports():
+        while name and name not in known:  # a name in a module, or a module
+            name = name.rpartition(".")[0]
+        if name:
+            yield name
+
+
+def arrows(all_sources: Iterable[Source]) -> dict[str, dict[str, dict[str, str]]]:
+    """package -> child -> imported child -> an import that shows it; children are sub-packages and modules."""
+    listed = {module_of(source): source for source in all_sources}
+    found: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for module, source in listed.items():
+        for target in imported_modules(source, listed):
+            here, there = module.split("."), target.split(".")
+            depth = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            if depth:  # they share a package, and neither is the package of the other
+                package = ".".join(here[:depth])
+                found[package][here[depth]].setdefault(there[depth], f"{module} imports {target}")
+    return found
+
+
+def cycles(graph: dict[str, dict[str, str]]) -> list[str]:
+    """Every child that reaches itself, with the imports on the way."""
+    found = []
+    for start in graph:
+        paths = [[start]]
+        seen = set()
+        while paths:
+            path = paths.pop()
+            for child in graph.get(path[-1], {}):
+                if child == start:
+                    steps = zip(path, [*path[1:], start], strict=True)
+                    found.append("; ".join(graph[a][b] for a, b in steps))
+                    paths = []
+                    break
+                if child not in seen:
+                    seen.add(child)
+                    paths.append([*path, child])
+    return found
+
+
+def test_no_folders_import_each_other() -> None:
+    folders = {source.path.rpartition("/")[0].replace("/", ".") for source in sources()}
+    found = {}
+    for package, graph in arrows(sources()).items():
+        if package not in LOOPS and any(f"{package}.{child}" in folders for child in graph):
+            found[package] = cycles(graph)
+    assert {package: loops for package, loops in found.items() if loops} == {}
+
+
+def test_no_folder_is_crowded() -> None:
+    folders: dict[str, int] = defaultdict(int)
+    for source in sources():
+        folder, _, name = source.path.rpartition("/")
+        folders[folder] += name != "__init__.py"
+    crowded = {folder: number for folder, number in folders.items() if number > MAX_MODULES}
+    assert {folder: number for folder, number in crowded.items() if folder not in CROWDED} == {}
+
+
+@pytest.mark.parametrize(
+    ("files", "num"),
+    [
+        ({"cluster/a/x.py": "import cluster.b.y", "cluster/b/y.py": "from cluster.a.x import f"}, 2),
+        (
+            {
+                "cluster/a/x.py": "import cluster.b.y",
+                "cluster/b/y.py": "import cluster.c",
+                "cluster/c.py": "import cluster.a.x",
+            },
+            3,
+        ),
+        ({"cluster/a/x.py": "import cluster.b.y", "cluster/b/y.py": "import cluster.b.z", "cluster/b/z.py": ""}, 0),
+    ],
+)
+def test_a_cycle_is_seen(files: dict[str, str], num: int) -> None:
+    graph = arrows([parse(path, text) for path, text in files.items()])["cluster"]
+    assert len(cycles(graph)) == num

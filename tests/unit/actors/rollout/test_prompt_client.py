@@ -1,0 +1,270 @@
+"""What a driver asks one rollout actor, and hears of it: requests together, one stream of messages, and what breaks
+it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import SETTINGS, make_group, make_prompt
+from handles import LocalHandle
+from waiting import until
+
+from actors.rollout import prompt_client
+from actors.rollout.message_queue import MessageQueue
+from actors.rollout.messages import Ended, GroupRequest, MessageBatch
+from actors.rollout.prompt_client import PromptClient
+from actors.rollout.server import PromptServer
+from cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
+from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from cluster.records.trajectory import Prompt, Told, TrajectoryGroup, WeightSpan
+from cluster.roles import SamplingSettings
+
+
+def request(number: int) -> GroupRequest:
+    return GroupRequest(make_prompt(f"0/{number}/s"), SETTINGS, Attempt(f"r{number}"))
+
+
+def chunk(request_id: str, start: int, num: int = 1) -> TokenChunk:
+    ids, spans = np.zeros(num, dtype=np.int32), (WeightSpan(0, 0, num),)
+    return TokenChunk(request_id, 0, start, SampledSequence(ids, ids.astype(np.float32), spans, None))
+
+
+class Server(PromptServer):
+    """Reports `num_chunks` chunks of each request, then answers; `befalls` may raise or wait before the answer."""
+
+    def __init__(self, num_chunks: int = 0, befalls: Callable[[str], Any] | None = None) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []  # request ids, by call
+        self.num_streams = 0
+        self._num_chunks = num_chunks
+        self._befalls = befalls
+
+    async def begin(self, requests: Sequence[GroupRequest]) -> None:
+        self.calls.append([request.request_id for request in requests])
+        await super().begin(requests)
+
+    async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
+        self.num_streams += 1
+        async for value in super().messages(num_values):
+            yield value
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, Told]:
+        for start in range(self._num_chunks):
+            self.report([chunk(attempt.request_id, start)])
+            await asyncio.sleep(0)
+        if self._befalls is not None:
+            await self._befalls(attempt.request_id)
+        group = make_group(prompt)
+        return group, (group.summary(), None)
+
+
+def heard(server: Server) -> PromptClient:
+    return PromptClient(LocalHandle(server), "rollout/0")
+
+
+async def ask(asked: PromptClient, number: int, take: Callable[[TokenChunk], None] = lambda chunk: None) -> Any:
+    """The group of one request, by value."""
+    with asked.asked(request(number), take) as answered:
+        reference, (summary, _) = await answered
+    group = await reference.future()
+    assert group.group_id == summary.group_id == f"0/{number}/s"
+    return group
+
+
+async def test_requests_of_one_moment_go_out_in_one_call_and_each_gets_its_own_group() -> None:
+    server = Server()
+    asked = heard(server)
+    await asyncio.gather(*(ask(asked, number) for number in range(5)))
+    await ask(asked, 5)
+    assert server.calls == [["r0", "r1", "r2", "r3", "r4"], ["r5"]]
+    assert server.num_streams == 1
+
+
+async def test_groups_that_end_in_another_order_than_they_were_asked_for_reach_who_asked() -> None:
+    async def the_last_first(request_id: str) -> None:
+        for _ in range(10 - 2 * int(request_id[1:])):
+            await asyncio.sleep(0)
+
+    asked = heard(Server(befalls=the_last_first))
+    await asyncio.gather(*(ask(asked, number) for number in range(5)))
+
+
+async def test_each_gets_its_own_chunks_in_order_and_all_of_them_before_its_group() -> None:
+    asked, taken = heard(Server(num_chunks=7)), {0: [], 1: []}
+    await asyncio.gather(*(ask(asked, number, taken[number].append) for number in taken))
+    for number, chunks in taken.items():
+        assert [(new_chunk.request_id, new_chunk.start) for new_chunk in chunks] == [
+            (f"r{number}", start) for start in range(7)
+        ]
+
+
+async def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent() -> None:
+    server = Server()
+    asked = heard(server)
+    with asked.asked(request(0), lambda chunk: None):
+        pass
+    await ask(asked, 1)
+    assert server.calls == [["r1"]]
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (RolloutError("the engine is dead"), RolloutError),
+        (DeadlineError("a picture did not come"), DependencyError),
+        (WorkerDiedError("the node that held it"), DependencyError),
+        (KeyError("a mistake"), KeyError),
+    ],
+)
+async def test_what_an_actor_raises_fails_one_request_and_says_where_it_was_raised(
+    raised: Exception, seen: type[Exception]
+) -> None:
+    async def fails(request_id: str) -> None:
+        if request_id == "r0":
+            raise raised
+
+    asked = heard(Server(befalls=fails))
+    failing, fine = await asyncio.gather(ask(asked, 0), ask(asked, 1), return_exceptions=True)
+    assert type(failing) is seen and isinstance(fine, TrajectoryGroup)
+    assert str(raised) in str(failing)
+    if seen is not DependencyError:
+        assert "in fails\n" in failing.__notes__[0]
+
+
+async def test_an_error_that_cannot_travel_becomes_one_that_says_the_same() -> None:
+    class Peculiar(Exception):
+        def __init__(self, code: int, text: str) -> None:
+            super().__init__(text)
+
+    async def fails(request_id: str) -> None:
+        raise Peculiar(7, "of a library")
+
+    with pytest.raises(RolloutError, match="(?s)in fails\n.*Peculiar: of a library"):
+        await ask(heard(Server(befalls=fails)), 0)
+
+
+async def test_a_chunk_that_nobody_can_place_fails_its_request_alone_which_is_broken_off() -> None:
+    broken_off: list[str] = []
+
+    async def never_ends(request_id: str) -> None:
+        try:
+            await asyncio.sleep(0 if request_id == "r1" else 60)
+        except asyncio.CancelledError:
+            broken_off.append(request_id)
+            raise
+
+    def refuse(new_chunk: TokenChunk) -> None:
+        raise RolloutError("chunks were lost or came twice")
+
+    asked = heard(Server(num_chunks=1, befalls=never_ends))
+    failing, fine = await asyncio.gather(ask(asked, 0, refuse), ask(asked, 1), return_exceptions=True)
+    assert isinstance(failing, RolloutError) and isinstance(fine, TrajectoryGroup)
+    await until(lambda: broken_off == ["r0"])
+
+
+async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -> None:
+    taken: list[TokenChunk] = []
+    server = Server(num_chunks=3, befalls=lambda request_id: asyncio.Event().wait())
+    handle = LocalHandle(server)
+    asked = PromptClient(handle, "rollout/0")
+    waiting = [asyncio.create_task(ask(asked, number, taken.append)) for number in range(2)]
+    await until(lambda: server.calls)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    server.report([chunk("r0", 3), chunk("r1", 3)])
+    await asyncio.sleep(0)
+    handle.die(WorkerDiedError("SIGKILL"))
+    for task in waiting:
+        with pytest.raises(WorkerDiedError, match="SIGKILL"):
+            await task
+    assert [new_chunk.start for new_chunk in taken if new_chunk.request_id == "r0"] == [0, 1, 2, 3]
+
+
+async def test_whoever_waits_for_an_actor_that_is_ended_is_told_so_at_once() -> None:
+    server = Server(befalls=lambda request_id: asyncio.Event().wait())
+    asked = heard(server)
+    waiting = asyncio.create_task(ask(asked, 0))
+    await until(lambda: server.calls)
+    asked.close()
+    with pytest.raises(WorkerDiedError, match="rollout/0 is ended"):
+        async with asyncio.timeout(5):
+            await waiting
+
+
+async def test_requests_that_an_actor_cannot_take_in_are_told_so() -> None:
+    class Choosy(Server):
+        async def begin(self, requests: Sequence[GroupRequest]) -> None:
+            if len(requests) > 1:
+                raise MemoryError(f"{len(requests)} are too many")
+            await super().begin(requests)
+
+    asked = heard(Choosy())
+    failed = await asyncio.gather(*(ask(asked, number) for number in range(3)), return_exceptions=True)
+    assert [str(error) for error in failed] == ["3 are too many"] * 3
+    await ask(asked, 3)
+
+
+async def test_requests_that_cannot_be_sent_are_told_so() -> None:
+    class Wire(LocalHandle):
+        """Takes nothing."""
+
+        @property
+        def begin(self) -> Any:
+            raise TypeError("cannot pickle a lock")
+
+    asked = PromptClient(Wire(Server()), "rollout/0")
+    with pytest.raises(TypeError, match="cannot pickle a lock"):
+        async with asyncio.timeout(5):
+            await ask(asked, 0)
+
+
+async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_client, "VALUES_A_STREAM", 3)
+    server, taken = Server(num_chunks=20), {number: [] for number in range(4)}
+    asked = heard(server)
+    await asyncio.gather(*(ask(asked, number, taken[number].append) for number in taken))
+    assert all([new_chunk.start for new_chunk in chunks] == list(range(20)) for chunks in taken.values())
+    assert server.num_streams > 5
+
+
+async def test_a_stream_that_broke_off_is_opened_again_with_the_next_request() -> None:
+    class Broken(Server):
+        async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
+            async for value in super().messages(num_values):
+                if self.num_streams == 1:
+                    raise ValueError("a value that cannot be sent")
+                yield value
+
+    asked = heard(Broken())
+    with pytest.raises(ValueError, match="a value that cannot be sent"):
+        await ask(asked, 0)
+    await ask(asked, 1)
+
+
+async def test_the_newest_listener_gets_the_messages_and_the_one_before_is_let_go() -> None:
+    message_queue, got = MessageQueue(), []
+
+    async def listen(name: str) -> None:
+        async for batch, groups in message_queue.messages():
+            got.append((name, [chunk.start for chunk in batch.chunks], [e.request_id for e in batch.ended], groups))
+
+    group = make_group(make_prompt("0/0/s"))
+    message_queue.put([chunk("a", 0)])
+    old = asyncio.create_task(listen("old"))
+    await asyncio.sleep(0)
+    message_queue.put([chunk("a", 1)])
+    message_queue.put([chunk("a", 2)])
+    message_queue.end(Ended("b", (group.summary(), None)), group)
+    await asyncio.sleep(0.01)
+    new = asyncio.create_task(listen("new"))
+    await asyncio.wait_for(old, 1)
+    message_queue.put([chunk("a", 3)])
+    await asyncio.sleep(0.01)
+    new.cancel()
+    assert got == [("old", [0], [], []), ("old", [1, 2], ["b"], [group]), ("new", [3], [], [])]

@@ -1,0 +1,354 @@
+"""Rows to prompts: equal to what Hugging Face's own processor makes, both token spaces in agreement, nothing twice."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoProcessor
+
+from actors.datasets.jsonl import Row
+from actors.processors import chat
+from actors.processors.chat import ChatProcessor
+from cluster.errors import MediaError, PromptError
+from cluster.records.media import MediaStore, ProcessedMedia
+from cluster.records.trajectory import Prompt
+from configs.schema.rollout import DataConfig, DataKind, SamplerConfig, SamplerKind
+from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
+
+MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
+Pictures = Callable[..., tuple[Path, ...]]
+
+
+def data_config(**changes: object) -> DataConfig:
+    return DataConfig(
+        kind=DataKind.JSONL,
+        path=Path("data"),
+        prompt_suffix=r" Answer in \boxed{}.",
+        system_prompt="",
+        max_prompt_tokens=512,
+        min_pixels=MIN_PIXELS,
+        max_pixels=MAX_PIXELS,
+        max_image_bytes=1_000_000,
+        max_decoded_pixels=1_000_000,
+        media_cache_bytes=10_000_000,
+        max_skipped_fraction=0.1,
+    ).model_copy(update=changes)
+
+
+SAMPLER = SamplerConfig(
+    kind=SamplerKind.HUGGINGFACE,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    max_tokens=8,
+    max_model_len=512,
+    max_images_per_prompt=3,
+    max_num_seqs=8,
+    max_num_batched_tokens=512,
+    chunk_tokens=64,
+    kv_cache_bytes=1,
+    enforce_eager=True,
+    block_size=16,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0))
+
+
+def build(model: str, **changes: object) -> tuple[ChatProcessor, MediaStore]:
+    store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
+    return ChatProcessor(model, data_config(**changes), SAMPLER, store, keep_files=False), store
+
+
+@pytest.fixture(scope="module")
+def processor(model: str) -> ChatProcessor:
+    return build(model)[0]
+
+
+@pytest.fixture(scope="module")
+def image_pad(model: str) -> int:
+    return AutoProcessor.from_pretrained(model).image_token_id
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Pictures:
+    """Picture files of the given sizes; `seed` makes equal sizes differ."""
+
+    def write(*sizes: tuple[int, int], seed: int = 0) -> tuple[Path, ...]:
+        return tuple(save(tmp_path / f"{seed}_{i}.png", size, seed + i) for i, size in enumerate(sizes))
+
+    return write
+
+
+def save(path: Path, size: tuple[int, int], seed: int) -> Path:
+    width, height = size
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+    return path
+
+
+def row(question: str, images: Sequence[Path] = ()) -> Row:
+    return Row("r", question, "7", r"\boxed{7}", tuple(images))
+
+
+def media_of(prompt: Prompt) -> list[ProcessedMedia]:
+    return [handle.reference for handle in prompt.media]
+
+
+def check_token_spaces(prompt: Prompt, image_pad: int) -> None:
+    """The invariants between compact ids, expanded ids, spans and grids."""
+    counts = [int(m.inputs["image_grid_thw"].prod()) // 4 for m in media_of(prompt)]
+    assert [span.end - span.start for span in prompt.media_spans] == counts
+    inside = np.zeros(prompt.num_tokens, dtype=bool)
+    for span in prompt.media_spans:
+        inside[span.start : span.end] = True
+    assert np.array_equal(inside, prompt.expanded_ids == image_pad)
+    assert inside.sum() == sum(counts)
+    assert (prompt.compact_ids == image_pad).sum() == len(counts)
+    assert np.array_equal(prompt.expanded_ids[~inside], prompt.compact_ids[prompt.compact_ids != image_pad])
+
+
+TINY, SMALL, WIDE, BIG = (5, 3), (56, 56), (120, 33), (480, 380)
+
+
+def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(model: str, pictures: Pictures) -> None:
+    paths = pictures((56, 56))
+    row = Row("r", "<image>Which?", "7", "7", paths, {"label": "digits"})
+    for keep_files, expected in ((True, paths[0].read_bytes()), (False, b"")):
+        store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
+        prompt = ChatProcessor(model, data_config(), SAMPLER, store, keep_files=keep_files).prepare(row, "0/0/r")
+        assert prompt.media[0].reference.file == expected
+        assert prompt.metadata == {"label": "digits"}
+
+
+@pytest.mark.parametrize("sizes", [(), (SMALL,), (SMALL, WIDE), (SMALL, SMALL), (TINY,), (BIG,), (BIG, TINY, WIDE)])
+def test_ids_and_tensors_equal_those_of_the_models_own_processor(
+    model: str, processor: ChatProcessor, pictures: Pictures, sizes: tuple[tuple[int, int], ...]
+) -> None:
+    files = pictures(*sizes)
+    prompt = processor.prepare(row("What" + "<image> is" * len(files) + "?", files), "0/0/r")
+    oracle = AutoProcessor.from_pretrained(model, min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
+    expected = oracle(text=[prompt.text], images=[Image.open(f) for f in files] or None, return_tensors="np")
+    assert prompt.expanded_ids.tolist() == expected["input_ids"][0].tolist()
+    if files:
+        for name in ("pixel_values", "image_grid_thw"):
+            ours = np.concatenate([m.inputs[name] for m in media_of(prompt)])
+            assert ours.dtype == expected[name].dtype
+            assert np.array_equal(ours, expected[name])
+
+
+def test_tensors_are_float32_patches_and_int64_grids(processor: ChatProcessor, pictures: Pictures) -> None:
+    (medium,) = media_of(processor.prepare(row("<image>?", pictures(SMALL)), "p"))
+    pixel_values, grid = medium.inputs["pixel_values"], medium.inputs["image_grid_thw"]
+    assert (pixel_values.dtype, pixel_values.shape) == (np.float32, (16, 3 * 2 * 14 * 14))
+    assert (grid.dtype, grid.tolist()) == (np.int64, [[1, 4, 4]])
+
+
+def test_pictures_stand_where_the_question_puts_them(processor: ChatProcessor, pictures: Pictures) -> None:
+    prompt = processor.prepare(row("Is <image>more than\n <image> ?", pictures(SMALL, WIDE)), "p")
+    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert prompt.text == (
+        f"<|im_start|>user\nIs {picture}more than\n {picture} ? Answer in \\boxed{{}}.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_the_system_prompt_is_a_turn_of_its_own(model: str) -> None:
+    prompt = build(model, system_prompt="Be brief.", prompt_suffix="")[0].prepare(row("2+2?"), "p")
+    assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
+
+
+def test_a_prompt_carries_ids_and_references(processor: ChatProcessor) -> None:
+    prompt = processor.prepare(row("2+2?"), "3/1/r")
+    assert (prompt.prompt_id, prompt.sample_id, prompt.references) == ("3/1/r", "r", ("7", r"\boxed{7}"))
+    assert prompt.compact_ids.dtype == prompt.expanded_ids.dtype == np.int32
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), max_size=3),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=4, max_size=4),
+)
+def test_any_text_and_pictures_make_a_consistent_prompt_or_are_refused(
+    processor: ChatProcessor, image_pad: int, pictures: Pictures, sizes: list[tuple[int, int]], texts: list[str]
+) -> None:
+    files = pictures(*sizes)
+    question = "<image>".join(texts[: len(files) + 1])
+    # Hypothesis also draws the constants of the code under test, placeholders and special tokens among them.
+    if question.count("<image>") != len(files) or any(token in question for token in SPECIAL_TOKENS):
+        with pytest.raises(PromptError):
+            processor.prepare(row(question, files), "p")
+        return
+    prompt = processor.prepare(row(question, files), "p")
+    check_token_spaces(prompt, image_pad)
+    assert processor.check(row(question, files)) == prompt.num_tokens
+
+
+def test_a_picture_in_two_prompts_is_decoded_and_stored_once(
+    model: str, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Path] = []
+    decode = chat.decode_image
+    monkeypatch.setattr(chat, "decode_image", lambda c, path, limits: decoded.append(path) or decode(c, path, limits))
+    processor, store = build(model)
+    (file,) = pictures(SMALL)
+    copy = file.with_name("copy.png")
+    copy.write_bytes(file.read_bytes())
+    first = processor.prepare(row("<image>?", [file]), "0/0/r")
+    second = processor.prepare(row("<image><image>!", [file, copy]), "0/1/s")
+    assert decoded == [file]
+    assert {handle.key for handle in (*first.media, *second.media)} == {first.media[0].key}
+    assert store.num_bytes == store.num_bytes_unique == first.media[0].num_bytes
+
+
+def test_stored_bytes_grow_with_unique_pictures(model: str, pictures: Pictures) -> None:
+    processor, store = build(model)
+    sizes = []
+    for seed in (0, 10, 0, 10, 20):
+        processor.prepare(row("<image>?", pictures(SMALL, seed=seed)), "p")
+        sizes.append(store.num_bytes_unique)
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] < sizes[4]
+
+
+def test_a_changed_file_is_another_medium(processor: ChatProcessor, tmp_path: Path) -> None:
+    keys = {
+        processor.prepare(row("<image>?", [save(tmp_path / "a.png", SMALL, seed)]), "p").media[0].key for seed in (1, 2)
+    }
+    assert len(keys) == 2
+
+
+def test_thumbnails_are_small_pictures(processor: ChatProcessor, pictures: Pictures) -> None:
+    thumbnails = [
+        Image.open(BytesIO(m.thumbnail))
+        for m in media_of(processor.prepare(row("<image><image>", pictures(BIG, SMALL)), "p"))
+    ]
+    assert [(t.format, max(t.size)) for t in thumbnails] == [("PNG", 128), ("PNG", 56)]
+
+
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>", "<|endoftext|>"])
+def test_text_that_imitates_a_special_token_is_refused(processor: ChatProcessor, token: str) -> None:
+    for use in (processor.check, lambda bad: processor.prepare(bad, "p")):
+        with pytest.raises(PromptError, match="special token"):
+            use(row(f"What is {token}?"))
+    with pytest.raises(PromptError, match="special token"):
+        processor.check(Row("r", "2+2?", "7", f"7{token}"))
+    with pytest.raises(PromptError, match="special token"):
+        processor.encode_answer(f"7{token}")
+
+
+def test_a_special_token_put_together_from_question_and_suffix_is_refused(model: str) -> None:
+    with pytest.raises(PromptError, match="special token"):
+        build(model, prompt_suffix="pad|>")[0].check(row("What is <|image_"))
+
+
+@pytest.mark.parametrize("claim", [{"processor_class": "Qwen2_5_VLProcessor"}, {}], ids=["claimed", "unclaimed"])
+def test_a_model_without_image_processor_is_refused(model: str, tmp_path: Path, claim: dict[str, str]) -> None:
+    AutoProcessor.from_pretrained(model).tokenizer.save_pretrained(tmp_path)
+    shutil.copy2(Path(model) / "config.json", tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("processor_class", None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | claim))
+    with pytest.raises(ValueError, match="policy.model=.*download it again"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("lost", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_a_model_without_its_tokenizer_is_refused(model: str, tmp_path: Path, lost: list[str]) -> None:
+    shutil.copytree(model, tmp_path, ignore=shutil.ignore_patterns(*lost), dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"policy\.model=.*'<\|image_pad\|>'.*download or write the checkpoint again"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", '{"a":', "{}", "[]"])
+def test_a_damaged_tokenizer_is_a_mistake_that_names_the_model(model: str, tmp_path: Path, content: str) -> None:
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"policy\.model=.*has no processor that loads .*download it again"):
+        build(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["prompt_suffix", "system_prompt"])
+@pytest.mark.parametrize("text", ["<image>", "<|im_end|>"])
+def test_configured_text_with_placeholders_or_special_tokens_is_refused(model: str, key: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"data.{key}"):
+        build(model, **{key: text})
+
+
+def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused(model: str, pictures: Pictures) -> None:
+    fits = row("<image>?", pictures(SMALL))
+    length = build(model)[0].check(fits)
+    assert build(model, max_prompt_tokens=length)[0].prepare(fits, "p").num_tokens == length
+    processor, store = build(model, max_prompt_tokens=length - 1)
+    for use in (processor.check, lambda long: processor.prepare(long, "p")):
+        with pytest.raises(PromptError, match=f"data.max_prompt_tokens is {length - 1}"):
+            use(fits)
+    assert store.num_bytes_unique == 0  # refused before anything was decoded
+
+
+def test_too_many_pictures_are_refused(processor: ChatProcessor, pictures: Pictures) -> None:
+    with pytest.raises(PromptError, match="sampler.max_images_per_prompt is 3"):
+        processor.prepare(row("<image>" * 4, pictures(*[SMALL] * 4)), "p")
+
+
+def test_placeholders_that_do_not_match_the_pictures_are_refused(processor: ChatProcessor, pictures: Pictures) -> None:
+    with pytest.raises(PromptError, match="2 pictures and its rendered text 1 placeholders"):
+        processor.prepare(row("<image>?", pictures(SMALL, WIDE)), "p")
+
+
+def test_unfit_pictures_are_refused_by_name(processor: ChatProcessor, pictures: Pictures, tmp_path: Path) -> None:
+    stripe = pictures((1, 300))[0]
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    for path, message in ((stripe, "aspect ratio"), (text, "no PNG"), (tmp_path / "absent.png", "missing")):
+        with pytest.raises(MediaError, match=f"{path.name}.*{message}"):
+            processor.check(row("<image>", [path]))
+        with pytest.raises(MediaError, match=f"{path.name}.*{message}"):
+            processor.prepare(row("<image>", [path]), "p")
+
+
+def test_a_truncated_picture_passes_the_header_check_and_is_refused_when_decoded(
+    processor: ChatProcessor, pictures: Pictures
+) -> None:
+    (file,) = pictures(SMALL)
+    file.write_bytes(file.read_bytes()[:2000])
+    assert processor.check(row("<image>", [file])) > 0
+    with pytest.raises(MediaError, match="corrupt"):
+        processor.prepare(row("<image>", [file]), "p")
+
+
+def test_answers_end_in_eos_and_decode_to_their_text(processor: ChatProcessor) -> None:
+    ids = processor.encode_answer(r"\boxed{7}")
+    assert ids.dtype == np.int32
+    assert ids[-1] in processor.eos_token_ids
+    assert ids[:-1].tolist().count(int(ids[-1])) == 0
+    assert processor.decode(ids) == r"\boxed{7}"
+
+
+def test_stop_pad_and_media_ids_are_those_of_the_checkpoint(model: str, processor: ChatProcessor) -> None:
+    tokenizer = AutoProcessor.from_pretrained(model).tokenizer
+    assert processor.eos_token_ids == tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
+    assert processor.pad_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert set(processor.media_token_ids) == set(tokenizer.convert_tokens_to_ids(chat.MEDIA_TOKENS))
+    assert not set(processor.media_token_ids) & set(processor.eos_token_ids)
+
+
+def test_without_a_generation_config_the_tokenizers_eos_stops(tmp_path: Path) -> None:
+    folder = write_tiny_qwen2_5_vl(tmp_path, seed=0)
+    (folder / "generation_config.json").unlink()
+    processor, _ = build(str(folder))
+    assert len(processor.eos_token_ids) == 1
+    assert processor.encode_answer("7")[-1] == processor.eos_token_ids[0]
+
+
+def test_the_fingerprint_says_whether_two_processors_make_the_same(model: str, processor: ChatProcessor) -> None:
+    assert build(model)[0].fingerprint == processor.fingerprint
+    assert build(model, max_pixels=MAX_PIXELS * 2)[0].fingerprint != processor.fingerprint

@@ -1,0 +1,294 @@
+"""The hub: one record a step, totals that are weighted right, failures that cost a sink and not the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from metrics_data import FACTS, REPLAY, FakeClock, MemorySink, NoSamples, make_group, make_metrics
+
+from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.hub import Metrics
+from cluster.metrics.sinks.jsonl import JsonlSink, read_records
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.summary import Summary, read_summary, summarize, write_summary
+from cluster.records.trajectory import FinishReason
+from cluster.roles import ReplayStats, UpdateReport
+from cluster.workers.status import Progress
+
+ISSUE_KEYS = (
+    "accuracy_before accuracy_after seed num_steps samples_per_s tokens_per_s seconds logprob_gap_mean logprob_gap_max "
+    "staleness weight_syncs restarts rejected sampler learner_backend learner_ranks rollout_actors media_bytes_unique "
+    "media_bytes_referenced"
+).split()
+
+
+class FullDisk(MemorySink):
+    """Fails on every record."""
+
+    name = "full_disk"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def emit(self, record: StepRecord) -> None:
+        self.num_calls += 1
+        raise OSError("no space left on device")
+
+
+def run_step(metrics: Metrics, clock: FakeClock, step: int, groups: list, gap: float = 1e-7, replay=REPLAY) -> None:
+    with metrics.step(step) as scope:
+        with scope.timed("wait_for_rollouts"):
+            clock.pass_s(1.0)
+        with scope.timed("update"):
+            clock.pass_s(2.0)
+        clock.pass_s(0.5)
+        update = {"logprob_gap_mean": gap, "logprob_gap_max": 3 * gap, "num_tokens": 1.0, "ratio_max": 1.5}
+        scope.record(groups, UpdateReport(step, update), replay)
+
+
+def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    groups = [make_group("a", [1.0, 0.0], spans=((4, 6), (3, 2))), make_group("b", [0.0, 0.0, 0.0], spans=((4, 5),))]
+    run_step(make_metrics([sink], clock), clock, 5, groups)
+    (record,) = sink.records
+    assert record.seconds == {"wait_for_rollouts": 1.0, "update": 2.0, "other": 0.5, "total": 3.5}
+    assert record.values[MetricName.REWARD_MEAN] == pytest.approx(0.2)
+    assert record.values[MetricName.ACCURACY] == pytest.approx(0.2)
+    assert record.components == {"answer": pytest.approx(0.2), "format": 1.0}
+    assert record.values[MetricName.RESPONSE_LENGTH] == pytest.approx((2 * 8 + 3 * 5) / 5)
+    assert record.values[MetricName.TOKENS_PER_S] == pytest.approx(31 / 3.5)
+    assert record.values[MetricName.UNIFORM_FRACTION] == 0.5
+    assert record.values[MetricName.QUEUE_READY] == 3
+    assert record.values["ratio_max"] == 1.5  # what only the learner knows is kept
+
+
+def test_the_hub_knows_the_phase_that_runs_and_for_how_long() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    clock.pass_s(30.0)
+    assert metrics.progress() == Progress(0, "starting", 30.0)
+    with metrics.step(1) as scope:
+        with scope.timed("wait_for_rollouts"):
+            clock.pass_s(1.0)
+            assert metrics.progress() == Progress(1, "wait_for_rollouts", 1.0)
+        clock.pass_s(0.5)
+        assert metrics.progress() == Progress(1, "other", 0.5)
+        scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
+    clock.pass_s(2.0)
+    assert metrics.progress() == Progress(1, "ending", 2.0)
+
+
+def test_a_phase_that_fails_is_over() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    with pytest.raises(KeyError), metrics.step(1) as scope, scope.timed("update"):
+        raise KeyError
+    assert metrics.progress().phase == "ending"
+
+
+def test_tokens_are_those_generated_even_if_the_learner_counts_otherwise() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    run_step(make_metrics([sink], clock), clock, 1, [make_group("a", [1.0, 0.0], spans=((0, 7),))])
+    assert sink.records[0].values[MetricName.NUM_TOKENS] == 14
+
+
+def test_staleness_counts_tokens_by_their_lag_behind_the_version_trained_from() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    run_step(make_metrics([sink], clock), clock, 5, [make_group("a", [1.0, 0.0], spans=((4, 6), (3, 2)))])
+    assert sink.records[0].staleness == {0: 12, 1: 4}
+    assert sink.records[0].values[MetricName.STALENESS] == pytest.approx(4 / 16)
+    assert sink.records[0].values[MetricName.STALENESS_MAX] == 1
+
+
+def test_truncated_responses_are_counted_from_their_finish_reason() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    cut = make_group("a", [0.0, 0.0], finish_reason=FinishReason.LENGTH)
+    run_step(make_metrics([sink], clock), clock, 1, [cut, make_group("b", [1.0, 0.0])])
+    assert sink.records[0].values[MetricName.TRUNCATED_FRACTION] == 0.5
+
+
+def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    metrics = make_metrics([sink], clock)
+    with pytest.raises(RuntimeError, match="learner died"), metrics.step(1) as scope:
+        scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
+        raise RuntimeError("learner died")
+    assert sink.records == [] and metrics.totals.num_steps == 0
+
+
+def test_a_step_that_an_earlier_part_of_the_run_recorded_is_not_recorded_again() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    metrics = make_metrics([sink], clock)
+    for step in (1, 2, 1, 2, 3):
+        run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])])
+    assert [record.step for record in sink.records] == [1, 2, 3]
+    assert metrics.totals.num_steps == 3
+
+
+def test_a_step_that_recorded_nothing_is_a_bug_and_says_so() -> None:
+    with pytest.raises(AssertionError, match="step 3 ended without"), make_metrics([], FakeClock()).step(3):
+        pass
+
+
+def test_a_step_in_which_no_recipe_has_the_accuracy_component_has_no_accuracy() -> None:
+    clock = FakeClock()
+    sink = MemorySink()
+    metrics = Metrics([sink], clock, accuracy_component="boxes", samples=NoSamples())
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
+    [record] = sink.records
+    assert "accuracy" not in record.values and record.components.keys() == {"answer", "format"}
+
+
+def test_the_mean_log_prob_gap_of_a_run_weighs_every_token_the_same() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], spans=((0, 10),))], gap=1e-6)
+    run_step(metrics, clock, 2, [make_group("b", [1.0, 0.0], spans=((1, 30),))], gap=3e-6)
+    assert metrics.totals.logprob_gap_mean == pytest.approx((20 * 1e-6 + 60 * 3e-6) / 80)
+    assert metrics.totals.maximum(MetricName.LOGPROB_GAP_MAX) == pytest.approx(9e-6)
+
+
+def test_a_gap_that_is_not_a_number_is_not_hidden_by_later_steps() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    for step, gap in [(1, 1e-6), (2, math.nan), (3, 1e-6)]:
+        run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])], gap=gap)
+    assert math.isnan(metrics.totals.maximum(MetricName.LOGPROB_GAP_MAX))
+    assert math.isnan(metrics.totals.logprob_gap_mean)
+
+
+def test_a_sink_that_fails_is_logged_once_counted_and_dropped_while_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, broken, sink = FakeClock(), FullDisk(), MemorySink()
+    metrics = make_metrics([broken, sink], clock)
+    with caplog.at_level(logging.ERROR):
+        for step in (1, 2):
+            run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])])
+    metrics.close()
+    assert broken.num_calls == 1
+    assert [r.step for r in sink.records] == [1, 2] and sink.is_closed
+    assert len([r for r in caplog.records if "full_disk" in r.message]) == 1
+    assert metrics.counts(CounterName.DROPPED_SINKS) == {"full_disk": 1}
+
+
+def test_a_report_sample_that_cannot_be_kept_is_counted_and_the_step_goes_on() -> None:
+    class LostSamples:
+        def offer(self, step: int, groups: object) -> None:
+            raise TimeoutError("object lost")
+
+    clock, sink = FakeClock(), MemorySink()
+    metrics = Metrics([sink], clock, accuracy_component="answer", samples=LostSamples())
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
+    assert metrics.counts(CounterName.DROPPED_SAMPLES) == {"error": 1} and len(sink.records) == 1
+
+
+def test_rejections_add_up_over_a_replay_buffer_that_was_started_again() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    for step, rejected in [(1, {"uniform": 2}), (2, {"uniform": 5, "old": 1}), (3, {"uniform": 1})]:
+        replay = ReplayStats(0, 0, 0, 0.0, rejected)
+        run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])], replay=replay)
+    assert metrics.counts(CounterName.REJECTED) == {"uniform": 6, "old": 1}
+
+
+def test_the_summary_sets_the_length_of_what_was_dropped_beside_that_of_what_was_trained() -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    for reason, num, tokens in [("over_age", 2, 900), ("uniform", 4, 40), ("over_age", 2, 1100)]:
+        metrics.count(CounterName.REJECTED_RESPONSES, reason, num)
+        metrics.count(CounterName.REJECTED_TOKENS, reason, tokens)
+    group = make_group("a", [1.0, 0.0])
+    run_step(metrics, clock, 1, [group])
+    summary = summarize(metrics, FACTS, status="done", version=1, wall_s=1.0)
+    assert summary.rejected_length == {"over_age": 500.0, "uniform": 10.0}
+    assert summary.response_length == group.summary.num_tokens / 2
+
+
+def test_the_summary_of_a_resumed_run_equals_that_of_an_undisturbed_one(tmp_path: Path) -> None:
+    def go(metrics: Metrics, clock: FakeClock, steps: range) -> None:
+        for step in steps:
+            metrics.count(CounterName.WEIGHT_SYNCS, "published")
+            run_step(metrics, clock, step, [make_group("a", [1.0, 0.0], spans=((step - 1, step),))], gap=step * 1e-7)
+            metrics.record_evaluation(step, step / 10, (0.0, 1.0), 8)
+
+    clock = FakeClock()
+    whole = make_metrics([], clock)
+    go(whole, clock, range(1, 7))
+    first = make_metrics([JsonlSink(tmp_path / "metrics.jsonl", version=0)], clock)
+    go(first, clock, range(1, 6))  # killed at 5, its checkpoint is that of 3
+    sink = JsonlSink(tmp_path / "metrics.jsonl", version=3)
+    second = make_metrics([sink], clock)
+    second.resume(sink.kept)
+    go(second, clock, range(4, 7))
+    second.close()
+    assert second.totals.version == 6
+    asked = {"status": "done", "version": 6, "wall_s": 1.0}
+    assert summarize(second, FACTS, **asked) == summarize(whole, FACTS, **asked)
+    assert [r.step for r in read_records(tmp_path / "metrics.jsonl") if isinstance(r, StepRecord)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_summary_holds_what_the_issue_asks_for_and_survives_the_file(tmp_path: Path) -> None:
+    clock = FakeClock()
+    metrics = make_metrics([], clock)
+    metrics.record_evaluation(0, 0.5, (0.4, 0.6), 100)
+    metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)
+    metrics.count(CounterName.WEIGHT_SYNCS, "published", 2)
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], pictures=[b"a picture"])])
+    metrics.record_evaluation(1, 0.9, (0.8, 0.95), 100)
+    summary = summarize(metrics, FACTS, status="done", version=1, wall_s=9.0)
+    write_summary(tmp_path / "summary.json", summary)
+    row = json.loads((tmp_path / "summary.json").read_text())
+    assert set(ISSUE_KEYS) <= set(row)
+    assert (row["accuracy_before"], row["accuracy_after"], row["weight_syncs"]) == (0.5, 0.9, 2)
+    assert (row["media_bytes_unique"], row["media_bytes_referenced"]) == (100, 2 * len(b"a picture"))
+    assert row["staleness"] == {"0": 8} and row["seconds"]["total"] == 3.5
+    assert read_summary(tmp_path / "summary.json") == summary
+
+
+def test_a_resumed_run_that_has_stored_few_pictures_again_keeps_what_it_had_stored(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = make_metrics([JsonlSink(tmp_path / "metrics.jsonl", version=0)], clock)
+    first.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)
+    run_step(first, clock, 1, [make_group("a", [1.0, 0.0])])
+    first.close()
+    second = make_metrics([], clock)
+    second.resume(JsonlSink(tmp_path / "metrics.jsonl", version=1).kept)
+    for stored, kept in ((10.0, 100), (130.0, 130)):
+        second.observe(MetricName.MEDIA_BYTES_UNIQUE, stored)
+        assert summarize(second, FACTS, status="done", version=1, wall_s=9.0).media_bytes_unique == kept
+
+
+def test_a_run_without_a_step_has_a_summary_of_nothing_measured(tmp_path: Path) -> None:
+    summary = summarize(make_metrics([], FakeClock()), FACTS, status="failed", version=0, wall_s=1.0)
+    write_summary(tmp_path / "summary.json", summary)
+    assert read_summary(tmp_path / "summary.json") == summary
+    assert summary.accuracy_before is None and summary.tokens_per_s is None and summary.num_steps == 0
+
+
+def test_a_summary_with_a_missing_key_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({field.name: 0 for field in fields(Summary) if field.name != "seed"}))
+    with pytest.raises(ValueError, match="seed"):
+        read_summary(path)
+
+
+def test_evaluations_reach_the_sinks_with_their_interval() -> None:
+    sink = MemorySink()
+    make_metrics([sink], FakeClock()).record_evaluation(4, 0.8, (0.7, 0.9), 64)
+    assert sink.evaluations == [EvaluationRecord(4, 0.8, 0.7, 0.9, 64)]
+
+
+def test_metrics_and_report_load_neither_ray_nor_torch() -> None:
+    modules = "hub, report.report, report.samples, summary, sinks.jsonl, sinks.console".split(", ")
+    imports = "; ".join(f"import cluster.metrics.{name}" for name in modules)
+    check = f"{imports}; import sys; assert not {{'ray', 'torch'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

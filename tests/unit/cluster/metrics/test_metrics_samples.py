@@ -1,0 +1,101 @@
+"""The sample keeper: bounded, good and bad, early and late, kept over a resume, cheap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from metrics_data import digit_picture, fetch_value, make_group
+
+from cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
+
+
+def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:
+    return SampleKeeper(path, limit=limit, num_steps=num_steps, seed=1, version=version, fetch=fetch, timeout_s=1.0)
+
+
+def mixed(step: int) -> list:
+    """Two prompts of this step, each with a right and a wrong answer and the same picture."""
+    return [make_group(f"s{step}-{i}", [1.0, 0.0], pictures=[digit_picture("3")]) for i in range(2)]
+
+
+def test_what_is_kept_is_bounded_and_has_best_worst_and_random_of_both_halves(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl")
+    for step in range(1, 21):
+        samples.offer(step, mixed(step))
+    counts = Counter((s.period, s.kind) for s in samples.samples)
+    assert counts == {(p, k): 2 for p in ("early", "late") for k in ("best", "worst", "random")}
+    assert {s.reward for s in samples.samples if s.kind == "best"} == {1.0}
+    assert {s.reward for s in samples.samples if s.kind == "worst"} == {0.0}
+    assert {s.step for s in samples.samples if (s.period, s.kind) == ("early", "best")} == {1, 2}
+    assert {s.step for s in samples.samples if (s.period, s.kind) == ("late", "worst")} == {19, 20}
+
+
+def test_a_higher_reward_beats_an_earlier_step(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl", limit=6)
+    for step, best in [(1, 0.4), (2, 0.9), (3, 0.6)]:
+        samples.offer(step, [make_group(f"s{step}", [best, 0.0])])
+    (kept,) = [s for s in samples.samples if s.kind == "best"]
+    assert (kept.step, kept.reward) == (2, 0.9)
+
+
+def test_equal_rewards_are_neither_good_nor_bad(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl")
+    samples.offer(1, [make_group("a", [0.1, 0.1, 0.1])])
+    assert [s.kind for s in samples.samples] == ["random"]
+
+
+def test_a_bucket_does_not_show_one_prompt_twice(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl", limit=24)
+    for step in range(1, 11):
+        samples.offer(step, [make_group("same", [1.0, 0.0])])
+    assert Counter(s.kind for s in samples.samples) == {"best": 1, "worst": 1, "random": 1}
+
+
+def test_samples_carry_answer_reward_reasons_and_pictures_through_the_file(tmp_path: Path) -> None:
+    picture = digit_picture("7")
+    keeper(tmp_path / "samples.jsonl").offer(1, [make_group("a", [1.0, 0.0], text="seven", pictures=[picture])])
+    found = read_samples(tmp_path / "samples.jsonl")
+    best = next(s for s in found.samples if s.kind == "best")
+    assert (best.response, best.references, best.reward) == ("seven", ("3",), 1.0)
+    assert best.components == {"answer": 1.0, "format": 1.0} and best.reasons == {"answer": "equal"}
+    assert [found.thumbnails[key] for key in best.media_keys] == [picture]
+
+
+def test_a_picture_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl")
+    samples.offer(1, [make_group("a", [1.0, 0.0], pictures=[digit_picture("7")])])
+    assert len(samples.samples) == 3
+    assert (tmp_path / "samples.jsonl").read_text().count('"thumbnail"') == 1
+
+
+def test_a_resumed_run_keeps_its_samples_and_forgets_those_of_lost_steps(tmp_path: Path) -> None:
+    first = keeper(tmp_path / "samples.jsonl")
+    for step in range(1, 15):
+        first.offer(step, mixed(step))
+    second = keeper(tmp_path / "samples.jsonl", version=12)
+    assert list(second.samples) == [s for s in first.samples if s.step <= 12]
+    second.offer(13, mixed(13))
+    assert 14 not in {s.step for s in read_samples(tmp_path / "samples.jsonl").samples}
+
+
+def test_a_long_run_looks_at_few_steps_and_fetches_little(tmp_path: Path) -> None:
+    num_fetches = 0
+
+    def counting(references: Sequence[object], *, timeout_s: float, what: str) -> list[object]:
+        nonlocal num_fetches
+        num_fetches += 1
+        return list(references)
+
+    samples = keeper(tmp_path / "samples.jsonl", num_steps=2000, fetch=counting)
+    for step in range(1, 2001):
+        samples.offer(step, [make_group(f"s{step}", [1.0, 0.0])])
+    assert num_fetches <= 3 * (NUM_LOOKS + 2)
+    assert any(s.step == 2000 for s in samples.samples)
+
+
+def test_a_very_long_answer_is_cut_and_says_how_much_is_missing(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl")
+    samples.offer(1, [make_group("a", [1.0, 0.0], text="x" * 9000)])
+    assert samples.samples[0].response.endswith("[…5000 more]")

@@ -1,0 +1,238 @@
+"""Sinks: JSONL without doubled steps, TensorBoard, console, and Ray gauges that do not vanish."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from metrics_data import FakeClock
+from rich.console import Console
+from waiting import wait_until
+
+from cluster.metrics.sinks.console import ConsoleSink
+from cluster.metrics.sinks.estimate import EstimateSink
+from cluster.metrics.sinks.jsonl import JsonlSink, read_records
+from cluster.metrics.sinks.ray_gauges import RaySink
+from cluster.metrics.step_records import EvaluationRecord, StepRecord, from_line, to_line
+
+TAGS = {"run": "digits", "role": "driver", "index": "0"}
+
+
+def record(step: int, reward: float = 0.5, staleness: dict[int, int] | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        seconds={"update": 1.0, "other": 0.5, "total": 1.5},
+        values={"reward_mean": reward, "accuracy": reward, "tokens_per_s": 1234.0, "num_samples": 8, "num_tokens": 80},
+        staleness=staleness or {0: 80},
+        components={"answer": reward},
+        counters={"restarts": {"rollout": 2}},
+    )
+
+
+class FakeSeries:
+    """Remembers every value that was set on it."""
+
+    def __init__(self, name: str, tag_keys: tuple[str, ...]) -> None:
+        self.name, self.tag_keys = name, tag_keys
+        self.values: list[tuple[float, dict[str, str]]] = []
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self.tag_keys)
+        self.values.append((value, tags))
+
+
+class FakeRay:
+    """Makes series and finds them by name; fails once told to."""
+
+    def __init__(self) -> None:
+        self.series: dict[str, FakeSeries] = {}
+
+    def make(self, name: str, description: str, tag_keys: tuple[str, ...]) -> FakeSeries:
+        assert description and name not in self.series
+        self.series[name] = FakeSeries(name, tag_keys)
+        return self.series[name]
+
+    def last(self, name: str) -> tuple[float, dict[str, str]]:
+        return self.series[name].values[-1]
+
+
+@pytest.mark.parametrize("value", [0.25, math.inf, -math.inf])
+def test_a_record_survives_its_line_and_the_line_is_strict_json(value: float) -> None:
+    line = to_line(record(3, value))
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert from_line(line) == record(3, value)
+
+
+def test_a_nan_survives_its_line() -> None:
+    assert math.isnan(from_line(to_line(record(1, math.nan))).values["reward_mean"])
+
+
+def test_jsonl_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "metrics.jsonl", version=0)
+    sink.emit(record(1))
+    assert read_records(tmp_path / "metrics.jsonl") == [record(1)]
+    sink.close()
+
+
+def test_jsonl_cuts_what_came_after_the_version_that_a_run_goes_on_from(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path, version=0)
+    for step in (1, 2, 3):
+        first.emit(record(step))
+        first.emit_evaluation(EvaluationRecord(step, 0.5, 0.4, 0.6, 10))
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')  # killed while it wrote
+    second = JsonlSink(path, version=2)
+    second.emit(record(3, 0.9))
+    second.close()
+    steps = [r for r in read_records(path) if isinstance(r, StepRecord)]
+    assert [(r.step, r.values["reward_mean"]) for r in steps] == [(1, 0.5), (2, 0.5), (3, 0.9)]
+    assert [r.version for r in read_records(path) if isinstance(r, EvaluationRecord)] == [1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{to_line(record(1))}\nbroken\n{to_line(record(2))}\n")
+    with pytest.raises(ValueError, match="line 2 is not JSON: 'broken'"):
+        read_records(path)
+
+
+def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from cluster.metrics.sinks.tensorboard import TensorBoardSink
+
+    for version, reward, steps in [(0, 0.1, (1, 2, 3)), (2, 0.7, (3, 4))]:
+        sink = TensorBoardSink(tmp_path, version=version)
+        for step in steps:
+            sink.emit(record(step, reward))
+        sink.emit_evaluation(EvaluationRecord(steps[-1], 0.9, 0.8, 1.0, 10))
+        sink.close()
+        time.sleep(1.1)  # event files are ordered by whole seconds
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    found = [(e.step, round(e.value, 3)) for e in events.Scalars("step/reward_mean")]
+    assert found == [(1, 0.1), (2, 0.1), (3, 0.7), (4, 0.7)]
+    assert {"seconds/update", "reward/answer", "count_restarts/rollout", "evaluation/accuracy"} <= set(
+        events.Tags()["scalars"]
+    )
+
+
+def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, out = FakeClock(), io.StringIO()
+    sink = ConsoleSink(Console(file=out), clock, num_steps=6, version=0, interval_s=5.0)
+    clock.pass_s(1000.0)  # the start of a run says nothing about its steps, each of which takes 1.5 s
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 7):
+            clock.pass_s(2.0)
+            sink.emit(record(step))
+    sink.close()
+    lines = [r.message for r in caplog.records]
+    assert [line.split()[1] for line in lines] == ["1/6", "4/6", "6/6"]
+    assert lines[0] == "step 1/6  reward 0.500  accuracy 0.500  1,234 tokens/s  0:08 left"
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("total_s", "said"), [(2.0, "about 34 s left"), (45.0, "about 13 min left"), (900.0, "about 4 h left")]
+)
+def test_after_three_steps_a_line_says_how_long_the_rest_takes(
+    caplog: pytest.LogCaptureFixture, total_s: float, said: str
+) -> None:
+    sink = EstimateSink(num_steps=30)
+    with caplog.at_level(logging.INFO):
+        for step in range(11, 31):  # a run that goes on
+            slow = 100.0 if step == 11 else 1.0  # the first step starts up much
+            sink.emit(replace(record(step), seconds={"total": slow * total_s}))
+    [line] = [r.message for r in caplog.records]
+    assert line == f"a step takes {total_s:.1f} s: {said} for 17 steps"
+
+
+def test_a_run_of_three_steps_needs_no_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    sink = EstimateSink(num_steps=3)
+    with caplog.at_level(logging.INFO):
+        for step in range(1, 4):
+            sink.emit(record(step))
+    assert caplog.records == []
+
+
+def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(
+        Console(file=out, force_terminal=True, width=140), FakeClock(), num_steps=6, version=2, interval_s=5.0
+    )
+    sink.emit(record(3))
+    sink.emit_evaluation(EvaluationRecord(3, 0.9, 0.85, 0.94, 200))
+    sink.close()
+    text = out.getvalue()
+    assert "held-out accuracy at version 3: 0.900 (95 % 0.850 to 0.940, 200 prompts)" in text
+    assert "3/6" in text and "reward 0.500  accuracy 0.500  1,234 tokens/s" in text
+
+
+def test_ray_gauges_carry_run_role_index_and_what_splits_them() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    sink.emit(record(4))
+    sink.close()
+    assert ray.last("mobula_reward_mean") == (0.5, TAGS)
+    assert ray.last("mobula_step") == (4, TAGS)
+    assert (1.5, {**TAGS, "phase": "total"}) in ray.series["mobula_seconds"].values
+    assert ray.last("mobula_reward_component") == (0.5, {**TAGS, "component": "answer"})
+    assert ray.last("mobula_restarts_total") == (2.0, {**TAGS, "reason": "rollout"})
+
+
+def test_a_lag_that_is_gone_reads_zero_and_a_number_that_is_none_is_not_exported() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    sink.emit(record(1, staleness={0: 70, 1: 10}))
+    sink.emit(record(2, math.nan, staleness={0: 80}))
+    sink.close()
+    tokens = {tags["lag"]: value for value, tags in ray.series["mobula_staleness_tokens"].values}
+    assert tokens == {"0": 80.0, "1": 0.0}
+    assert [value for value, _ in ray.series["mobula_reward_mean"].values] == [0.5]
+
+
+def test_ray_gauges_are_set_again_by_the_heartbeat_until_the_sink_is_closed() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    sink.emit(record(1))
+    values = ray.series["mobula_reward_mean"].values
+    wait_until(lambda: len(values) >= 4)
+    sink.close()
+    num_values = len(values)
+    time.sleep(0.05)
+    assert len(values) == num_values
+    assert not [t for t in threading.enumerate() if t.name == "metrics-heartbeat" and t is sink._thread]
+
+
+def test_a_heartbeat_that_fails_is_raised_by_the_next_emit() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    sink.emit(record(1))
+    ray.series["mobula_reward_mean"].set = None  # type: ignore[method-assign, assignment]
+    sink._thread.join(timeout=5)
+    with pytest.raises(RuntimeError, match="heartbeat"):
+        sink.emit(record(2))
+
+
+def test_ray_metrics_without_run_role_and_index_are_refused() -> None:
+    with pytest.raises(ValueError, match="run, role and index"):
+        RaySink({"run": "digits"}, heartbeat_s=5, make_series=FakeRay().make)
+
+
+def test_a_name_that_prometheus_does_not_know_is_spelled_with_underscores() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
+    sink.emit(StepRecord(1, {}, {"policy/ratio.max": 1.5}, {}, {}, {}))
+    sink.close()
+    assert ray.last("mobula_policy_ratio_max") == (1.5, TAGS)

@@ -1,0 +1,228 @@
+"""The report: complete, self-contained, escaped, and made from whatever a run left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metrics_data import write_run
+
+from cluster.metrics.report.chart_scales import (
+    linear_scale,
+    log_scale,
+    step_ticks,
+    write_bytes,
+    write_duration,
+    write_number,
+)
+from cluster.metrics.report.charts import MAX_POINTS, Chart, Drawing, curve, draw
+from cluster.metrics.report.report import write_report
+from cluster.metrics.step_records import StepRecord, to_line
+
+VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
+HOSTILE = '<script>alert("owned")</script><img src=x onerror=alert(1)> </pre></article> & \'"'
+
+
+class Page(HTMLParser):
+    """The page's elements; an element that is closed out of order fails the test."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def with_class(self, name: str) -> list[dict[str, str | None]]:
+        return [attrs for _, attrs in self.elements if name in (attrs.get("class") or "").split()]
+
+    def ids(self) -> set[str | None]:
+        return {attrs["id"] for _, attrs in self.elements if "id" in attrs}
+
+
+def report(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_a_full_run_shows_every_curve_table_and_sample(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits", num_steps=40)
+    text = report(tmp_path / "digits")
+    page = Page(text)
+    keys = "accuracy reward kl entropy response_length staleness logprob_gap seconds tokens_per_s".split()
+    assert {f"chart-{key}" for key in keys} <= page.ids()
+    assert len(page.with_class("sample")) == 24
+    assert {attrs["data-kind"] for attrs in page.with_class("sample")} == {"best", "worst", "random"}
+    pictures = [attrs["src"] or "" for tag, attrs in page.elements if tag == "img"]
+    assert len(pictures) >= 24 and all(src.startswith("data:image/png;base64,") for src in pictures)
+    for needle in ("rollout/1", "learner/0", "train-00911", "bad_prompt", "uniform_rewards", "max_staleness: 1"):
+        assert needle in text
+    assert "<b>0.520</b>" in text
+
+
+def test_the_report_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits", num_steps=3)
+    text = report(tmp_path / "digits")
+    addresses = [value for _, attrs in Page(text).elements for name, value in attrs.items() if name in ("src", "href")]
+    assert all((value or "").startswith("data:") for value in addresses)
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_what_a_model_writes_stays_text(tmp_path: Path) -> None:
+    write_run(tmp_path / "digits", num_steps=3, response=HOSTILE)
+    (tmp_path / "digits" / "config.yaml").write_text(f"name: '{HOSTILE}'")
+    (tmp_path / "digits" / "skipped.json").write_text(
+        json.dumps([{"sample_id": HOSTILE, "reason": HOSTILE, "message": HOSTILE}])
+    )
+    text = report(tmp_path / "digits")
+    page = Page(text)
+    assert "&lt;script&gt;alert(" in text and '<script>alert("' not in text
+    assert [attrs for tag, attrs in page.elements if "onerror" in attrs or attrs.get("src") == "x"] == []
+    assert len([1 for tag, attrs in page.elements if tag == "script" and "type" not in attrs]) == 1
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) -> None:
+    (tmp_path / "early").mkdir()
+    text = report(tmp_path / "early")
+    Page(text)
+    assert "unfinished" in text and "No step was finished" in text and "No sample was kept" in text
+
+
+def test_a_summary_without_steps_has_a_report(tmp_path: Path) -> None:
+    write_run(tmp_path / "early", num_steps=0, status="failed")
+    text = report(tmp_path / "early")
+    Page(text)
+    assert ">failed</span>" in text and "not evaluated after training" in text
+
+
+def test_one_step_is_drawn_as_a_point(tmp_path: Path) -> None:
+    write_run(tmp_path / "one", num_steps=1)
+    page = Page(report(tmp_path / "one"))
+    assert len(page.with_class("chart")) >= 9
+    assert len(page.with_class("dot")) >= 9
+
+
+def test_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
+    write_run(tmp_path / "odd", num_steps=6)
+    path = tmp_path / "odd" / "metrics.jsonl"
+    bad = StepRecord(
+        step=7,
+        seconds={"update": math.nan, "other": math.inf, "total": math.nan},
+        values={"reward_mean": math.nan, "kl": math.inf, "entropy": -math.inf, "grad_norm": 1e308},
+        staleness={},
+        components={"answer": math.nan},
+        counters={},
+    )
+    path.write_text(path.read_text() + to_line(bad) + "\n")
+    text = report(tmp_path / "odd")
+    Page(text)
+    drawn = " ".join(re.findall(r' d="([^"]*)"', text))
+    assert drawn and not re.search(r"nan|inf", drawn)
+
+
+def test_five_thousand_steps_stay_small_and_thin(tmp_path: Path) -> None:
+    folder = tmp_path / "long"
+    write_run(folder, num_steps=4)
+    path = folder / "metrics.jsonl"
+    line = next(line for line in path.read_text().splitlines() if '"step": 4' in line)
+    row = json.loads(line)
+    path.write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in range(1, 5001)))
+    text = report(folder)
+    assert len(text) < 3_000_000
+    assert max(d.count("L") for d in re.findall(r'class="line [^"]*" d="([^"]*)"', text)) <= MAX_POINTS
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no run folder"):
+        write_report(tmp_path / "nothing")
+
+
+def places(drawing: Drawing | None) -> list[tuple[float, float]]:
+    """Corner points of the drawn line, in SVG coordinates."""
+    assert drawing is not None
+    ((_, data),) = [path for path in drawing.paths if path[0].startswith("line")]
+    return [(float(a), float(b)) for a, b in re.findall(r"([\d.]+) ([\d.]+)", data)]
+
+
+def test_a_line_passes_through_its_values() -> None:
+    drawing = draw(Chart("k", "K", "", [curve("k", 1, [(1, 0.0), (2, 5.0), (3, 10.0)])]))
+    assert [y for _, y in places(drawing)] == [400.0, 200.0, 0.0]
+    assert [x for x, _ in places(drawing)] == pytest.approx([1000 / 6, 500, 5000 / 6], abs=0.1)
+
+
+def test_a_log_axis_puts_each_decade_at_the_same_distance_and_leaves_zero_out() -> None:
+    drawing = draw(Chart("k", "K", "", [curve("k", 1, [(1, 1e-6), (2, 1e-5), (3, 1e-4), (4, 0.0)])], is_log=True))
+    assert [y for _, y in places(drawing)] == [400.0, 200.0, 0.0]
+
+
+def test_thinning_keeps_the_peak_where_it_is_asked_to() -> None:
+    values = [(step, 1.0) for step in range(1, 2001)]
+    values[777] = (778, 50.0)
+    drawing = draw(Chart("k", "K", "", [curve("k", 1, values, keeps_peaks=True)]))
+    assert min(y for _, y in places(drawing)) == pytest.approx(400 * (1 - 50 / 60), abs=0.1)  # the axis ends at 60
+
+
+def test_one_slow_step_does_not_flatten_the_others() -> None:
+    values = [(1, 300.0)] + [(step, 2.0) for step in range(2, 40)]
+    drawing = draw(Chart("s", "S", "", [curve("update", 1, values, form="area")]))
+    assert drawing is not None and drawing.note == "Cut off: the slowest goes up to 300 s."
+    assert drawing.y_ticks[-1][1] == "3"
+
+
+def test_stacked_areas_rest_on_each_other() -> None:
+    series = [curve("a", 1, [(1, 1.0)], form="area"), curve("b", 2, [(1, 3.0)], form="area")]
+    drawing = draw(Chart("s", "S", "", series))
+    assert drawing is not None
+    heights = [sorted({float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", data)}) for _, data in drawing.paths]
+    assert heights == [[300.0, 400.0], [0.0, 300.0]]
+
+
+@given(values=st.lists(st.floats(-1e12, 1e12, allow_subnormal=False), min_size=1))
+def test_a_scale_holds_its_values_and_has_a_few_ticks(values: list[float]) -> None:
+    scale = linear_scale(values, from_zero=True)
+    rounding = 1e-8 * (scale.high - scale.low)
+    assert scale.low <= min(values) + rounding and scale.high >= max(values) - rounding
+    assert 2 <= len(scale.ticks()) <= 8
+    assert all(0 <= scale.place(v) <= 1 for v in values)
+
+
+@given(values=st.lists(st.floats(0, 1e12), min_size=1))
+def test_a_log_scale_holds_its_positive_values(values: list[float]) -> None:
+    scale = log_scale([v for v in values if v > 1e-290 or v == 0])
+    assert len(scale.ticks()) >= 2
+    assert all(0 <= scale.place(v) <= 1 for v in values)
+
+
+def test_steps_are_marked_at_whole_numbers() -> None:
+    assert step_ticks(1, 3) == [1, 2, 3]
+    assert step_ticks(0, 5000) == [0, 1000, 2000, 3000, 4000, 5000]
+    assert step_ticks(4, 4) == [4]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.03125, "0.0312"), (0.5, "0.5"), (12.34, "12.3"), (1234.5, "1,234"), (2.3e-7, "2.3e-7"), (1e9, "1e9")],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert write_number(value) == text
+
+
+def test_sizes_and_times_read_well() -> None:
+    assert [write_bytes(512), write_bytes(3 * 2**20)] == ["512 B", "3 MiB"]
+    assert [write_duration(4.25), write_duration(185), write_duration(7800)] == ["4.25 s", "3 min 05 s", "2 h 10 min"]

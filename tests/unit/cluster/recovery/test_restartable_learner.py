@@ -1,0 +1,288 @@
+"""A restored learner has the weights that it would have had, and takes no step twice that counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import make_scored
+
+from cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
+from cluster.failures import Failure
+from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.roles import UpdateReport
+from cluster.weight_sync.transport import Rendezvous
+from cluster.workers.restart_policy import MAX_EQUAL, RestartBudget, RestartPolicy
+
+POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
+
+
+class FakeRanks:
+    """A group whose weights are the list of everything that it was trained on."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.weights: list[str] = []
+        self.saved: dict[Path, tuple[int, list[str]]] = {}
+        self.num_respawns = 0
+        self.epochs: set[int] = set()
+        self.dies_in: dict[str, int] = {}  # method -> how many of its next calls find a rank dead
+        self.dies_of: WorkerDiedError | None = None
+        self.is_silent = False
+        self.is_alone = False  # no receiver comes to a transfer group
+
+    async def respawn(self) -> None:
+        self.num_respawns += 1
+        self.version, self.weights, self.epochs, self.is_silent = 0, [], set(), False
+        self._answer("respawn")
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        self.weights += [group.summary.group_id for group in groups]  # half an update is done when a rank dies
+        self._answer("update")
+        self.version += 1
+        return UpdateReport(self.version, {})
+
+    async def save(self, folder: Path) -> None:
+        self._answer("save")
+        self.saved[folder] = (self.version, list(self.weights))
+
+    async def finish_save(self) -> bool:
+        self._answer("finish_save")
+        return True
+
+    async def load(self, folder: Path) -> int:
+        self._answer("load")
+        self.version, weights = self.saved[folder]
+        self.weights = list(weights)
+        return self.version
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        return Rendezvous("here", 1, epoch, num_receivers + 1, "gloo", 1.0)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        if self.is_alone:
+            raise DeadlineError("waited 1 s for learner/0 to join a transfer group")
+        self._answer("join_transfer")
+        self.epochs.add(rendezvous.epoch)
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self._answer("send_weights")
+        if epoch not in self.epochs:
+            raise WeightSyncError(f"the learner is not in transfer group {epoch}")
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
+        self._answer("export_weights")
+        return self.version, list(self.weights)
+
+    def _answer(self, method: str) -> None:
+        if self.dies_in.get(method, 0) > 0:
+            self.dies_in[method] -= 1
+            raise self.dies_of or WorkerDiedError(f"learner/1 died in {method}")
+
+
+class Bench:
+    """A restartable learner with its ranks and its checkpoints."""
+
+    def __init__(self, ranks: FakeRanks | None = None) -> None:
+        self.ranks = ranks or FakeRanks()
+        self.checkpoint: tuple[int, Path] | None = None
+        self.lost: list[str] = []
+        self.learner = RestartableLearner(
+            self.ranks,
+            newest=lambda: self.checkpoint,
+            budget=RestartBudget(POLICY),
+            on_lost=self.lost.append,
+        )
+
+    async def save(self) -> None:
+        folder = Path(f"step-{self.ranks.version}")
+        version = self.ranks.version
+        await self.learner.save(folder)
+        self.checkpoint = (version, folder)
+
+    async def meet(self, epoch: int) -> None:
+        await self.learner.join_transfer(await self.learner.open_transfer(epoch, 1))
+
+    async def train(self, *prompt_ids: str) -> int:
+        return (await self.learner.update([make_scored(prompt_id) for prompt_id in prompt_ids])).version
+
+
+@pytest.mark.parametrize("method", ["update", "save", "export_weights"])
+async def test_a_rank_that_dies_costs_nothing_but_time(method: str) -> None:
+    bench = Bench()
+    await bench.save()
+    for n in range(4):
+        if n == 2:
+            bench.ranks.dies_in[method] = 1
+        assert await bench.train(f"0/{n}/s") == n + 1
+        if n in (0, 2):
+            await bench.save()
+        await bench.learner.export_weights(64)
+    assert bench.ranks.weights == [f"0/{n}/s" for n in range(4)]
+    assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
+
+
+async def test_only_steps_after_the_checkpoint_are_taken_again() -> None:
+    bench = Bench()
+    await bench.save()
+    for n in range(3):
+        await bench.train(f"0/{n}/s")
+    await bench.save()
+    await bench.train("0/3/s")
+    bench.ranks.dies_in["update"] = 1
+    await bench.train("0/4/s")
+    assert bench.learner.num_steps_repeated == 1
+    assert bench.ranks.weights == [f"0/{n}/s" for n in range(5)]
+
+
+async def test_a_death_while_it_is_restored_is_restored_again() -> None:
+    bench = Bench()
+    await bench.save()
+    await bench.train("0/0/s")
+    bench.ranks.dies_in = {"update": 2}  # the next step, and the one that is taken again
+    assert await bench.train("0/1/s") == 2
+    assert bench.ranks.weights == ["0/0/s", "0/1/s"]
+    assert bench.ranks.num_respawns == 2
+
+
+async def test_a_push_ends_in_an_error_that_asks_for_a_new_epoch() -> None:
+    bench = Bench()
+    await bench.save()
+    await bench.meet(1)
+    bench.ranks.dies_in["send_weights"] = 1
+    with pytest.raises(WeightSyncError, match="not in transfer group 1"):
+        await bench.learner.send_weights(64, 1)
+    await bench.meet(2)
+    await bench.learner.send_weights(64, 2)
+
+
+async def test_a_learner_that_waits_in_vain_for_a_receiver_is_not_lost() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.is_alone = True
+    with pytest.raises(WeightSyncError, match="transfer epoch 1 did not come together"):
+        await bench.meet(1)
+    assert (bench.ranks.num_respawns, bench.lost) == (0, [])
+
+
+async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_new_ones() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.dies_in["join_transfer"] = 1
+    with pytest.raises(WeightSyncError, match="epoch 1 went with the ranks that had opened it"):
+        await bench.meet(1)
+    assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
+    await bench.meet(2)
+
+
+async def test_a_silent_rank_is_not_waited_for_once_somebody_has_noticed() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.is_silent = True
+    step = asyncio.create_task(bench.train("0/0/s"))
+    await asyncio.sleep(0.01)
+    assert not step.done()
+    bench.learner.lose(DeadlineError("learner/0 did not answer a ping"))
+    async with asyncio.timeout(5):
+        assert await step == 1
+    assert (bench.ranks.weights, bench.lost) == (["0/0/s"], ["learner_hung"])
+
+
+async def test_a_loss_that_is_noticed_while_nobody_calls_is_made_good_at_the_next_call() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.learner.lose(WorkerDiedError("learner/0 died"))
+    assert await bench.train("0/0/s") == 1
+    assert bench.ranks.num_respawns == 1
+
+
+async def test_calls_that_fail_together_restore_once() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.dies_in = {"update": 1, "export_weights": 1}
+    version, (_, weights) = await asyncio.gather(bench.train("0/0/s"), bench.learner.export_weights(64))
+    assert version == 1
+    assert bench.ranks.weights == ["0/0/s"]
+    assert set(weights) <= {"0/0/s"}
+    assert bench.ranks.num_respawns == 1
+
+
+async def test_without_a_checkpoint_the_loss_ends_the_run() -> None:
+    bench = Bench()
+    bench.ranks.dies_in["update"] = 1
+    with pytest.raises(WorkerDiedError, match="before its first checkpoint: learner/1 died"):
+        await bench.train("0/0/s")
+
+
+async def test_the_budget_ends_it() -> None:
+    bench = Bench()
+    await bench.save()
+    bench.ranks.dies_in["update"] = 99
+    with pytest.raises(WorkerDiedError, match=r"lost 4 times, .*resume=auto"):
+        await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == POLICY.max_restarts
+
+
+async def test_ranks_that_crash_again_and_again_in_one_step_end_the_run_before_the_budget() -> None:
+    bench = Bench()
+    await bench.save()
+    crash = WorkerDiedError("its actor died: its process 7 crashed with SIGSEGV")
+    crash.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    bench.ranks.dies_in["update"], bench.ranks.dies_of = 99, crash
+    with pytest.raises(RestartLoopError, match=r"lost 3 times in a row at the same place .*SIGSEGV.*resume=auto"):
+        await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == MAX_EQUAL - 1 < POLICY.max_restarts
+
+
+async def test_crashes_in_different_steps_are_no_loop() -> None:
+    bench = Bench()
+    bench.ranks.dies_of = WorkerDiedError("its actor died")
+    bench.ranks.dies_of.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
+    for n in range(MAX_EQUAL):
+        await bench.save()
+        bench.ranks.dies_in["update"] = 1
+        assert await bench.train(f"0/{n}/s") == n + 1
+
+
+async def test_a_checkpoint_of_another_version_is_refused() -> None:
+    bench = Bench()
+    await bench.save()
+    assert bench.checkpoint
+    bench.checkpoint = (7, bench.checkpoint[1])
+    bench.ranks.dies_in["update"] = 1
+    with pytest.raises(CheckpointError, match="holds version 0 instead of 7"):
+        await bench.train("0/0/s")
+
+
+async def test_an_error_of_the_learner_itself_is_not_a_loss() -> None:
+    class Broken(FakeRanks):
+        async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+            raise ValueError("the loss needs reference log-probs")
+
+    bench = Bench(Broken())
+    await bench.save()
+    with pytest.raises(ValueError, match="needs reference"):
+        await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == 0
+
+
+async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None:
+    bench = Bench()
+    await bench.save()
+    assert await bench.learner.finish_save()
+    await bench.train("0/0/s")
+    await bench.learner.save(Path("step-1"))
+    bench.ranks.dies_in["finish_save"] = 1
+    assert not await bench.learner.finish_save()
+    await bench.learner.save(Path("step-1"))
+    bench.ranks.dies_in["update"] = 1
+    await bench.train("0/1/s")
+    assert not await bench.learner.finish_save(), "an update had them restored meanwhile"
+    await bench.learner.save(Path("step-2"))
+    assert await bench.learner.finish_save()

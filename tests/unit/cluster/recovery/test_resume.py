@@ -1,0 +1,240 @@
+"""From a checkpoint to where the run was: exactly there, or not at all and with the next action."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeLearner, FakeMetrics, make_group, make_prompt, make_scored
+from known_groups import KnownPrompts, OneRank, numbered
+from learner_data import random_groups, tiny_config
+from transformers import AutoTokenizer
+
+from cluster.errors import JournalError, SkippedSample
+from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.resume import JournalRecovery, NoRecovery
+from cluster.replay.buffer import ReplayBuffer
+from cluster.replay.journal import Journal
+from cluster.replay.journal_writer import JournalWriter
+from cluster.replay.live_groups import LiveGroups
+from cluster.replay.recording_learner import RecordingLearner
+from cluster.roles import Learner as LearnerRole
+from cluster.roles import UpdateReport
+from cluster.rollout.staleness import AgeLimit
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+
+class RecordingDispatcher:
+    """Takes note of what it is told; `closed` prompts were settled before the checkpoint."""
+
+    def __init__(self, closed: Sequence[str] = ()) -> None:
+        self.told: tuple[int, list[str], list[str]] | None = None
+        self._closed = closed
+
+    def is_open(self, prompt_id: str) -> bool:
+        return prompt_id not in self._closed
+
+    def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
+        self.told = (version, list(settled), [group.summary.group_id for group in finished])
+
+
+class Bench:
+    """A journal in `folder`, written by one run and recovered by the next."""
+
+    def __init__(
+        self, folder: Path, learner: LearnerRole, prompts: KnownPrompts, *, closed: Sequence[str] = ()
+    ) -> None:
+        self.journal = Journal(folder / "journal", {})
+        self.replay = ReplayBuffer(journal=JournalWriter(Journal(folder / "journal", {}), timeout_s=5))
+        self.dispatcher = RecordingDispatcher(closed)
+        self.metrics = FakeMetrics()
+        self.learner = RecordingLearner(learner, journal=self.replay)
+        self.counts: dict[str, int] = {}
+        self.recovery = JournalRecovery(
+            self.journal,
+            learner=self.learner,
+            groups=LiveGroups(prompts, put=lambda value: value),
+            dispatcher=self.dispatcher,
+            replay=self.replay,
+            metrics=self.metrics,
+            age_limit=AgeLimit(1),
+            on_recovered=self.counts.update,
+        )
+
+    async def train(self, groups: Sequence[ScoredGroup]) -> None:
+        """One step of the loop."""
+        for group in groups:
+            await self.replay.put([group])
+        taken = await self.replay.take(len(groups))
+        scored = zip(taken, groups, strict=True)
+        await self.learner.update([dataclasses.replace(t, reference_logprobs=g.reference_logprobs) for t, g in scored])
+        await self.replay.release(taken)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(
+    model: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(4)]
+    prompts = KnownPrompts(group for step in steps for group in step)
+    config = tiny_config(model, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1", "learner.schedule=linear")
+    first = OneRank(config)
+    run = Bench(tmp_path, first, prompts)
+    await run.recovery.begin()
+    await run.train(steps[0])
+    first.rank.save(tmp_path / "state")
+    first.rank.finish_save()
+    after_checkpoint = first.weights()
+    for groups in steps[1:]:
+        await run.train(groups)
+    await run.replay.close()
+
+    second = OneRank(config)
+    assert second.rank.load(tmp_path / "state") == 1
+    resumed = Bench(tmp_path, second, prompts)
+    assert await resumed.recovery.recover(1) == 4
+    ours, theirs = second.weights(), first.weights()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert any(not torch.equal(after_checkpoint[name], theirs[name]) for name in theirs), "nothing was trained"
+    for p, q in zip(second.rank._optimizer.state.values(), first.rank._optimizer.state.values(), strict=True):
+        assert torch.equal(p["exp_avg_sq"], q["exp_avg_sq"])
+    assert resumed.dispatcher.told == (4, [g.summary.group_id for step in steps[1:] for g in step], [])
+
+
+async def finished(folder: Path, groups: Sequence[ScoredGroup]) -> None:
+    """A run that was killed at version 0 with these groups finished."""
+    run = Bench(folder, FakeLearner(), KnownPrompts())
+    await run.recovery.begin()
+    for group in groups:
+        await run.replay.reserve(group)
+    await run.replay.close()
+
+
+async def test_finished_groups_go_back_into_the_stream_with_live_prompts(tmp_path: Path) -> None:
+    groups = [make_scored("0/1/s1"), make_scored("0/0/s0")]
+    await finished(tmp_path, groups)
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups))
+    assert await again.recovery.recover(0) == 0
+    version, settled, found = again.dispatcher.told
+    assert (version, settled, sorted(found)) == (0, [], ["0/0/s0", "0/1/s1"])
+    assert again.counts == {"steps": 0, "groups": 2}
+
+
+async def test_a_finished_group_whose_data_changed_is_counted_named_and_sampled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [make_scored(f"0/{n}/s{n}") for n in range(3)]
+    await finished(tmp_path, groups)
+    prompt = dataclasses.replace(make_prompt("0/1/s1"), expanded_ids=np.array([1, 2, 4], dtype=np.int32))
+    changed = dataclasses.replace(groups[1], group=make_group(prompt))
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts([groups[0], changed, groups[2]], broken=["0/2/s2"]))
+    await again.recovery.recover(0)
+    assert again.dispatcher.told == (0, [], ["0/0/s0"])
+    assert again.counts == {"steps": 0, "groups": 1, "changed_data": 1, "bad_media": 1}
+    assert "prompt 0/1/s1 has other tokens than when it was sampled: restore the row s1" in caplog.text
+    assert [group.group_id for group in again.journal.recover(0).finished] == ["0/0/s0"], (
+        "a second kill does not bring it back"
+    )
+
+
+async def test_groups_of_lost_weights_or_beyond_the_bound_are_counted_and_sampled_again(tmp_path: Path) -> None:
+    async def recover(version: int, name: str) -> dict[str, int]:
+        group = make_group(make_prompt("0/0/s0"), versions=(3, 4, 4))
+        scored = dataclasses.replace(make_scored("0/0/s0"), group=group, summary=group.summary())
+        await finished(tmp_path / name, [scored])
+        again = Bench(tmp_path / name, FakeLearner(), KnownPrompts([scored]))
+        await again.recovery.recover(version)
+        return again.counts
+
+    assert await recover(3, "a") == {"steps": 0, "groups": 0, "newer": 1}
+    assert await recover(4, "b") == {"steps": 0, "groups": 1}
+    assert await recover(5, "c") == {"steps": 0, "groups": 1}, "only its first token is too old"
+    assert await recover(6, "d") == {"steps": 0, "groups": 0, "over_age": 1}
+
+
+async def killed_after_a_step(folder: Path) -> list[ScoredGroup]:
+    groups = [make_scored("0/0/s0"), make_scored("0/1/s1")]
+    run = Bench(folder, FakeLearner(), KnownPrompts())
+    await run.recovery.begin()
+    await run.train(groups)
+    await run.replay.close()
+    return groups
+
+
+async def test_a_step_whose_data_changed_is_refused_with_the_next_action(tmp_path: Path) -> None:
+    groups = await killed_after_a_step(tmp_path)
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups, broken=["0/1/s1"]))
+    message = r"step 1 of the journal cannot be taken again: 0/1/s1 is corrupt; fix that, or remove .*journal"
+    with pytest.raises(JournalError, match=message) as caught:
+        await again.recovery.recover(0)
+    assert isinstance(caught.value.__cause__, SkippedSample)
+
+
+async def test_a_step_that_the_checkpoint_has_settled_is_refused(tmp_path: Path) -> None:
+    groups = await killed_after_a_step(tmp_path)
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups), closed=["0/1/s1"])
+    with pytest.raises(JournalError, match=r"0/1/s1 was trained on or rejected before"):
+        await again.recovery.recover(0)
+
+
+async def test_a_step_that_is_taken_again_is_measured_and_the_next_one_follows_it(tmp_path: Path) -> None:
+    groups = await killed_after_a_step(tmp_path)
+    again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups))
+    assert await again.recovery.recover(0) == 1
+    assert again.metrics.steps[1].phases == ["update"]
+    await again.train([make_scored("0/2/s2")])
+    assert [step.version for step in again.journal.recover(0).steps] == [1, 2]
+
+
+async def test_the_next_run_in_the_same_place_knows_nothing_of_it(tmp_path: Path) -> None:
+    await killed_after_a_step(tmp_path)
+    new = Bench(tmp_path, FakeLearner(), KnownPrompts())
+    await new.recovery.begin()
+    assert new.journal.recover(0).reached == 0
+    await new.replay.close()
+
+
+async def test_a_run_without_a_journal_removes_one_that_would_tell_of_another_past(tmp_path: Path) -> None:
+    await killed_after_a_step(tmp_path)
+    assert await NoRecovery(tmp_path / "journal").recover(7) == 7
+    assert not (tmp_path / "journal").exists()
+    await NoRecovery(tmp_path / "journal").begin()
+
+
+class Slow:
+    """Two calls that end only when both have begun."""
+
+    def __init__(self) -> None:
+        self.both = asyncio.Barrier(2)
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        await self.both.wait()
+        return UpdateReport(1, {})
+
+    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        await self.both.wait()
+
+
+async def test_a_step_is_written_down_while_it_is_trained() -> None:
+    slow = Slow()
+    report = await asyncio.wait_for(RecordingLearner(slow, journal=slow).update([]), 30)
+    assert report.version == 1
+
+
+async def test_a_step_that_cannot_be_written_down_ends_the_run() -> None:
+    class FullDisk(Slow):
+        async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+            raise JournalError("no space left")
+
+    with pytest.raises(JournalError, match="no space left"):
+        await asyncio.wait_for(RecordingLearner(Slow(), journal=FullDisk()).update([]), 30)

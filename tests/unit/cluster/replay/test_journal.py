@@ -1,0 +1,314 @@
+"""The journal: what was synced comes back, wherever its files are cut, and nothing comes back that was undone."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from fakes import make_group, make_prompt
+from group_data import assert_equal, picture_prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import JournalError
+from cluster.records.trajectory import Reward
+from cluster.replay.journal import Journal, Recovered, finished, journal_identity, rejected, resumed, trained
+from cluster.replay.journal_segments import JournalRecord, read_segment, segment_numbers, segment_path
+from configs.load import load_config
+
+IDENTITY = {"seed": 0, "policy.freeze": ["visual."], "algorithm": {"kl": {"coef": 0.1}}}
+REWARDS = (Reward(0.75, {"accuracy": 1.0}, {"accuracy": "7 = 7"}), None)
+
+
+def journal(folder: Path, *, segment_bytes: int = 2**20, **identity: object) -> Journal:
+    return Journal(folder, {**IDENTITY, **identity}, segment_bytes=segment_bytes)
+
+
+def done(group_id: str) -> JournalRecord:
+    return finished(make_group(make_prompt(group_id)), REWARDS)
+
+
+def step(version: int, *group_ids: str) -> JournalRecord:
+    return trained(version, group_ids, [None] * len(group_ids))
+
+
+def write(folder: Path, *records: JournalRecord, **options: object) -> None:
+    written = journal(folder, **options)
+    written.append(records)
+    written.close()
+
+
+def recover(folder: Path, version: int = 0, **options: object) -> Recovered:
+    return journal(folder, **options).recover(version)
+
+
+def steps(found: Recovered) -> list[tuple[int, ...]]:
+    return [(s.version, *s.group_ids) for s in found.steps]
+
+
+def waiting(found: Recovered) -> list[str]:
+    return [group.group_id for group in found.finished]
+
+
+def test_a_new_run_has_nothing_to_recover(tmp_path: Path) -> None:
+    assert recover(tmp_path / "none", 7) == Recovered(7)
+
+
+def test_a_trained_step_comes_back_with_its_groups_in_order_and_their_reference_logprobs(tmp_path: Path) -> None:
+    group, other = make_group(picture_prompt(), versions=(3, 3, 4, 5)), make_group(make_prompt("0/4/s4"))
+    logprobs = [[t.behavior_logprobs - n for n, t in enumerate(g.trajectories)] for g in (other, group)]
+    groups = [finished(group, REWARDS), finished(other, REWARDS)]
+    write(tmp_path, *groups, trained(6, [other.group_id, group.group_id], logprobs))
+    [found] = recover(tmp_path, 5).steps
+    assert found.version == 6
+    first, second = found.read()
+    assert_equal(first.group, other)
+    assert_equal(second.group, group)
+    assert second.rewards == REWARDS
+    np.testing.assert_array_equal(second.reference_logprobs, logprobs[1])
+    assert second.group.prompt.media[0].reference is None, "pictures are not written"
+
+
+def test_finished_and_rejected_groups_come_back_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
+    write(tmp_path, done("0/2/s"), rejected("0/1/s", "uniform"), done("0/0/s"))
+    found = recover(tmp_path)
+    assert (waiting(found), found.rejected, found.steps, found.reached) == (["0/2/s", "0/0/s"], ("0/1/s",), (), 0)
+    assert found.finished[0].read().reference_logprobs is None
+
+
+def test_what_a_checkpoint_holds_does_not_come_back(tmp_path: Path) -> None:
+    write(tmp_path, done("a/0/s"), done("b/0/s"), step(1, "a/0/s"), step(2, "b/0/s"), done("c/0/s"))
+    found = recover(tmp_path, 1)
+    assert (steps(found), waiting(found), found.reached) == ([(2, "b/0/s")], ["c/0/s"], 2)
+
+
+def test_steps_are_taken_again_only_as_far_as_there_is_no_gap(tmp_path: Path) -> None:
+    write(tmp_path, done("a/0/s"), done("b/0/s"), done("c/0/s"), step(1, "a/0/s"), step(3, "c/0/s"))
+    found = recover(tmp_path, 0)
+    assert (steps(found), waiting(found)) == ([(1, "a/0/s")], ["b/0/s", "c/0/s"])
+    assert (steps(recover(tmp_path, 1)), waiting(recover(tmp_path, 1))) == ([], ["b/0/s", "c/0/s"])
+
+
+def test_what_came_after_the_version_that_a_run_went_on_from_is_void(tmp_path: Path) -> None:
+    write(tmp_path, done("a/0/s"), done("b/0/s"), done("c/0/s"), step(1, "a/0/s"), step(2, "b/0/s"))
+    write(tmp_path, resumed(1, ["c/0/s"]), done("d/0/s"))
+    found = recover(tmp_path, 0)
+    assert (steps(found), waiting(found)) == ([(1, "a/0/s")], ["c/0/s", "d/0/s"])
+
+
+def test_a_group_that_is_held_is_not_written_twice_but_one_that_was_given_up_is(tmp_path: Path) -> None:
+    write(tmp_path, done("a/0/s"), done("b/0/s"))
+    again = journal(tmp_path)
+    again.append([resumed(0, ["a/0/s"])])
+    before = segment_path(tmp_path, 1).stat().st_size
+    again.append([done("a/0/s")])
+    assert segment_path(tmp_path, 1).stat().st_size == before
+    again.append([done("b/0/s")])
+    assert waiting(recover(tmp_path)) == ["a/0/s", "b/0/s"]
+
+
+def test_a_journal_of_other_settings_is_left_out_and_what_changed_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, done("a/0/s"), step(1, "a/0/s"), done("b/0/s"))
+    assert recover(tmp_path, seed=1) == Recovered(0)
+    assert "written with another seed" in caplog.text
+    write(tmp_path, resumed(0, []), done("c/0/s"), seed=1)
+    assert recover(tmp_path) == Recovered(0), "the run went on with the other settings: this past did not come to be"
+    assert waiting(recover(tmp_path, seed=1)) == ["c/0/s"]
+
+
+def test_what_changes_the_speed_alone_does_not_change_the_identity() -> None:
+    same = ["learner.tokens_per_microbatch=64", "sampler.kv_cache_bytes=1000000", "resources.rollout.num_workers=1"]
+    assert journal_identity(load_config(["experiment=digits", *same])) == journal_identity(
+        load_config(["experiment=digits"])
+    )
+    for other in ("learner.learning_rate=0.5", "algorithm.kl.coef=0.5", "sampler.temperature=0.5", "num_steps=7"):
+        assert journal_identity(load_config(["experiment=digits", other])) != journal_identity(
+            load_config(["experiment=digits"])
+        )
+
+
+def record_of_everything() -> list[JournalRecord]:
+    logprobs = [np.full(3, -0.25, dtype=np.float32)] * 2
+    return [
+        resumed(0, []),
+        done("0/0/s0"),
+        rejected("0/1/s1", "uniform"),
+        trained(1, ["0/0/s0"], [logprobs]),
+        finished(make_group(picture_prompt()), REWARDS),
+    ]
+
+
+def seen(folder: Path) -> list[str]:
+    return [
+        f"{r.kind} {r.body} {r.rows.to_pylist()}"
+        for n in segment_numbers(folder)
+        for r in read_segment(folder, n).records
+    ]
+
+
+def test_wherever_a_segment_is_cut_every_whole_record_before_the_cut_is_kept(tmp_path: Path) -> None:
+    written, ends = journal(tmp_path), []
+    for record in record_of_everything():
+        written.append([record])
+        ends.append(segment_path(tmp_path, 0).stat().st_size)
+    whole = seen(tmp_path)
+    assert len(whole) == len(ends) == 5
+    for cut in range(ends[-1], -1, -1):
+        os.truncate(segment_path(tmp_path, 0), cut)
+        found = read_segment(tmp_path, 0)
+        num_whole = sum(end <= cut for end in ends)
+        assert len(found.records) == num_whole, cut
+        if num_whole:
+            assert found.num_torn_bytes == cut - ends[num_whole - 1]
+        if cut in ends:
+            assert seen(tmp_path) == whole[:num_whole]
+
+
+@settings(max_examples=300)
+@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_a_byte_that_changed_is_never_read_as_something_else(
+    tmp_path_factory: pytest.TempPathFactory, place: float, flip: int
+) -> None:
+    folder = tmp_path_factory.mktemp("flipped")
+    write(folder, *record_of_everything())
+    whole = seen(folder)
+    content = bytearray(segment_path(folder, 0).read_bytes())
+    content[int(place * len(content))] ^= flip
+    segment_path(folder, 0).write_bytes(content)
+    found = seen(folder)
+    assert found == whole[: len(found)]
+
+
+def test_a_torn_end_is_counted_and_named_until_the_run_has_gone_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, done("a/0/s"), done("b/0/s"))
+    path = segment_path(tmp_path, 0)
+    path.write_bytes(path.read_bytes()[:-100])
+    found = recover(tmp_path)
+    assert (found.num_torn, waiting(found)) == (1, ["a/0/s"])
+    assert "000000.arrows: its last" in caplog.text
+    write(tmp_path, resumed(0, ["a/0/s"]))
+    assert recover(tmp_path).num_torn == 0
+
+
+def test_an_empty_file_of_a_killed_start_is_no_obstacle(tmp_path: Path) -> None:
+    segment_path(tmp_path, 0).touch()
+    write(tmp_path, done("a/0/s"))
+    assert segment_numbers(tmp_path) == [0, 1]
+    assert (waiting(recover(tmp_path)), recover(tmp_path).num_torn) == (["a/0/s"], 0)
+
+
+def test_a_full_disk_is_named_and_costs_nothing_that_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = journal(tmp_path)
+    written.append([done("a/0/s")])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(JournalError, match=r"No space left.*resume=auto"):
+            written.append([done("b/0/s")])
+    assert waiting(recover(tmp_path))[0] == "a/0/s"
+    written.append([done("c/0/s")])
+    assert waiting(recover(tmp_path))[-1] == "c/0/s", "nothing follows what may be half there"
+
+
+def test_a_disk_that_takes_half_of_it_is_named_and_costs_nothing_that_was_written(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    written.append([done("a/0/s")])
+    size = segment_path(tmp_path, 0).stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, hard))  # no file may be longer
+    try:
+        with pytest.raises(JournalError, match=r"File too large.*resume=auto"):
+            written.append([done(f"b/{n}/s") for n in range(200)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert waiting(recover(tmp_path)) == ["a/0/s"]
+    written.append([done("c/0/s")])
+    assert waiting(recover(tmp_path)) == ["a/0/s", "c/0/s"], "nothing follows what is half there"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match=r"file/journal cannot be written.*replay\.journal=false"):
+        journal(tmp_path / "file" / "journal").append([done("a/0/s")])
+
+
+def test_any_arrow_reader_can_look_into_a_segment(tmp_path: Path) -> None:
+    write(tmp_path, done("0/0/s0"))
+    with pa.memory_map(str(segment_path(tmp_path, 0))) as file:
+        table = pa.ipc.open_stream(file).read_all()
+    assert table["trajectory_id"].to_pylist() == ["0/0/s0#0", "0/0/s0#1"]
+
+
+class Model:
+    """What a journal of ever more segments should know, kept in memory."""
+
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+        self.trained: list[list[str]] = []
+        self.rejected: list[str] = []
+
+    def untrained(self) -> list[str]:
+        used = {group_id for ids in self.trained for group_id in ids}
+        return [group_id for group_id in self.finished if group_id not in used]
+
+
+def take_part(choose: random.Random, model: Model, number: int) -> JournalRecord:
+    """Any record that a run may write next."""
+    free = model.untrained()
+    if free and choose.random() < 0.4:
+        group_ids = choose.sample(free, choose.randint(1, min(2, len(free))))
+        model.trained.append(group_ids)
+        return step(len(model.trained), *group_ids)
+    if choose.random() < 0.2:
+        model.rejected.append(f"{number}/0/s")
+        return rejected(f"{number}/0/s", "uniform")
+    model.finished.append(f"{number}/0/s")
+    return done(f"{number}/0/s")
+
+
+def assert_the_oldest_segment_is_needed(folder: Path, checkpoint: int, model: Model) -> None:
+    oldest, *later = [read_segment(folder, number) for number in segment_numbers(folder)]
+    bodies = [record.body for record in oldest.records]
+    is_mark = any(body.get("version") == checkpoint for body in bodies)
+    assert not later or is_mark or any(body.get("group_id") in model.untrained() for body in bodies)
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 2**32), segment_bytes=st.sampled_from([1, 6_000, 30_000]))
+def test_forgetting_what_checkpoints_hold_loses_nothing_else_and_keeps_the_disk_small(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, segment_bytes: int
+) -> None:
+    choose, model = random.Random(seed), Model()
+    folder = tmp_path_factory.mktemp("forgotten")
+    written = journal(folder, segment_bytes=segment_bytes)
+    num_rejected_at_checkpoint = checkpoint = 0
+    for number in range(40):
+        written.append([take_part(choose, model, number)])
+        if model.trained and choose.random() < 0.2:
+            checkpoint, num_rejected_at_checkpoint = len(model.trained), len(model.rejected)
+            written.forget(checkpoint)
+            assert_the_oldest_segment_is_needed(folder, checkpoint, model)
+        found = recover(folder, checkpoint)
+        assert steps(found) == [(v, *ids) for v, ids in enumerate(model.trained[checkpoint:], start=checkpoint + 1)]
+        assert waiting(found) == model.untrained()
+        assert set(found.rejected) >= set(model.rejected[num_rejected_at_checkpoint:])
+
+
+def test_a_group_that_was_rejected_after_it_had_finished_does_not_wait_for_a_step(tmp_path: Path) -> None:
+    write(tmp_path, done("0/0/s"), done("0/1/s"), rejected("0/0/s", "over_age"))
+    found = recover(tmp_path)
+    assert (waiting(found), found.rejected) == (["0/1/s"], ("0/0/s",))

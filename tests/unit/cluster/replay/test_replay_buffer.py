@@ -1,0 +1,233 @@
+"""The buffer's order, leases and counts."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fakes import make_scored
+
+from cluster.errors import JournalError
+from cluster.records.trajectory import ScoredGroup
+from cluster.replay.buffer import DUPLICATE, ReplayBuffer
+from cluster.replay.journal import Journal
+from cluster.replay.journal_writer import JournalWriter, NoJournal
+
+
+def ids(groups: list[ScoredGroup]) -> list[str]:
+    return [group.summary.group_id for group in groups]
+
+
+async def filled(*group_ids: str) -> ReplayBuffer:
+    replay = ReplayBuffer()
+    for group_id in group_ids:
+        await replay.put([make_scored(group_id)])
+    return replay
+
+
+async def test_groups_are_taken_in_the_order_of_arrival() -> None:
+    replay = await filled("c", "a", "b")
+    assert ids(await replay.take(2)) == ["c", "a"]
+    assert ids(await replay.take(1)) == ["b"]
+
+
+async def test_take_waits_until_enough_groups_are_ready() -> None:
+    replay = await filled("a")
+    taking = asyncio.create_task(replay.take(2))
+    await asyncio.sleep(0.01)
+    assert not taking.done()
+    await replay.put([make_scored("b")])
+    assert ids(await asyncio.wait_for(taking, 1)) == ["a", "b"]
+
+
+async def test_a_cancelled_take_leases_nothing() -> None:
+    replay = await filled("a")
+    taking = asyncio.create_task(replay.take(2))
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_taken) == (1, 0)
+
+
+@pytest.mark.parametrize("when", ["ready", "taken", "released", "rejected"])
+async def test_a_group_that_is_delivered_twice_is_trained_on_once(when: str) -> None:
+    replay = ReplayBuffer()
+    if when == "rejected":
+        await replay.reject("a", "uniform")
+    else:
+        await replay.put([make_scored("a")])
+    groups = await replay.take(1) if when in ("taken", "released") else []
+    if when == "released":
+        await replay.release(groups)
+    await replay.put([make_scored("a")])
+    stats = await replay.stats()
+    assert stats.num_ready == (1 if when == "ready" else 0)
+    assert stats.num_rejected[DUPLICATE] == 1
+
+
+async def test_aborted_groups_are_the_first_to_be_taken_again() -> None:
+    replay = await filled("a", "b", "c", "d")
+    await replay.abort(await replay.take(2))
+    assert ids(await replay.take(4)) == ["a", "b", "c", "d"]
+
+
+async def test_released_groups_are_forgotten() -> None:
+    replay = await filled("a", "b")
+    groups = await replay.take(2)
+    await replay.release(groups)
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_taken, stats.num_bytes) == (0, 0, 0)
+    with pytest.raises(ValueError, match="group a has no lease"):
+        await replay.release(groups)
+
+
+async def test_stats_count_what_is_held_and_why_groups_were_rejected() -> None:
+    now = 100.0
+    replay = ReplayBuffer(clock=lambda: now)
+    group = make_scored("a")
+    await replay.put([group])
+    now = 103.0
+    await replay.put([make_scored("b")])
+    await replay.take(1)
+    await replay.reject("x", "uniform")
+    await replay.reject("y", "uniform")
+    stats = await replay.stats()
+    assert (stats.num_ready, stats.num_taken, stats.oldest_age_s) == (1, 1, 3.0)
+    assert stats.oldest_id == "a"
+    assert stats.num_bytes == 2 * group.summary.num_bytes
+    assert stats.num_rejected == {"uniform": 2}
+
+
+def group_bytes() -> int:
+    return make_scored("a").summary.num_bytes
+
+
+async def blocked(call: asyncio.Task[None]) -> bool:
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return not call.done()
+
+
+async def test_a_reserved_group_is_held_but_not_ready_until_it_is_put() -> None:
+    replay = ReplayBuffer()
+    first, second = make_scored("a"), make_scored("b")
+    await replay.reserve(first)
+    await replay.reserve(second)
+    assert (await replay.stats()).num_ready == 0
+    assert (await replay.stats()).num_bytes == 2 * group_bytes()
+    await replay.put([second])
+    await replay.put([first])
+    assert ids(await replay.take(2)) == ["b", "a"]
+    assert (await replay.stats()).num_rejected == {}
+
+
+async def test_beyond_the_budget_groups_wait_until_a_step_was_released() -> None:
+    replay = ReplayBuffer(max_bytes=2 * group_bytes(), min_ready=2)
+    await replay.put([make_scored("a")])
+    await replay.put([make_scored("b")])
+    third = asyncio.create_task(replay.reserve(make_scored("c")))
+    assert await blocked(third)
+    assert (await replay.stats()).num_waiting == 1
+    taken = await replay.take(2)
+    await asyncio.wait_for(third, 5)
+    await replay.put([make_scored("d")])
+    await replay.put([make_scored("c")])
+    fifth = asyncio.create_task(replay.put([make_scored("e")]))
+    assert await blocked(fifth), "c and d are ready, a and b are leased"
+    await replay.release(taken)
+    assert await blocked(fifth), "c and d alone fill the budget"
+    await replay.release(await replay.take(2))
+    await asyncio.wait_for(fifth, 5)
+
+
+async def test_the_budget_never_keeps_a_step_from_becoming_ready() -> None:
+    replay = ReplayBuffer(max_bytes=1, min_ready=4)
+    for name in "wxyz":
+        await replay.reserve(make_scored(f"{name}/reserved"))
+    for name in "abcd":
+        await asyncio.wait_for(replay.put([make_scored(name)]), 5)
+    assert ids(await asyncio.wait_for(replay.take(4), 5)) == list("abcd")
+
+
+async def test_a_group_larger_than_the_budget_is_let_in_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    replay = ReplayBuffer(max_bytes=group_bytes() - 1)
+    await replay.put([make_scored("a")])
+    assert (await replay.stats()).num_oversized == 1
+    assert ids(await replay.take(1)) == ["a"]
+    assert f"group a has {group_bytes()} bytes" in caplog.text
+    assert "replay.max_bytes" in caplog.text
+
+
+async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
+    replay = ReplayBuffer(max_bytes=group_bytes(), min_ready=1)
+    await replay.put([make_scored("a")])
+    waiting = asyncio.create_task(replay.reserve(make_scored("b")))
+    assert await blocked(waiting)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    stats = await replay.stats()
+    assert (stats.num_waiting, stats.num_bytes) == (0, group_bytes())
+
+
+async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {})
+    replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
+    await replay.resume(3, [])
+    await replay.reserve(make_scored("a"))
+    await replay.put([make_scored("a"), make_scored("b")])
+    await replay.reject("c", "uniform")
+    taken = await replay.take(2)
+    await replay.commit(4, taken[::-1])
+    found = journal.recover(3)
+    assert [step.group_ids for step in found.steps] == [("b", "a")]
+    assert (found.finished, found.rejected) == ((), ("c",))
+    await replay.release(taken)
+    await replay.forget(4)
+    assert journal.recover(4).reached == 4
+    with pytest.raises(ValueError, match="group a has no lease"):
+        await replay.commit(5, taken)
+    await replay.close()
+
+
+class SlowDisk(NoJournal):
+    """Has a finished group on disk only when told, or never."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+        self.error: Exception | None = None
+        self.trained_versions: list[int] = []
+
+    async def finished(self, group: ScoredGroup) -> None:
+        await self.told.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        self.trained_versions.append(version)
+
+
+async def test_a_slow_disk_holds_up_the_commit_and_nothing_before_it() -> None:
+    disk = SlowDisk()
+    replay = ReplayBuffer(journal=disk)
+    await replay.reserve(make_scored("a"))
+    await replay.put([make_scored("a")])
+    taken = await replay.take(1)
+    commit = asyncio.create_task(replay.commit(1, taken))
+    assert await blocked(commit)
+    assert disk.trained_versions == []
+    disk.told.set()
+    await asyncio.wait_for(commit, 5)
+    assert disk.trained_versions == [1]
+
+
+async def test_a_group_that_could_not_be_journalled_is_never_committed() -> None:
+    disk = SlowDisk()
+    disk.error = JournalError("the disk is full")
+    disk.told.set()
+    replay = ReplayBuffer(journal=disk)
+    await replay.put([make_scored("a")])
+    with pytest.raises(JournalError, match="the disk is full"):
+        await replay.commit(1, await replay.take(1))
+    assert disk.trained_versions == []
+    await replay.close()

@@ -1,0 +1,191 @@
+"""Held-out evaluation: schedule, means, interval, and what could not be scored."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import RewardError, RolloutError
+from cluster.records.trajectory import Reward
+from cluster.rollout.evaluation import (
+    EvaluationResult,
+    EvaluationSchedule,
+    Evaluator,
+    mean_of_component,
+    wilson_interval,
+)
+
+GREEDY = replace(SETTINGS, temperature=0.0)
+
+
+def make_evaluator(
+    rollouts: FakeRollouts,
+    results: list[EvaluationResult],
+    values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0),
+    *,
+    accuracy_component: str = "accuracy",
+    interval_steps: int = 0,
+) -> Evaluator:
+    return Evaluator(
+        prompts=[make_prompt(f"test/{i}/s{i}") for i in range(10)],
+        rollouts=rollouts,
+        rewards=FakeRewards(values),
+        settings=GREEDY,
+        accuracy_component=accuracy_component,
+        max_concurrent=3,
+        schedule=EvaluationSchedule(interval_steps, total_steps=7),
+        on_result=results.append,
+    )
+
+
+async def test_accuracy_is_the_mean_over_all_held_out_prompts() -> None:
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (1.0, 1.0) if int(prompt_id.split("/")[1]) < 7 else (0.0, 0.0)
+
+    rollouts = FakeRollouts()
+    evaluator = make_evaluator(rollouts, [], values)
+    result = await evaluator.run(3)
+    assert (result.version, result.accuracy, result.num_scored, result.num_unscored) == (3, 0.7, 20, 0)
+    assert 0 < result.low < result.accuracy < result.high < 1
+    assert set(rollouts.settings.values()) == {GREEDY}
+    assert len(rollouts.settings) == 10
+
+
+async def test_no_more_prompts_are_in_flight_than_allowed() -> None:
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 5)
+    await make_evaluator(rollouts, []).run(0)
+    assert rollouts.max_in_flight == 3
+
+
+@pytest.mark.parametrize(("interval_steps", "due"), [(0, [0, 7]), (2, [0, 2, 4, 6, 7]), (7, [0, 7])])
+async def test_it_runs_before_after_and_at_the_interval(interval_steps: int, due: list[int]) -> None:
+    results: list[EvaluationResult] = []
+    rollouts = FakeRollouts()
+    evaluator = make_evaluator(rollouts, results, interval_steps=interval_steps)
+    async with evaluator.evaluating():
+        for version in range(8):
+            await evaluator.finish()
+            rollouts.version = version
+            await evaluator.maybe_run(version)
+    assert [result.version for result in results] == due
+
+
+async def test_a_version_that_was_evaluated_before_a_resume_is_not_evaluated_again() -> None:
+    first, results = make_evaluator(FakeRollouts(), []), []
+    async with first.evaluating():
+        await first.maybe_run(0)
+    second = make_evaluator(FakeRollouts(), results)
+    second.restore(0, first.state())
+    async with second.evaluating():
+        await second.maybe_run(0)
+    assert results == []
+    assert second.results == first.results
+
+
+async def test_it_runs_beside_the_body_until_it_is_waited_for_and_the_last_one_is() -> None:
+    results: list[EvaluationResult] = []
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 3)
+    evaluator = make_evaluator(rollouts, results)
+    async with evaluator.evaluating():
+        await evaluator.maybe_run(0)
+        assert results == []
+        while not rollouts.num_in_flight:
+            await asyncio.sleep(0)
+        await evaluator.finish()
+        assert [result.version for result in results] == [0]
+        rollouts.version = 7
+        await evaluator.maybe_run(7)
+        assert [result.version for result in results] == [0, 7], "a checkpoint of the last version holds its result"
+
+
+async def test_it_takes_nothing_older_than_the_push_that_is_still_under_way() -> None:
+    results: list[EvaluationResult] = []
+    rollouts = FakeRollouts()
+    rollouts.version = 1
+    evaluator = make_evaluator(rollouts, results, interval_steps=2)
+    async with asyncio.timeout(5), evaluator.evaluating():
+        await evaluator.maybe_run(2)
+        await asyncio.sleep(0.01)
+        assert rollouts.num_in_flight == 3 and results == []
+        rollouts.version = 2
+        await evaluator.finish()
+    assert [(result.version, result.num_unscored) for result in results] == [(2, 0)]
+
+
+async def test_one_that_fails_cancels_the_body_and_one_that_runs_is_cancelled_with_it() -> None:
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError(prompt_id))
+    with pytest.raises(RolloutError, match="test/"):
+        failing = make_evaluator(rollouts, [])
+        async with asyncio.timeout(5), failing.evaluating():
+            await failing.maybe_run(0)
+            await asyncio.Event().wait()
+    endless = FakeRollouts(pauses=lambda prompt_id: 10**9)
+    evaluator = make_evaluator(endless, [])
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(5), evaluator.evaluating():
+            await evaluator.maybe_run(0)
+            while not endless.num_in_flight:
+                await asyncio.sleep(0)
+            raise KeyError("the learner failed")
+    assert endless.num_in_flight == 0
+
+
+async def test_a_response_of_newer_weights_is_left_out() -> None:
+    rollouts = FakeRollouts(pauses=lambda prompt_id: 2)
+    running = asyncio.ensure_future(make_evaluator(rollouts, []).run(0))
+    while sum(rollouts.attempts.values()) < 6:
+        await asyncio.sleep(0)
+    rollouts.version = 1
+    result = await running
+    assert result.num_scored + result.num_unscored == 20
+    assert 0 < result.num_unscored < 20
+
+
+async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
+    result = await make_evaluator(FakeRollouts(), [], lambda prompt_id: (1.0, None)).run(0)
+    assert (result.accuracy, result.num_scored, result.num_unscored) == (1.0, 10, 10)
+
+
+async def test_an_evaluation_without_any_score_is_an_error() -> None:
+    with pytest.raises(RewardError, match="none of 20 responses could be scored"):
+        await make_evaluator(FakeRollouts(), [], lambda prompt_id: (None, None)).run(0)
+
+
+async def test_an_accuracy_component_that_no_held_out_response_has_names_those_that_it_has() -> None:
+    with pytest.raises(
+        RewardError, match=r"accuracy_component=correct is in the recipe of none of 20 .*\['accuracy'\]"
+    ):
+        await make_evaluator(FakeRollouts(), [], accuracy_component="correct").run(0)
+
+
+def test_the_accuracy_is_of_the_responses_whose_recipe_has_its_component() -> None:
+    rewards = [
+        Reward(1.0, {"accuracy": 1.0}),
+        Reward(0.5, {"boxes": 0.5}),
+        Reward(0.5, {"accuracy": 0.5, "boxes": 0.5}),
+    ]
+    assert mean_of_component("accuracy", rewards) == (0.75, 2)
+
+
+async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:
+    rollouts = FakeRollouts(fault=lambda prompt_id, attempt: RolloutError(prompt_id) if "/4/" in prompt_id else None)
+    with pytest.raises(RolloutError, match="test/4/s4"):
+        await make_evaluator(rollouts, []).run(0)
+    assert rollouts.num_in_flight == 0
+
+
+def test_the_interval_is_the_one_of_the_literature() -> None:
+    low, high = wilson_interval(0.1, 20)  # 2 of 20: Newcombe 1998's formula 3, computed by hand
+    assert (round(low, 4), round(high, 4)) == (0.0279, 0.3010)
+
+
+@given(num=st.integers(1, 10_000), share=st.floats(0, 1))
+def test_the_interval_holds_the_mean_and_stays_within_0_and_1(num: int, share: float) -> None:
+    low, high = wilson_interval(share, num)
+    assert 0 <= low <= share + 1e-12
+    assert share - 1e-12 <= high <= 1
+    assert high > low

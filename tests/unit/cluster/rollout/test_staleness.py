@@ -1,0 +1,352 @@
+"""The gate's formula, and the order that makes its bound hard."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.rollout.staleness import Admission, AgeLimit, OvertakingOrder, StalenessGate, StepOrder
+
+
+def make_gate(
+    prompts_per_step: int = 4, max_staleness: int = 0, max_concurrent: int = 100, total_steps: int = 1000
+) -> StalenessGate:
+    return StalenessGate(
+        prompts_per_step=prompts_per_step,
+        max_staleness=max_staleness,
+        max_concurrent=max_concurrent,
+        total_steps=total_steps,
+    )
+
+
+def start_all(gate: StalenessGate) -> list[Admission]:
+    return [gate.start() for _ in range(max(0, gate.capacity))]
+
+
+@pytest.mark.parametrize(("max_staleness", "expected"), [(0, 4), (1, 8), (3, 16)])
+def test_a_new_run_admits_the_steps_within_the_bound(max_staleness: int, expected: int) -> None:
+    assert make_gate(max_staleness=max_staleness).capacity == expected
+
+
+def test_no_more_groups_run_at_once_than_max_concurrent() -> None:
+    gate = make_gate(max_staleness=3, max_concurrent=5)
+    first, *_ = start_all(gate)
+    assert (len(gate.running), gate.capacity) == (5, 0)
+    gate.accept(first)
+    assert gate.capacity == 1
+
+
+def test_an_accepted_group_keeps_its_slot_until_a_version_is_published() -> None:
+    gate = make_gate()
+    for admission in start_all(gate):
+        gate.accept(admission)
+    assert gate.capacity == 0
+    gate.advance(1)
+    assert gate.capacity == 4
+
+
+def test_a_rejected_group_gives_its_slot_back_at_once() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+    gate.reject(first)
+    assert gate.capacity == 1
+
+
+def test_nothing_is_admitted_for_a_step_past_the_last() -> None:
+    gate = make_gate(max_staleness=3, total_steps=2)
+    assert gate.capacity == 2 * 4
+    gate.resume(2)
+    assert gate.capacity == 0
+
+
+def test_after_a_resume_the_gate_admits_what_a_new_run_would() -> None:
+    gate = make_gate(max_staleness=1)
+    gate.resume(40)
+    assert (gate.version, gate.capacity) == (40, make_gate(max_staleness=1).capacity)
+
+
+async def test_waiting_for_a_slot_ends_when_one_is_freed() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+    waiting = asyncio.create_task(gate.wait_for_slot())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    gate.reject(first)
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_two_waiters_never_share_one_slot() -> None:
+    gate = make_gate()
+    first, *_ = start_all(gate)
+
+    async def start() -> Admission:
+        await gate.wait_for_slot()
+        return gate.start()
+
+    waiters = [asyncio.create_task(start()) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate.reject(first)
+    done, pending = await asyncio.wait(waiters, timeout=0.05)
+    assert (len(done), len(pending), gate.capacity) == (1, 1, 0)
+    pending.pop().cancel()
+
+
+def test_the_groups_of_a_step_come_in_order_of_admission() -> None:
+    gate = make_gate(prompts_per_step=2)
+    order: StepOrder[int] = StepOrder(gate)
+    for admission in reversed(start_all(gate)):
+        assert order.pop_step() == []
+        gate.accept(admission)
+        order.add(admission, admission.number)
+    assert order.pop_step() == [0, 1]
+
+
+def test_a_step_does_not_wait_for_a_group_that_a_later_step_can_take() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[int] = StepOrder(gate)
+    slow, fast = start_all(gate)
+    gate.accept(fast)
+    order.add(fast, fast.number)
+    assert order.pop_step() == [fast.number]
+    gate.advance(1)
+    (late,) = start_all(gate)
+    gate.accept(late)
+    order.add(late, late.number)
+    assert order.pop_step() == [], "step 1 is the last one in which the slow group is young enough"
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.pop_step() == [slow.number]
+
+
+def test_two_slow_groups_that_are_due_in_one_step_are_spread_over_the_steps_before() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=2)
+    order: StepOrder[int] = StepOrder(gate)
+    slow, slower, fast = start_all(gate)
+    gate.accept(fast)
+    order.add(fast, fast.number)
+    assert order.pop_step() == [fast.number]
+    gate.advance(1)
+    (late,) = start_all(gate)
+    gate.accept(late)
+    order.add(late, late.number)
+    assert order.pop_step() == [], "steps 1 and 2 belong to the slow ones: both are due in step 2"
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.pop_step() == [slow.number]
+    gate.accept(slower)
+    order.add(slower, slower.number)
+    assert order.pop_step() == [slower.number]
+
+
+def test_an_overtaken_group_is_trained_when_it_comes() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: OvertakingOrder[int] = OvertakingOrder(gate)
+    slow, *_ = start_all(gate)
+    for step in (0, 1):
+        fast = gate.running[1]
+        gate.accept(fast)
+        order.add(fast, fast.number)
+        assert order.pop_step() == [fast.number]
+        gate.advance(step + 1)
+        start_all(gate)
+    gate.accept(slow)
+    order.add(slow, slow.number)
+    assert order.remove(lambda number: False) == []
+    assert (order.next_step, order.pop_step()) == (2, [slow.number])
+
+
+def test_only_groups_that_may_hold_over_age_tokens_are_asked_whether_they_are_too_old() -> None:
+    gate = make_gate(prompts_per_step=3, max_staleness=2)
+    order: StepOrder[int] = StepOrder(gate)
+    order.resume(5)
+    for number, version in enumerate([2, 4, 2, 3]):
+        order.add(Admission(version, number), number)
+    asked: list[int] = []
+    assert order.remove(lambda number: asked.append(number) or number == 0) == [0]
+    assert set(asked) == {0, 2}
+    assert order.pop_step() == [2, 3, 1]
+
+
+def test_a_step_waits_for_no_one_when_only_finished_groups_are_late() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[int] = StepOrder(gate)
+    order.resume(5)
+    for number in range(3):
+        order.add(Admission(3, number), number)
+    assert [order.pop_step() for _ in range(4)] == [[0], [1], [2], []]
+
+
+def test_a_dropped_group_gives_its_slot_back() -> None:
+    gate = make_gate()
+    for admission in start_all(gate):
+        gate.accept(admission)
+    gate.drop()
+    assert gate.capacity == 1
+
+
+def test_a_group_is_too_old_once_its_newest_token_is_or_its_oldest_one_if_only_whole_groups_count() -> None:
+    tokens = {3: 10, 5: 1}
+    assert [AgeLimit(2).drops(tokens, step) for step in (5, 7, 8)] == [False, False, True]
+    assert [AgeLimit(2, is_whole=True).drops(tokens, step) for step in (5, 6, 7)] == [False, True, True]
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 12),
+    resumed=st.integers(0, 3),
+    timing=st.integers(0, 2**32),
+)
+def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever(
+    prompts_per_step: int,
+    max_staleness: int,
+    max_concurrent: int,
+    resumed: int,
+    timing: int,
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    order: StepOrder[Admission] = StepOrder(gate)
+    gate.resume(resumed)
+    order.resume(resumed)
+    steps: list[list[Admission]] = []
+    for _ in range(60):
+        start_all(gate)
+        assert len(gate.running) <= max_concurrent
+        assert gate.num_accepted + len(gate.running) <= (max_staleness + gate.version + 1) * prompts_per_step
+        if not gate.running:  # all are finished: the next step must be there, and its training makes room
+            assert resumed + len(steps) > gate.version
+            gate.advance(gate.version + 1)
+            continue
+        admission = choose.choice(gate.running)
+        if choose.random() < 0.2:
+            gate.reject(admission)
+        else:
+            gate.accept(admission)
+            order.add(admission, admission)
+        while step := order.pop_step():
+            steps.append(step)
+        if choose.random() < 0.7 and resumed + len(steps) > gate.version:
+            gate.advance(gate.version + 1)
+    for index, step in enumerate(steps, start=resumed):
+        assert len(step) == prompts_per_step
+        assert all(index - admission.version <= max_staleness for admission in step)
+    taken = [admission.number for step in steps for admission in step]
+    assert len(set(taken)) == len(taken)
+
+
+def is_ready(gate: StalenessGate, finished: list[Admission], next_step: int) -> bool:
+    """The order's rule as it is told: what the next step leaves must fit B a step into the steps after it."""
+    size = gate.prompts_per_step
+    left = sorted([*gate.running, *sorted(finished)[size:]])
+    fits = all(next_step + 1 + i // size <= a.version + gate.max_staleness for i, a in enumerate(left))
+    return len(finished) >= size and fits
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 20),
+    timing=st.integers(0, 2**32),
+)
+def test_a_step_is_popped_exactly_when_the_rule_lets_it(
+    prompts_per_step: int, max_staleness: int, max_concurrent: int, timing: int
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    order: StepOrder[Admission] = StepOrder(gate)
+    finished: list[Admission] = []
+    for _ in range(60):
+        for _ in range(choose.randint(0, max(0, gate.capacity))):
+            gate.start()
+        if gate.running:
+            admission = choose.choice(gate.running[choose.randrange(len(gate.running)) :])  # young ones overtake
+            gate.accept(admission)
+            order.add(admission, admission)
+            finished.append(admission)
+        if choose.random() < 0.8:
+            expected = sorted(finished)[:prompts_per_step] if is_ready(gate, finished, order.next_step) else []
+            step = order.pop_step()
+            assert step == expected
+            finished = [admission for admission in finished if admission not in step]
+        if order.next_step > gate.version and choose.random() < 0.8:
+            gate.advance(gate.version + 1)
+    assert dict(gate.running_by_version) == Counter(admission.version for admission in gate.running)
+
+
+def test_a_group_from_before_a_resume_is_due_before_one_that_is_started_after_it() -> None:
+    gate = make_gate(prompts_per_step=1, max_staleness=1)
+    order: StepOrder[str] = StepOrder(gate)
+    gate.resume(5, num_finished=1, num_started=2)
+    order.resume(5)
+    order.add(Admission(4, number=1), "before")
+    again = gate.start(0)
+    assert again == Admission(5, number=0)
+    gate.accept(again)
+    order.add(again, "again")
+    assert order.pop_step() == ["before"], "step 5 is the last one in which it is young enough"
+    gate.advance(6)
+    assert gate.start() == Admission(6, number=2), "the numbers of prompts that were handed out are taken"
+    assert order.pop_step() == ["again"]
+
+
+@given(
+    prompts_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_concurrent=st.integers(1, 12),
+    num_moves=st.integers(1, 120),
+    timing=st.integers(0, 2**32),
+)
+def test_after_a_kill_finished_groups_and_new_ones_are_neither_over_age_nor_in_each_others_way(
+    prompts_per_step: int, max_staleness: int, max_concurrent: int, num_moves: int, timing: int
+) -> None:
+    choose = random.Random(timing)
+    gate = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    finished, under_way, trained = live(gate, StepOrder(gate), choose, num_moves)
+    resumed_at = gate.version + (trained > gate.version)  # a step may be written down whose weights were not pushed yet
+    again = make_gate(prompts_per_step, max_staleness, max_concurrent)
+    again.resume(resumed_at, num_finished=len(finished), num_started=len(finished) + under_way)
+    order: StepOrder[Admission] = StepOrder(again)
+    order.resume(resumed_at)
+    numbers = choose.sample(range(len(finished) + under_way), len(finished) + under_way)
+    for admission in finished:
+        kept = Admission(admission.version, numbers.pop())
+        order.add(kept, kept)
+    while numbers and again.capacity > 0:
+        again.start(numbers.pop())
+    live(again, order, choose, 60)
+
+
+def live(
+    gate: StalenessGate, order: StepOrder[Admission], choose: random.Random, num_moves: int
+) -> tuple[list[Admission], int, int]:
+    """Play so many moves of a run; returns the finished groups that no step trained, how many run, and the version."""
+    ready: list[list[Admission]] = []
+    waiting: list[Admission] = []
+    trained = gate.version
+    for _ in range(num_moves):
+        start_all(gate)
+        while step := order.pop_step():
+            assert all(trained + len(ready) - admission.version <= gate.max_staleness for admission in step)
+            assert len(step) == gate.prompts_per_step
+            ready.append(step)
+        if ready and (trained == gate.version or not gate.running) and choose.random() < 0.7:
+            waiting = [admission for admission in waiting if admission not in ready[0]]
+            ready.pop(0)
+            trained += 1
+        elif trained > gate.version:
+            gate.advance(trained)
+        elif gate.running:
+            admission = choose.choice(gate.running)
+            if choose.random() < 0.2:
+                gate.reject(admission)
+            else:
+                gate.accept(admission)
+                order.add(admission, admission)
+                waiting.append(admission)
+        else:
+            assert ready, "nothing runs and no step can be made: the run would wait for ever"
+    return waiting, len(gate.running), trained

@@ -1,0 +1,186 @@
+"""Placement: what fits is placed without overbooking anything, what does not fit is refused by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import NodeResources, PlacementPlan, needed_roles, plan_placement, plan_table
+from configs.load import load_config
+from configs.schema import ResourcesConfig, WorkerResources
+
+ALL_ROLES = ("learner", "rollout", "reference", "reward", "replay")
+LAPTOP = NodeResources("laptop", num_cpus=2, num_gpus=0)
+
+
+def resources(*overrides: str) -> ResourcesConfig:
+    return load_config(["experiment=digits", *overrides]).resources
+
+
+def workers(num_workers: int, num_cpus: float, num_gpus: float = 0, bind_cores: bool = False) -> WorkerResources:
+    return WorkerResources(
+        num_workers=num_workers,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        num_threads=1,
+        bind_cores=bind_cores,
+        first_core=0,
+    )
+
+
+def nodes_of(plan: PlacementPlan, role: str) -> list[str]:
+    return [worker.node_id for worker in plan.of_role(role)]
+
+
+def test_laptop_preset_fits_two_cores() -> None:
+    plan = plan_placement(resources(), [LAPTOP], ALL_ROLES)
+    names = [worker.name for worker in plan.workers]
+    assert names == ["learner/0", "learner/1", "rollout/0", "rollout/1", "reference/0", "reward/0", "replay/0"]
+
+
+def test_bound_workers_of_one_role_have_their_own_cores_and_roles_take_turns_on_them() -> None:
+    plan = plan_placement(resources(), [LAPTOP], ALL_ROLES)
+    assert [worker.cores for worker in plan.of_role("learner")] == [(0,), (1,)]
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0,), (1,)]
+    assert plan.of_role("reference")[0].cores == ()
+
+
+def test_roles_that_work_at_the_same_time_get_different_cores() -> None:
+    plan = plan_placement(resources("resources=laptop_overlapped", "learner=single"), [LAPTOP], ALL_ROLES)
+    assert {worker.name: worker.cores for worker in plan.workers if worker.cores} == {
+        "rollout/0": (0,),
+        "learner/0": (1,),
+    }
+
+
+def test_cores_are_counted_node_by_node_and_start_again_beyond_the_last() -> None:
+    three = resources("resources.rollout.num_workers=3", "resources.rollout.num_cpus=0.1")
+    plan = plan_placement(three, [LAPTOP], ("rollout",))
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0,), (1,), (0,)]
+    two_nodes = [NodeResources("a", 1, 0), NodeResources("b", 1, 0)]
+    plan = plan_placement(resources("resources.rollout.num_cpus=1"), two_nodes, ("rollout",))
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0,), (0,)]
+    assert sorted(nodes_of(plan, "rollout")) == ["a", "b"]
+
+
+def test_workers_are_bound_to_all_cores_of_a_node_whatever_else_holds_a_share_of_them() -> None:
+    node = NodeResources("a", num_cpus=1.4, num_gpus=0, all_cpus=2)
+    plan = plan_placement(resources(), [node], ("rollout",))
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0,), (1,)]
+
+
+def test_threads_take_consecutive_cores() -> None:
+    four = resources("resources.rollout.num_threads=2")
+    plan = plan_placement(four, [NodeResources("a", 4, 0)], ("rollout",))
+    assert [worker.cores for worker in plan.of_role("rollout")] == [(0, 1), (2, 3)]
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(PlacementError, match=r"resources\.rollout\.num_threads=8.*2 cores.*num_threads=2"):
+        plan_placement(resources("resources.rollout.num_threads=8"), [LAPTOP], ALL_ROLES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "node", "said"),
+    [
+        (["resources.rollout.num_workers=9"], LAPTOP, r"resources\.rollout asks for 9 workers.*0\.3 CPUs.*CPUs and"),
+        (["resources=gpu_2"], LAPTOP, r"resources\.learner.*0\.7 GPUs.*0 GPUs free.*smaller than resources=gpu_2"),
+        (["resources=node_8gpu"], NodeResources("a", 64, 7), r"resources\.rollout.*fits nowhere|resources\.reference"),
+        (["resources.learner.num_cpus=4"], LAPTOP, r"worker 0 fits nowhere: laptop has 2 CPUs and 0 GPUs free"),
+    ],
+)
+def test_what_does_not_fit_names_role_request_and_what_is_free(
+    overrides: list[str], node: NodeResources, said: str
+) -> None:
+    with pytest.raises(PlacementError, match=said):
+        plan_placement(resources(*overrides), [node], ALL_ROLES)
+
+
+def test_cluster_without_nodes_is_refused() -> None:
+    with pytest.raises(PlacementError, match="there is no node"):
+        plan_placement(resources(), [], ALL_ROLES)
+
+
+def test_role_that_is_not_needed_is_not_placed() -> None:
+    config = load_config(["experiment=digits", "algorithm.kl.coef=0"])
+    plan = plan_placement(config.resources, [LAPTOP], needed_roles(config))
+    assert plan.of_role("reference") == ()
+    assert "reference" in needed_roles(load_config(["experiment=digits"]))
+
+
+def test_learner_ranks_stay_together_where_they_all_fit() -> None:
+    config = resources("resources.learner.num_cpus=1", "resources.learner.num_workers=4")
+    nodes = [NodeResources("small", 3, 0), NodeResources("large", 4, 0), NodeResources("spare", 3, 0)]
+    assert nodes_of(plan_placement(config, nodes, ALL_ROLES), "learner") == ["large"] * 4
+
+
+def test_learner_ranks_spread_where_no_node_holds_them_all() -> None:
+    config = resources("resources.learner.num_cpus=1", "resources.learner.num_workers=4")
+    nodes = [NodeResources("a", 3, 0), NodeResources("b", 3, 0)]
+    assert sorted(nodes_of(plan_placement(config, nodes, ALL_ROLES), "learner")) == ["a", "a", "a", "b"]
+
+
+def test_cpu_workers_leave_gpu_nodes_alone_while_others_have_room() -> None:
+    nodes = [NodeResources("gpus", 32, 2), NodeResources("cpus", 4, 0)]
+    plan = plan_placement(resources("resources=gpu_2"), nodes, ALL_ROLES)
+    assert nodes_of(plan, "reward") + nodes_of(plan, "replay") == ["cpus", "cpus"]
+    assert nodes_of(plan, "rollout") + nodes_of(plan, "learner") == ["gpus", "gpus"]
+
+
+@pytest.mark.parametrize("preset", ["gpu_2", "node_8gpu"])
+def test_gpu_preset_fills_exactly_its_node(preset: str) -> None:
+    config = resources(f"resources={preset}")
+    num_gpus = int(preset[-1]) if preset == "gpu_2" else 8
+    plan = plan_placement(config, [NodeResources("a", 32, num_gpus)], ALL_ROLES)
+    assert sum(worker.num_gpus for worker in plan.workers) == pytest.approx(num_gpus)
+
+
+def test_share_of_a_gpu_lies_on_one_gpu() -> None:
+    config = resources("resources=gpu_2").model_copy(update={"rollout": workers(3, 1, 0.6)})
+    with pytest.raises(PlacementError, match=r"resources\.rollout.*worker 2 fits nowhere"):
+        plan_placement(config, [NodeResources("a", 32, 2)], ("rollout",))
+
+
+def test_table_sums_each_role_by_node() -> None:
+    rows = {row.role: row for row in plan_table(plan_placement(resources(), [LAPTOP], ALL_ROLES))}
+    assert list(rows) == list(ALL_ROLES)
+    assert (rows["rollout"].num_workers, rows["rollout"].num_cpus) == (2, pytest.approx(0.6))
+    assert rows["rollout"].cores == ((0,), (1,))
+
+
+worker_counts = st.builds(
+    workers,
+    num_workers=st.integers(0, 5),
+    num_cpus=st.sampled_from([0.1, 0.3, 0.5, 1, 2]),
+    num_gpus=st.sampled_from([0, 0.3, 0.5, 1, 2]),
+    bind_cores=st.just(False),
+)
+clusters = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4)
+
+
+@given(cluster=clusters, learner=worker_counts, rollout=worker_counts, reward=worker_counts)
+def test_plan_places_every_worker_once_and_overbooks_no_node(
+    cluster: list[tuple[int, int]], learner: WorkerResources, rollout: WorkerResources, reward: WorkerResources
+) -> None:
+    asked = {"learner": learner, "rollout": rollout, "reward": reward}
+    nodes = [NodeResources(f"n{index}", cpus, gpus) for index, (cpus, gpus) in enumerate(cluster)]
+    try:
+        plan = plan_placement(BASE.model_copy(update=asked), nodes, tuple(asked))
+    except PlacementError:
+        return  # refusals are tested by name above
+    used: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for worker in plan.workers:
+        used[worker.node_id][0] += worker.num_cpus
+        used[worker.node_id][1] += worker.num_gpus
+    assert {role: len(plan.of_role(role)) for role in asked} == {role: a.num_workers for role, a in asked.items()}
+    assert all(
+        used[node.node_id][0] <= node.num_cpus + 1e-5 and used[node.node_id][1] <= node.num_gpus + 1e-5
+        for node in nodes
+    )
+
+
+BASE = resources()

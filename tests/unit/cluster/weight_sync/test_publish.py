@@ -1,0 +1,492 @@
+"""The order of a push, what it refuses, and what it says about those who failed; sender and receivers are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from fakes import make_prompt
+from members import FixedMembers
+
+from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
+from cluster.records.trajectory import Prompt
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.transport import Rendezvous
+from cluster.weight_sync.weight_sync import Push, WeightSync
+
+MANIFEST = Manifest((TensorSpec("w", (2,), "float32"),))
+PROBE = make_prompt("0/0/probe")
+
+
+class FakeSender:
+    """A learner whose weights are one number; `events` is what happened, in order, with the receivers' share."""
+
+    def __init__(self, weight: float = 1.0, manifest: Manifest = MANIFEST) -> None:
+        self.weight = weight
+        self.version = 1
+        self.events: list[str] = []
+        self.exports: list[int] = []
+        self._manifest = manifest
+
+    async def manifest(self) -> Manifest:
+        return self._manifest
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        self.events.append(f"open epoch {epoch} for {num_receivers}")
+        return Rendezvous("host", 1, epoch, 1 + num_receivers, "gloo", 5.0)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        self.events.append("sender joins")
+
+    async def leave_transfer(self, epoch: int) -> None:
+        self.events.append(f"leave {epoch}")
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self.events.append(f"send {epoch}")
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        self.exports.append(self.version)
+        return self.version, [np.array([self.weight])]
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        assert prompt is PROBE
+        return np.full(3, -self.weight)
+
+
+class FakeReceiver:
+    """An engine that ends up with the sender's weight plus `error`, and stamps the version plus `version_error`."""
+
+    def __init__(self, name: str, sender: FakeSender, *, error: float = 0.0, version_error: int = 0) -> None:
+        self.name = name
+        self.version = -1
+        self.weight = math.nan
+        self.ranks: list[tuple[int, int]] = []
+        self._sender = sender
+        self._error = error
+        self._version_error = version_error
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        manifest.check_against(MANIFEST)
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        self.ranks.append((rendezvous.epoch, rank))
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        self._take(self._sender.weight, version)
+        return self.version
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        self._take(float(buckets[0][0]), version)
+
+    async def weight_version(self) -> int:
+        return self.version
+
+    async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
+        return np.full(3, -self.weight)
+
+    def _take(self, weight: float, version: int) -> None:
+        self.weight, self.version = weight + self._error, version + self._version_error
+
+
+def weight_sync(
+    sender: FakeSender,
+    *receivers: FakeReceiver,
+    canary_interval: int = 1,
+    wave_size: int = 0,
+    members: FixedMembers | None = None,
+) -> WeightSync:
+    return WeightSync(
+        sender,
+        members or FixedMembers(*receivers),
+        bucket_bytes=64,
+        wave_size=wave_size,
+        max_attempts=3,
+        canary_interval=canary_interval,
+        canary_tolerance=1e-3,
+        probe=PROBE,
+    )
+
+
+async def test_a_push_brings_every_receiver_to_the_version_and_says_what_it_took() -> None:
+    sender = FakeSender()
+    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(3)]
+    sync, pushes = weight_sync(sender, *receivers), []
+
+    async def listen(push: Push) -> None:
+        pushes.append(push)
+
+    sync.on_published(listen)
+    assert await sync.publish(4) == 4
+    assert [receiver.version for receiver in receivers] == [4, 4, 4]
+    [push] = pushes
+    assert (push.version, push.num_bytes, push.canary_gap) == (4, MANIFEST.num_bytes, 0.0)
+    assert push.seconds >= 0
+
+
+async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
+    class Patient(FakeReceiver):
+        """Receives once the push is announced."""
+
+        async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+            while not announced or announced[-1] < version:
+                await asyncio.sleep(0)
+            return await super().receive_weights(manifest, bucket_bytes, version)
+
+    sender, announced = FakeSender(), []
+    members = FixedMembers(Patient("rollout/0", sender), Patient("rollout/1", sender))
+    sync = weight_sync(sender, members=members, wave_size=1)
+    sync.on_announced(announced.append)
+    async with asyncio.timeout(5):
+        for version in range(2):
+            await sync.publish(version)
+    assert announced == members.versions_announced == [0, 1]
+
+
+async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender() -> None:
+    sender = FakeSender()
+    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(2)]
+    sync = weight_sync(sender, *receivers)
+    for version in range(3):
+        await sync.publish(version)
+    assert sender.events == ["open epoch 1 for 2", "sender joins", "send 1", "send 1", "send 1"]
+    assert [receiver.ranks for receiver in receivers] == [[(1, 1)], [(1, 2)]]
+    assert sync.num_pushes == 3
+
+
+async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_meets_anew() -> None:
+    sender = FakeSender()
+    first, late = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender)
+    members = FixedMembers(first)
+    sync = weight_sync(sender, members=members)
+    await sync.publish(1)
+    assert await sync.admit(late) == 1
+    assert (late.version, late.weight, late.ranks) == (1, sender.weight, [])
+    members.add(late)
+    await sync.publish(2)
+    assert (first.ranks, late.ranks) == ([(1, 1), (2, 1)], [(2, 2)])
+    assert "leave 1" in sender.events
+
+
+async def test_a_manifest_that_does_not_fit_ends_the_push_before_anybody_meets() -> None:
+    sender = FakeSender(manifest=Manifest((TensorSpec("other", (2,), "float32"),)))
+    receiver = FakeReceiver("rollout/0", sender)
+    with pytest.raises(ManifestError, match="missing w; unexpected other"):
+        await weight_sync(sender, receiver).publish(1)
+    with pytest.raises(ManifestError, match="missing w"):
+        await weight_sync(sender).admit(receiver)
+    assert (sender.events, receiver.version) == ([], -1)
+
+
+async def test_a_receiver_that_stays_at_another_version_is_named() -> None:
+    sender = FakeSender()
+    good, wrong = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, version_error=-1)
+    sender.version = 3
+    refusal = r"version 3 did not reach rollout/1 in 3 attempts .*: rollout/1 was given version 3 and is at 2$"
+    with pytest.raises(WeightSyncError, match=refusal):
+        await weight_sync(sender, good, wrong).publish(3)
+    assert (good.version, len(sender.exports)) == (3, 3)
+
+
+@pytest.mark.parametrize("error", [0.5, -0.5, math.nan, math.inf])
+async def test_an_engine_that_computes_something_else_is_lost_and_named(error: float) -> None:
+    sender = FakeSender()
+    members = FixedMembers(FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender, error=error))
+    await weight_sync(sender, members=members).publish(1)
+    [(name, lost)] = members.lost.items()
+    assert name == "rollout/1" and isinstance(lost, CanaryError)
+    assert "rollout/1 by" in str(lost) and "canary_tolerance=0.001" in str(lost)
+
+
+async def test_if_every_engine_computes_something_else_the_push_is_at_fault() -> None:
+    sender = FakeSender()
+    wrong = [FakeReceiver(f"rollout/{n}", sender, error=0.5) for n in range(2)]
+    with pytest.raises(CanaryError, match=r"rollout/0 by 0.5, rollout/1 by 0.5 .*did not arrive as it was sent"):
+        await weight_sync(sender, *wrong).publish(1)
+
+
+async def test_the_canary_keeps_its_interval() -> None:
+    sender, gaps = FakeSender(), []
+    sync = weight_sync(sender, FakeReceiver("rollout/0", sender, error=1e-4), canary_interval=3)
+
+    async def listen(push: Push) -> None:
+        gaps.append(push.canary_gap)
+
+    sync.on_published(listen)
+    for version in range(5):
+        await sync.publish(version)
+    assert [gap is not None for gap in gaps] == [True, False, False, True, False]
+    assert gaps[0] == pytest.approx(1e-4)
+
+
+async def test_interval_0_switches_the_canary_off() -> None:
+    sender = FakeSender()
+    sync = weight_sync(sender, FakeReceiver("rollout/0", sender, error=9.0), canary_interval=0)
+    assert await sync.publish(1) == 1
+
+
+class BreakingSender(FakeSender):
+    """Sees its first broadcast break."""
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        await super().send_weights(bucket_bytes, epoch)
+        if epoch == 1:
+            raise WeightSyncError("connection closed by peer")
+
+
+class Mortal(FakeReceiver):
+    """Fails its first `num_failures` receptions with `error`."""
+
+    def __init__(self, name: str, sender: FakeSender, error: Exception, num_failures: int = 1) -> None:
+        super().__init__(name, sender)
+        self.failure = error
+        self.num_failures = num_failures
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise self.failure
+        return await super().receive_weights(manifest, bucket_bytes, version)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerDiedError("rollout/1 died"),
+        DeadlineError("waited 5 s for rollout/1"),
+        RolloutError("the engine is dead and cannot receive version 1"),
+    ],
+)
+async def test_a_receiver_that_dies_in_the_middle_ends_in_a_new_epoch_of_the_living(error: Exception) -> None:
+    """The broadcast breaks with it; the others get the version in epoch 2."""
+    sender = BreakingSender()
+    living = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(living, Mortal("rollout/1", sender, error), FakeReceiver("rollout/2", sender))
+    sync, pushes = weight_sync(sender, members=members), []
+
+    async def listen(push: Push) -> None:
+        pushes.append(push)
+
+    sync.on_published(listen)
+    assert await sync.publish(1) == 1
+    assert members.lost == {"rollout/1": error}
+    assert members.versions == {"rollout/0": 1, "rollout/2": 1}
+    assert sender.events == [
+        "open epoch 1 for 3", "sender joins", "send 1", "leave 1", "open epoch 2 for 1", "sender joins", "send 2",
+    ]  # fmt: skip
+    assert pushes[0].num_lost == 1 and not sender.exports
+    await sync.publish(2)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 2}
+
+
+async def test_a_receiver_cut_off_from_a_sender_that_has_sent_all_is_given_what_the_learner_has_now() -> None:
+    """Its peer died as the last bytes were on their way through it; the learner has made another version since."""
+    sender = FakeSender()
+    cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(
+        cut_off, Mortal("rollout/1", sender, WorkerDiedError("gone")), FakeReceiver("rollout/2", sender)
+    )
+    sync = weight_sync(sender, members=members)
+    sender.version, sender.weight = 2, 7.0
+    await sync.publish(1)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 1}
+    assert (cut_off.version, cut_off.weight, sender.exports) == (2, 7.0, [2])
+    await sync.publish(2)
+    assert members.versions == {"rollout/0": 2, "rollout/2": 2}
+    assert sender.events == [
+        "open epoch 1 for 3", "sender joins", "send 1", "leave 1", "open epoch 2 for 2", "sender joins", "send 2",
+    ]  # fmt: skip
+
+
+class Slow(FakeReceiver):
+    """Loads what it has received once `may_load` is set."""
+
+    def __init__(self, name: str, sender: FakeSender, error: Exception | None = None) -> None:
+        super().__init__(name, sender)
+        self.may_load = asyncio.Event()
+        self._failure = error
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        weight = self._sender.weight
+        await self.may_load.wait()
+        if self._failure is not None:
+            raise self._failure
+        self._take(weight, version)
+        return version
+
+
+async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_who_still_loads() -> None:
+    sender, pushes = FakeSender(), []
+    slow = Slow("rollout/0", sender)
+    members = FixedMembers(slow, FakeReceiver("rollout/1", sender))
+    sync = weight_sync(sender, members=members, canary_interval=0)
+
+    async def listen(push: Push) -> None:
+        pushes.append(push.version)
+
+    sync.on_published(listen)
+    async with asyncio.timeout(5), sync.settling():
+        assert await sync.publish(1) == 1
+        assert (members.versions, members.version, pushes) == ({"rollout/1": 1}, -1, [])
+        sender.weight = 2.0  # the next update
+        following = asyncio.create_task(sync.publish(2))
+        await asyncio.sleep(0.01)
+        assert sender.events.count("send 1") == 1, "it waits"
+        slow.may_load.set()
+        await following
+        assert pushes[0] == 1
+        await sync.settled()
+        assert (members.versions, members.version, pushes) == ({"rollout/0": 2, "rollout/1": 2}, 2, [1, 2])
+    assert (slow.weight, sender.events.count("send 1")) == (2.0, 2)
+
+
+async def test_the_run_does_not_end_before_its_last_push() -> None:
+    sender = FakeSender()
+    slow = Slow("rollout/0", sender)
+    sync = weight_sync(sender, slow, canary_interval=0)
+    asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
+    async with asyncio.timeout(5), sync.settling():
+        await sync.publish(1)
+        assert slow.version == -1
+    assert slow.version == 1
+
+
+async def test_outside_settling_a_push_is_waited_for() -> None:
+    sender = FakeSender()
+    slow = Slow("rollout/0", sender)
+    sync = weight_sync(sender, slow)
+    async with asyncio.timeout(5):
+        asyncio.get_running_loop().call_later(0.02, slow.may_load.set)
+        await sync.publish(1)
+    assert slow.version == 1
+
+
+@pytest.mark.parametrize("error", [0.0, 0.5])
+async def test_the_canary_compares_with_what_was_sent_while_the_learner_is_further(error: float) -> None:
+    sender, gaps = FakeSender(), []
+    slow = Slow("rollout/0", sender)
+    wrong = FakeReceiver("rollout/1", sender, error=error)
+    cut_off = Mortal("rollout/2", sender, WeightSyncError("connection closed by peer"))
+    members = FixedMembers(slow, wrong, cut_off)
+    sync = weight_sync(sender, members=members)
+
+    async def listen(push: Push) -> None:
+        gaps.append(push.canary_gap)
+
+    sync.on_published(listen)
+    async with asyncio.timeout(5), sync.settling():
+        await sync.publish(1)
+        sender.version, sender.weight = 2, 7.0  # the next update; who was cut off gets this
+        late = FakeReceiver("rollout/3", sender)
+        await sync.admit(late)
+        members.add(late)
+        assert not gaps, "the learner did not wait for it"
+        slow.may_load.set()
+        await sync.settled()
+    assert gaps == [0.0]
+    assert list(members.lost) == (["rollout/1"] if error else [])
+    assert (cut_off.weight, late.weight) == (7.0, 7.0), "they are right, and not asked"
+
+
+async def test_a_canary_that_no_engine_survives_ends_the_body_that_went_on_without_it() -> None:
+    sender = FakeSender()
+    sync = weight_sync(sender, FakeReceiver("rollout/0", sender, error=0.5))
+    with pytest.raises(CanaryError, match=r"rollout/0 by 0.5"):
+        async with asyncio.timeout(5), sync.settling():
+            await sync.publish(1)
+            await asyncio.Event().wait()
+
+
+async def test_a_receiver_that_never_gets_there_ends_the_body_that_went_on_without_it() -> None:
+    sender = FakeSender()
+    stubborn = Slow("rollout/0", sender, WeightSyncError("the engine refuses"))
+    stubborn._version_error = -1
+    sync = weight_sync(sender, stubborn, canary_interval=0)
+    with pytest.raises(WeightSyncError, match="did not reach rollout/0 in 3 attempts"):
+        async with asyncio.timeout(5), sync.settling():
+            await sync.publish(1)
+            stubborn.may_load.set()
+            await asyncio.Event().wait()
+
+
+async def test_a_wave_is_sent_to_once_the_one_before_it_has_loaded() -> None:
+    sender = FakeSender()
+    slow, last = Slow("rollout/0", sender), Slow("rollout/1", sender)
+    sync = weight_sync(sender, slow, last, wave_size=1, canary_interval=0)
+    async with asyncio.timeout(5), sync.settling():
+        push = asyncio.create_task(sync.publish(1))
+        await asyncio.sleep(0.01)
+        assert "send 2" not in sender.events
+        slow.may_load.set()
+        await push
+        assert "send 2" in sender.events and last.version == -1
+        last.may_load.set()
+
+
+async def test_the_last_receiver_may_die_too() -> None:
+    sender = FakeSender()
+    members = FixedMembers(Mortal("rollout/0", sender, WorkerDiedError("gone")))
+    assert await weight_sync(sender, members=members).publish(1) == 1
+    assert (members.version, list(members.lost)) == (1, ["rollout/0"])
+
+
+async def test_waves_are_updated_one_after_the_other_in_groups_of_their_own() -> None:
+    sender = FakeSender()
+    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(5)]
+    sync = weight_sync(sender, *receivers, wave_size=2)
+    for version in (1, 2):
+        await sync.publish(version)
+    assert [r.ranks for r in receivers] == [[(1, 1)], [(1, 2)], [(2, 1)], [(2, 2)], [(3, 1)]]
+    assert [event for event in sender.events if "send" in event and "joins" not in event] == [
+        "send 1", "send 2", "send 3", "send 1", "send 2", "send 3",
+    ]  # fmt: skip
+
+
+async def test_a_wave_that_loses_a_member_leaves_the_others_alone() -> None:
+    sender = FakeSender()
+    good = [FakeReceiver(f"rollout/{n}", sender) for n in (0, 1, 3)]
+    dying = Mortal("rollout/2", sender, WorkerDiedError("gone"))
+    members = FixedMembers(*good[:2], dying, good[2])
+    sync = weight_sync(sender, members=members, wave_size=2)
+    await sync.publish(1)
+    assert members.versions == {"rollout/0": 1, "rollout/1": 1, "rollout/3": 1}
+    assert good[0].ranks == [(1, 1)]
+    await sync.publish(2)
+    assert good[0].ranks == [(1, 1)], "its group is as it was"
+    assert good[2].ranks[-1] == (3, 1)
+
+
+async def test_a_group_that_does_not_come_together_is_tried_again() -> None:
+    class Late(FakeReceiver):
+        async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+            if rendezvous.epoch == 1:
+                raise WeightSyncError("could not join transfer epoch 1")
+            await super().join_transfer(rendezvous, rank)
+
+    sender = FakeSender()
+    late = Late("rollout/0", sender)
+    assert await weight_sync(sender, late).publish(1) == 1
+    assert late.ranks == [(2, 1)]
+
+
+async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
+    class Gone(FakeSender):
+        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+            raise WorkerDiedError("learner/0 died")
+
+    sender = Gone()
+    members = FixedMembers(FakeReceiver("rollout/0", sender))
+    with pytest.raises(WorkerDiedError, match="learner/0 died"):
+        await weight_sync(sender, members=members).publish(1)
+    assert members.version == -1
+
+
+async def test_a_sender_that_was_restored_sends_again() -> None:
+    sender = BreakingSender()
+    cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
+    assert await weight_sync(sender, cut_off).publish(1) == 1
+    assert cut_off.version == 1

@@ -1,0 +1,134 @@
+"""The transfer group over gloo: bytes arrive as they were sent, and nobody waits longer than the deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import DeadlineError, WeightSyncError
+from cluster.runtime.network import RendezvousStore
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack
+
+CPU = torch.device("cpu")
+Meet = Callable[..., list[TransferGroup]]
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture
+def store() -> RendezvousStore:
+    return RendezvousStore(timeout_s=30)
+
+
+def rendezvous(store: RendezvousStore, epoch: int = 1, world_size: int = 3, timeout_s: float = 20) -> Rendezvous:
+    return Rendezvous(store.host, store.port, epoch, world_size, "gloo", timeout_s)
+
+
+def together(*calls: Callable[[], object]) -> list:
+    """Results of calls that wait for each other."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def meet(at: Rendezvous) -> list[TransferGroup]:
+    return together(*(lambda rank=rank: TransferGroup(at, rank, CPU) for rank in range(at.world_size)))
+
+
+def broadcast(members: list[TransferGroup], buffers: list[torch.Tensor]) -> None:
+    together(*(lambda m=m, b=b: m.broadcast(b, "a bucket") for m, b in zip(members, buffers, strict=True)))
+
+
+def test_all_receivers_get_the_bytes_of_the_sender(store: RendezvousStore) -> None:
+    members = meet(rendezvous(store))
+    for seed in range(3):
+        sent = torch.randint(0, 256, (1000 + seed,), dtype=torch.uint8)
+        received = [torch.zeros_like(sent) for _ in range(2)]
+        broadcast(members, [sent, *received])
+        assert all(torch.equal(buffer, sent) for buffer in received)
+    for member in members:
+        member.close()
+
+
+def test_groups_of_different_epochs_at_one_store_never_meet(store: RendezvousStore) -> None:
+    old, new = meet(rendezvous(store, epoch=1, world_size=2)), meet(rendezvous(store, epoch=2, world_size=2))
+    sent = {1: torch.full((8,), 1, dtype=torch.uint8), 2: torch.full((8,), 2, dtype=torch.uint8)}
+    received = {epoch: torch.zeros(8, dtype=torch.uint8) for epoch in sent}
+    broadcast([*new, *old], [sent[2], received[2], sent[1], received[1]])
+    assert torch.equal(received[1], sent[1])
+    assert torch.equal(received[2], sent[2])
+
+
+def test_a_member_that_stays_away_ends_the_wait_of_the_others_in_time(store: RendezvousStore) -> None:
+    at, started = rendezvous(store, world_size=2, timeout_s=1), time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"rank 0 of 2 could not join transfer epoch 1 at .* over gloo"):
+        TransferGroup(at, 0, CPU)
+    assert time.monotonic() - started < 15
+
+
+def test_a_sender_that_sends_nothing_ends_the_wait_of_its_receivers_in_time(store: RendezvousStore) -> None:
+    sender, receiver = meet(rendezvous(store, world_size=2, timeout_s=1))
+    started = time.monotonic()
+    with pytest.raises((DeadlineError, WeightSyncError), match=r"weight bucket 3 .*transfer epoch 1"):
+        receiver.broadcast(torch.zeros(8, dtype=torch.uint8), "weight bucket 3 (8 bytes)")
+    assert time.monotonic() - started < 15
+    assert sender.rank == TransferGroup.SENDER
+
+
+def test_a_store_that_nobody_serves_is_named(store: RendezvousStore) -> None:
+    nowhere = replace(rendezvous(store, timeout_s=1), port=1)
+    with pytest.raises(WeightSyncError, match=r"could not join transfer epoch 1 at .*:1 over gloo"):
+        TransferGroup(nowhere, 1, CPU)
+
+
+def test_an_unknown_transport_is_refused(store: RendezvousStore) -> None:
+    with pytest.raises(WeightSyncError, match=r"resources\.transport=pigeon is unknown: use gloo or nccl"):
+        TransferGroup(replace(rendezvous(store), transport="pigeon"), 0, CPU)
+
+
+def test_a_group_may_be_closed_twice(store: RendezvousStore) -> None:
+    """A member whose next rendezvous failed still holds the group that it left."""
+    with ExitStack() as leaving:
+        for member in meet(rendezvous(store, world_size=2)):
+            leaving.callback(member.close)
+            leaving.callback(member.close)
+
+
+def test_a_rendezvous_survives_its_wire_form(store: RendezvousStore) -> None:
+    at = rendezvous(store)
+    assert Rendezvous(**at.to_wire()) == at
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 5), max_size=3), st.sampled_from(["float32", "bfloat16"])), max_size=8),
+    st.integers(1, 300),
+)
+def test_tensors_come_out_of_their_buckets_as_they_went_in(shapes: list, max_bytes: int) -> None:
+    manifest = Manifest(tuple(TensorSpec(f"t{n}", tuple(shape), dtype) for n, (shape, dtype) in enumerate(shapes)))
+    tensors = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in manifest.tensors}
+    arrived: dict[str, torch.Tensor] = {}
+    for bucket in manifest.buckets(max_bytes):
+        arrived |= dict(unpack(bucket, pack(bucket, tensors, torch.empty(bucket.num_bytes, dtype=torch.uint8))))
+    assert arrived.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert arrived[name].dtype == tensor.dtype
+        assert torch.equal(arrived[name], tensor)
+
+
+def test_packing_casts_to_the_dtype_of_the_manifest_and_takes_views() -> None:
+    [bucket] = Manifest((TensorSpec("t", (3, 2), "bfloat16"),)).buckets(1 << 20)
+    master = torch.randn(2, 3).T  # not contiguous
+    [(_, arrived)] = unpack(bucket, pack(bucket, {"t": master}, torch.empty(64, dtype=torch.uint8)))
+    assert torch.equal(arrived, master.to(torch.bfloat16))

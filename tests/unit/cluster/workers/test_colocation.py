@@ -1,0 +1,150 @@
+"""Engines and learner take turns: nothing is sampled from dead weights, and nobody is awake beside the other."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+import pytest
+from fakes import SETTINGS, FakeLearner, make_prompt, make_scored
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import WorkerDiedError
+from cluster.workers.colocation import NEXT, GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights, Phase, Turns
+
+
+@given(st.lists(st.sampled_from(["sample", "sampled", "begin", "end"]), max_size=60))
+def test_whatever_is_asked_nothing_samples_outside_the_engines_turn(moves: list[str]) -> None:
+    turns, target = Turns(), Phase.HANDOVER
+    for move in moves:
+        if move == "sample" and turns.may_sample:
+            turns.sample()
+        elif move == "sampled" and turns.num_sampling:
+            turns.sampled()
+        elif move == "begin" and not turns.is_changing:
+            target = NEXT[turns.phase]
+            turns.begin(target)
+        elif move == "end" and turns.is_changing and not turns.num_sampling:
+            turns.end(target)
+        assert turns.num_sampling == 0 or turns.phase is Phase.GENERATING
+
+
+def test_sampling_out_of_turn_and_turns_out_of_order_are_refused() -> None:
+    turns = Turns()
+    with pytest.raises(AssertionError, match="weights may be dead"):
+        turns.sample()
+    with pytest.raises(AssertionError, match="training does not follow handover"):
+        turns.begin(Phase.TRAINING)
+    turns.begin(Phase.GENERATING)
+    with pytest.raises(AssertionError, match="another change"):
+        turns.begin(Phase.GENERATING)
+    turns.end(Phase.GENERATING)
+    turns.sample()
+    turns.begin(Phase.TRAINING)
+    with pytest.raises(AssertionError, match="weights may be dead"):
+        turns.sample()
+    with pytest.raises(AssertionError, match="1 requests are under way"):
+        turns.end(Phase.TRAINING)
+
+
+class Device:
+    """What is on it, and what happened in which order."""
+
+    def __init__(self) -> None:
+        self.here = {"weights", "kv_cache", "policy", "optimizer"}
+        self.lost: list[Any] = []
+        self.name = "rollout/0"
+        self.dies = False
+        self.arriving = 0
+
+    def receivers(self) -> list[Any]:
+        return [] if self.lost else [self]
+
+    def lose(self, receiver: Any, error: Exception) -> None:
+        self.lost.append(error)
+
+    async def sleep(self) -> None:
+        if self.dies:
+            raise WorkerDiedError(self.name)
+        self.here -= {"weights", "kv_cache"}
+
+    async def wake_up(self, tag: str) -> None:
+        assert "optimizer" not in self.here
+        self.here.add(tag)
+
+    async def offload(self, part: str) -> None:
+        self.here.discard(part)
+
+    async def onload(self) -> None:
+        assert not self.here & {"weights", "kv_cache"} or self.lost
+        self.here |= {"policy", "optimizer"}
+
+    async def generate(self, prompt: Any, settings: Any) -> tuple[str, str]:
+        for _ in range(5):
+            assert self.here == {"weights", "kv_cache"} and not self.arriving
+            await asyncio.sleep(0)
+        return "group", "summary"
+
+    async def publish(self, version: int) -> int:
+        assert self.here == {"weights", "kv_cache", "policy"} or version == 0
+        self.arriving = 3
+        return version
+
+    def settling(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    async def settled(self) -> None:
+        while self.arriving:
+            await asyncio.sleep(0)
+            self.arriving -= 1
+
+
+async def nothing() -> None: ...
+
+
+async def test_a_step_goes_round_and_requests_wait_for_the_engines_turn() -> None:
+    device = Device()
+    lease = GpuLease(device, device)
+    rollouts, weights = LeasedRollouts(device, lease), LeasedWeights(device, lease)
+    learner = LeasedLearner(FakeLearner(), lease, before=nothing)
+    early = asyncio.ensure_future(rollouts.generate(make_prompt("0/0/s"), SETTINGS))
+    await asyncio.sleep(0.01)
+    assert not early.done()
+    assert await weights.publish(0) == 0 and lease.phase is Phase.GENERATING
+    late = asyncio.ensure_future(rollouts.generate(make_prompt("0/1/s"), SETTINGS))
+    await asyncio.sleep(0)
+    for version in (1, 2):
+        assert (await learner.update([make_scored("0/0/s")])).version == version
+        assert device.here == {"policy", "optimizer"} and lease.phase is Phase.TRAINING
+        asked = asyncio.ensure_future(rollouts.generate(make_prompt("0/2/s"), SETTINGS))
+        await asyncio.sleep(0.01)
+        assert not asked.done(), "the engines sleep"
+        assert await weights.publish(version) == version
+        assert await asyncio.wait_for(asked, 5) == ("group", "summary")
+    assert early.done() and late.done()
+
+
+async def test_what_samples_besides_ends_before_the_engines_sleep() -> None:
+    device = Device()
+    lease = GpuLease(device, device)
+    rollouts = LeasedRollouts(device, lease)
+    await LeasedWeights(device, lease).publish(0)
+
+    async def evaluate() -> None:
+        for n in range(3):
+            await rollouts.generate(make_prompt(f"test/{n}/s"), SETTINGS)
+
+    evaluation = asyncio.ensure_future(evaluate())
+    await LeasedLearner(FakeLearner(), lease, before=lambda: evaluation).update([make_scored("0/0/s")])
+    assert evaluation.done()
+
+
+async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nobody_up() -> None:
+    device = Device()
+    lease = GpuLease(device, device)
+    await LeasedWeights(device, lease).publish(0)
+    device.dies = True
+    await LeasedLearner(FakeLearner(), lease, before=nothing).update([make_scored("0/0/s")])
+    assert [type(error) for error in device.lost] == [WorkerDiedError] and lease.phase is Phase.TRAINING

@@ -1,0 +1,137 @@
+"""A run joins the cluster it was submitted to, or starts a private one on the loopback; what it found it leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.runtime.placement import NodeResources
+from configs.load import load_config
+from deploy.host import session
+from deploy.host.session import expected_nodes, ray_session, run_record
+
+NODE = NodeResources("node", num_cpus=2, num_gpus=0)
+
+
+class FakeContext:
+    """What a connected process knows of its cluster."""
+
+    gcs_address = "127.0.0.1:6379"
+    namespace = "mine"
+    session_name = "session_of_somebody_1"
+
+    def get_temp_dir(self) -> str:
+        return "/tmp/ray"
+
+    def get_session_name(self) -> str:
+        return self.session_name
+
+
+class FakeRay:
+    """Stands where `ray` does."""
+
+    def __init__(self, *, is_initialized: bool = False, address: str = "127.0.0.1") -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self._is_initialized = is_initialized
+        self._address = address
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+    def init(self, **options: Any) -> None:
+        self.events.append(("init", options))
+        self.run_at_init = os.environ.get("MOBULA_RUN")
+
+    def get_runtime_context(self) -> FakeContext:
+        return FakeContext()
+
+    def shutdown(self) -> None:
+        self.events.append(("shutdown", {}))
+
+    def nodes(self) -> list[dict[str, str]]:
+        return [{"NodeManagerAddress": self._address}]
+
+
+@pytest.fixture(autouse=True)
+def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session, "cluster_nodes", lambda: (NODE,))
+
+
+def with_ray(monkeypatch: pytest.MonkeyPatch, **state: Any) -> FakeRay:
+    fake = FakeRay(**state)
+    monkeypatch.setattr(session, "ray", fake)
+    return fake
+
+
+def test_without_a_cluster_a_private_one_is_started_on_the_loopback_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    config = load_config(["experiment=digits", "resources.num_cpus=1", "resources.object_store_bytes=123456789"])
+    with ray_session(config) as found:
+        assert (found.nodes, found.is_local) == ((NODE,), True)
+        assert [name for name, _ in ray.events] == ["init"]
+    [(_, options), (last, _)] = ray.events
+    assert last == "shutdown"
+    assert (options["address"], options["_node_ip_address"]) == ("local", "127.0.0.1")
+    assert (options["num_cpus"], options["object_store_memory"]) == (1, 123456789)
+    assert options["dashboard_host"] == "127.0.0.1"
+    assert options["namespace"] == config.name
+
+
+def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    with pytest.raises(KeyError), ray_session(load_config(["experiment=digits"])):
+        raise KeyError("the run failed")
+    assert [name for name, _ in ray.events] == ["init", "shutdown"]
+
+
+def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch, address="10.0.0.1")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
+        assert not found.is_local
+    [(_, options), _] = ray.events
+    assert options["namespace"] == "mine"
+    assert "num_cpus" not in options
+    assert "address" not in options, "ray reads RAY_ADDRESS itself"
+
+
+def test_a_cluster_that_is_connected_already_is_used_and_left_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch, is_initialized=True)
+    with ray_session(load_config(["experiment=digits"])) as found:
+        assert found.nodes == (NODE,)
+    assert ray.events == []
+
+
+def test_only_the_cluster_that_would_be_started_here_can_be_planned_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    [node] = expected_nodes(load_config(["experiment=digits", "resources.num_cpus=1"]))
+    assert node.num_cpus == 1
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert expected_nodes(load_config(["experiment=digits"])) is None
+    monkeypatch.delenv("RAY_ADDRESS")
+    with_ray(monkeypatch, is_initialized=True)
+    assert expected_nodes(load_config(["experiment=digits"])) is None
+
+
+def test_everything_that_ray_starts_carries_the_mark_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = with_ray(monkeypatch)
+    with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
+        assert ray.run_at_init == found.mark.run_id and found.mark.run_id.startswith("mine/")
+    assert "MOBULA_RUN" not in os.environ
+
+
+def test_the_record_says_where_the_cluster_is_and_whose_session_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_ray(monkeypatch)
+    config = load_config(["experiment=digits", "name=mine", "folder=some/runs"])
+    with ray_session(config) as found:
+        joined = run_record(config, found)
+        monkeypatch.setattr(FakeContext, "session_name", f"session_of_us_{os.getpid()}")
+        private = run_record(config, found)
+    assert (joined.run, joined.address, joined.namespace) == ("mine", "127.0.0.1:6379", "mine")
+    assert joined.run_folder == Path.cwd() / "some/runs/mine" and joined.mark == found.mark
+    assert joined.session_folder is None, "a cluster that others started is not ours to clean up"
+    assert private.session_folder == Path(f"/tmp/ray/session_of_us_{os.getpid()}")

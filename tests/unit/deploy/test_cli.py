@@ -1,0 +1,405 @@
+"""The `mobula` command: answers at once where it can, explains mistakes in one message, keeps its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.errors import DatasetError, DeadlineError
+from cluster.workers.status import InFlightSummary, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from configs.errors import ConfigError
+from configs.load import dump_config, load_config, load_resolved
+from configs.schema import RunConfig
+from deploy.cli import app
+from deploy.host.machine import Machine
+from deploy.run import run_client
+from deploy.run.run_client import RunAddress
+from deploy.tools import doctor, leftovers
+from deploy.tools.doctor import RequiredPackage, Verdict
+from deploy.tools.leftovers import Leftover, NotFreedError
+
+GIB = 2**30
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
+GOOD = Machine(2, 0, 16 * GIB, 8 * GIB, frozenset({"avx2", "avx512f"}))
+
+
+class FakeRuntime:
+    """Stands where `deploy.run.runtime` does; remembers what it was asked."""
+
+    def __init__(self, outcome: int | Exception) -> None:
+        self.outcome = outcome
+        self.trained: list[RunConfig] = []
+
+    def train(self, config: RunConfig) -> int:
+        self.trained.append(config)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+    evaluate = train
+
+
+def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> FakeRuntime:
+    runtime = FakeRuntime(outcome)
+    monkeypatch.setitem(sys.modules, "deploy.run.runtime", runtime)
+    monkeypatch.setattr("deploy.run.runtime", runtime, raising=False)
+    return runtime
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["show-config"],
+        ["show-config", "data=bad"],
+        ["show-config", "experiment=digits"],
+        ["status", "--help"],
+        ["status", "no_such_run"],
+        ["scale", "--help"],
+        ["scale", "reward=2", "no_such_run"],
+        ["doctor", "--leftovers"],
+    ],
+)
+def test_light_commands_load_no_backend(command: list[str]) -> None:
+    program = (
+        "import json, sys\n"
+        "from deploy.cli import app\n"
+        f"try: app({command!r})\n"
+        f"except SystemExit: pass\n"
+        f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert json.loads(child.stdout.rpartition("loaded ")[2]) == []
+
+
+def test_show_config_prints_what_loads_back(tmp_path: Path) -> None:
+    overrides = ["experiment=digit_sum", "learner.learning_rate=3e-4"]
+    result = CliRunner().invoke(app, ["show-config", *overrides])
+    assert result.exit_code == 0
+    path = tmp_path / "config.yaml"
+    path.write_text(result.stdout, encoding="utf-8")
+    assert load_resolved(path) == load_config(overrides)
+
+
+def test_what_only_looks_at_a_configuration_needs_no_model_and_data_yet(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["show-config", "resources=gpu_1"])
+    assert shown.exit_code == 0 and "model: ???" in shown.stdout
+    path = tmp_path / "config.yaml"
+    path.write_text(shown.stdout, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"policy\.model is missing"):
+        load_resolved(path)
+    trained = CliRunner().invoke(app, ["train", "resources=gpu_1"])
+    assert trained.exit_code == 2 and "`experiment=own policy.model=CHECKPOINT data.path=FOLDER`" in trained.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "plan", "show-config", "doctor"])
+def test_mistake_is_one_message_on_stderr_and_exit_code_2(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "algorithm.kl.coeff=1"])
+    assert result.exit_code == 2
+    assert result.stderr.strip() == "mobula: algorithm.kl.coeff is unknown: did you mean algorithm.kl.coef?"
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_runtime_gets_the_config_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    runtime = with_runtime(monkeypatch, 7)
+    result = CliRunner().invoke(app, [command, "experiment=digits", "algorithm.kl.coef=0.5", "resources=laptop"])
+    assert result.exit_code == 7
+    assert [config.algorithm.kl.coef for config in runtime.trained] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("raised", "exit_code", "said"),
+    [
+        (DatasetError("data/x holds no rows"), 2, "data/x holds no rows"),
+        (DeadlineError("waited 3 s for rollout/0"), 1, "waited 3 s for rollout/0"),
+        (KeyboardInterrupt(), 130, "resume=auto"),
+    ],
+)
+def test_run_that_ends_on_purpose_says_why(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, said: str
+) -> None:
+    with_runtime(monkeypatch, raised)
+    result = CliRunner().invoke(app, ["train", "experiment=digits"])
+    assert result.exit_code == exit_code
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        dump_config(load_config(["experiment=digits", "learner.learning_rate=3e-4"])), encoding="utf-8"
+    )
+    asked = []
+    replaying = SimpleNamespace(
+        replay=lambda folder, config: asked.append(("replay", folder, config)) or 5,
+        score=lambda folder, config: asked.append(("score", folder, config)) or 6,
+    )
+    monkeypatch.setitem(sys.modules, "deploy.tools.replay", replaying)
+    monkeypatch.setattr("deploy.tools.replay", replaying, raising=False)
+    words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
+    assert CliRunner().invoke(app, words).exit_code == 5
+    assert CliRunner().invoke(app, [*words, "--score"]).exit_code == 6
+    for (kind, folder, config), expected in zip(asked, ("replay", "score"), strict=True):
+        assert (kind, folder) == (expected, tmp_path)
+        changed = (config.learner.learning_rate, config.algorithm.kl.coef, config.rewards.components[0].weight)
+        assert changed == (3e-4, 0.5, 2)
+
+
+def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "config.yaml cannot be read" in result.stderr
+
+
+def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runtime(monkeypatch, ZeroDivisionError("bug"))
+    result = CliRunner().invoke(app, ["train", "experiment=digits"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert result.exit_code == 1
+
+
+def test_plan_lists_every_role() -> None:
+    result = CliRunner().invoke(app, ["plan", "resources.num_cpus=1"])
+    assert result.exit_code in (0, 2), "a machine with less than two cores may refuse the preset"
+    roles = ("learner", "rollout", "reference", "reward", "replay")
+    assert all(role in result.stdout for role in roles) or "resources." in result.stderr
+
+
+def test_plan_refuses_what_the_machine_cannot_hold() -> None:
+    result = CliRunner().invoke(app, ["plan", "resources.learner.num_cpus=5000"])
+    assert result.exit_code == 2
+    assert "resources.learner asks for 2 workers with 5000 CPUs" in result.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_plan_names_a_cluster_that_does_not_answer(address: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--address", address])
+    assert result.exit_code == 2
+    assert f"no Ray cluster answers at {address}" in result.stderr
+
+
+def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", "3", "--tied"])
+    assert result.exit_code == 0
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    again = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder)])
+    assert again.exit_code == 2
+    assert "not an empty folder" in again.stderr
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**32), "9" * 40])
+def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: str) -> None:
+    folder = tmp_path / "model"
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(folder), "--seed", seed])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+    assert not folder.exists()
+
+
+def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model")])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict"),
+    [
+        (doctor.check_python((3, 11)), Verdict.OK),
+        (doctor.check_python((3, 13)), Verdict.MISSING),
+        (doctor.check_placement(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (doctor.check_placement(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_memory(load_config(["experiment=digits", "sampler.kv_cache_bytes=99999999999"]), GOOD),
+            Verdict.MISSING,
+        ),
+        (doctor.check_shared_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_shared_memory(load_config(["experiment=digits"]), Machine(2, 0, GIB, 1024, frozenset())),
+            Verdict.WARNING,
+        ),
+        (doctor.check_vector_units(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (
+            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset({"avx2"}))),
+            Verdict.WARNING,
+        ),
+        (
+            doctor.check_vector_units(load_config(["experiment=digits"]), Machine(2, 0, GIB, GIB, frozenset())),
+            Verdict.MISSING,
+        ),
+        (doctor.check_gpus(load_config(["experiment=digits"]), GOOD), Verdict.OK),
+        (doctor.check_gpus(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
+        (doctor.check_run_folder(Path("/proc/runs")), Verdict.MISSING),
+        (doctor.check_loopback(), Verdict.OK),
+        (doctor.check_backend(RequiredPackage("yaml", "PyYAML", True, "install it")), Verdict.OK),
+        (doctor.check_backend(RequiredPackage("no_such_module", "none", True, "install it")), Verdict.MISSING),
+        (doctor.check_backend(RequiredPackage("no_such_module", "none", False, "install it")), Verdict.WARNING),
+    ],
+    ids=lambda value: f"{value.name}-{value.detail[:20]}" if isinstance(value, doctor.Finding) else str(value),
+)
+def test_doctor_judges_one_thing_at_a_time_and_says_what_to_do(finding: doctor.Finding, verdict: Verdict) -> None:
+    assert finding.verdict is verdict
+    assert finding.detail
+    assert (finding.action == "") == (verdict is Verdict.OK)
+
+
+def test_run_folder_that_is_not_there_yet_is_fine_and_stays_away(tmp_path: Path) -> None:
+    assert doctor.check_run_folder(tmp_path / "a" / "b").verdict is Verdict.OK
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needed"),
+    [
+        ([], {"vllm", "tensorboard"}),
+        (["sampler=huggingface", "metrics.tensorboard=false"], set()),
+    ],
+)
+def test_doctor_needs_only_what_the_config_uses(overrides: list[str], needed: set[str]) -> None:
+    optional = {"vllm", "tensorboard", "peft"}
+    found = {
+        backend.module
+        for backend in doctor.backends(load_config(["experiment=digits", *overrides]))
+        if backend.is_needed
+    }
+    assert found & optional == needed
+
+
+def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "backends", lambda config: (RequiredPackage("no_such_module", "none", True, "install it"),)
+    )
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "no_such_module" in result.stdout
+    assert "-> install it" in result.stdout
+
+
+def test_doctor_takes_no_cluster_but_to_look_for_leftovers() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--address", "10.0.0.1:6379"])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("mobula: --address 10.0.0.1:6379 is for --leftovers:")
+
+
+STATUS = RunStatus(
+    "digits",
+    Progress(3, "update", 1.5),
+    10,
+    InFlightSummary(0, None, 0.0),
+    None,
+    (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
+    0,
+    1,
+    2.0,
+)
+DIGITS = RunAddress("digits", "10.0.0.1:6379", "digits")
+
+
+class FakeRuns:
+    """Stands where the run's answers come from."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *outcomes: RoleOutcome) -> None:
+        self.found: list[tuple[str | None, Path | None, str | None]] = []
+        self.wanted: list[dict[str, int]] = []
+        self._outcomes = outcomes
+        monkeypatch.setattr(run_client, "find_run", self._find)
+        monkeypatch.setattr(run_client, "read_status", lambda run, timeout_s: STATUS)
+        monkeypatch.setattr(run_client, "scale", self._scale)
+
+    def _find(self, name: str | None, folder: Path | None, address: str | None) -> RunAddress:
+        self.found.append((name, folder, address))
+        return DIGITS
+
+    def _scale(self, run: RunAddress, wanted: dict[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
+        self.wanted.append(wanted)
+        return self._outcomes
+
+
+def test_status_shows_the_run_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["status", "digits", "--address", "10.0.0.1:6379"])
+    assert result.exit_code == 0
+    assert "digits, step 3 of 10" in result.stdout and "reward/0" in result.stdout
+    as_json = CliRunner().invoke(app, ["status", "--json", "--run", "some/run"])
+    assert json.loads(as_json.stdout)["progress"]["phase"] == "update"
+    assert runs.found == [("digits", None, "10.0.0.1:6379"), (None, Path("some/run"), None)]
+
+
+def test_status_of_a_run_that_is_over_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    result = CliRunner().invoke(app, ["status", "digits"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1 and "run digits is not going on" in result.stderr
+
+
+def test_scale_sends_every_role_and_says_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 8, ""))
+    result = CliRunner().invoke(app, ["scale", "rollout=4", "digits", "reward=8"])
+    assert result.exit_code == 0
+    assert runs.wanted == [{"rollout": 4, "reward": 8}] and runs.found == [("digits", None, None)]
+    assert "rollout=4 accepted" in result.stdout and "reward=8 accepted" in result.stdout
+
+
+def test_a_refused_role_is_told_why_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 800, "no room on [any] node"))
+    result = CliRunner().invoke(app, ["scale", "rollout=4", "reward=800"])
+    assert result.exit_code == 1
+    assert "reward=800 no room on [any] node" in result.stdout
+
+
+@pytest.mark.parametrize("words", [["digits"], ["reward=many"], ["reward=-1"], ["reward="], ["reward=2", "a", "b"]])
+def test_a_scale_request_that_makes_no_sense_is_explained(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["scale", "--", *words])
+    assert result.exit_code == 2 and runs.wanted == []
+    assert "mobula scale rollout=4 reward=8" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words", ["rollout=0", "reward=10001", "rollout=99999999999999999999999", "reward=" + "9" * 5000]
+)
+def test_a_number_that_no_role_can_have_is_refused_before_the_run_is_asked(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    runs = FakeRuns(monkeypatch)
+    result = CliRunner().invoke(app, ["scale", "reference=2", words])
+    assert result.exit_code == 2 and runs.found == []
+    assert result.stderr.startswith(f"mobula: {words}: say how many workers (1 to 10000)")
+
+
+def test_leftovers_are_listed_or_ended_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck(timeout_s: float) -> None:
+        raise NotFreedError("it is stuck")
+
+    ended: list[str] = []
+    there = [
+        Leftover("process-1-2", "digits", "sleep 1000", lambda timeout_s: ended.append("process-1-2")),
+        Leftover("process-3-4", "sums", "python", stuck),
+    ]
+    monkeypatch.setattr(leftovers, "find_leftovers", lambda address: there)
+    listed = CliRunner().invoke(app, ["doctor", "--leftovers"])
+    assert listed.exit_code == 0 and ended == []
+    assert "process-1-2  run digits: sleep 1000" in listed.stdout and "process-3-4" in listed.stdout
+    freed = CliRunner().invoke(app, ["doctor", "--free", "process-1-2", "process-3-4"])
+    assert freed.exit_code == 1 and ended == ["process-1-2"]
+    assert "process-1-2: freed" in freed.stdout and "process-3-4: it is stuck" in freed.stdout
+    unknown = CliRunner().invoke(app, ["doctor", "--free", "process-9-9"])
+    assert unknown.exit_code == 2 and "process-9-9: no leftover has this id" in unknown.stderr
+    there.clear()
+    assert "left nothing" in CliRunner().invoke(app, ["doctor", "--leftovers"]).stdout

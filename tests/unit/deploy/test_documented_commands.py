@@ -1,0 +1,126 @@
+"""Every command of README.md and docs/ composes, and each of its words stands in the resulting configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import keys
+from configs.groups import groups, leaves, own_values
+from configs.load import dump_config, load_config, load_resolved
+from configs.words import Word, read_words
+
+REPOSITORY = Path(__file__).parents[3]
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [REPOSITORY / "README.md", *(page for page in DOCS if page.name != "CHANGELOG.md")]
+COMPLETE = ("train", "evaluate")  # these need a model and data
+LOOKING = ("plan", "show-config", "doctor")
+SHOWN_IN_DOCS = {"resources=gpu_4": "resources=gpu_2"}  # a page shows how to write this file, on top of the other
+BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"`([^`]+)`")
+COMMAND = re.compile(r"(?:^|-- )\s*(?:\.venv/bin/)?(mobula [a-z-]+.*|make train.*)$")
+WORD = re.compile(r"[a-z_.0-9A-Z]+=\S+")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line as a page shows it; in running text a bare `mobula train` is only the command's name."""
+
+    page: str
+    text: str
+    is_in_text: bool
+
+    @property
+    def tokens(self) -> list[str]:
+        return shlex.split(self.text.rstrip("& "), comments=True)
+
+
+def commands(page: Path) -> Iterator[Command]:
+    text = page.read_text(encoding="utf-8")
+    for block in BLOCK.findall(text):
+        for line in "".join(block).replace("\\\n", " ").splitlines():
+            found = COMMAND.search(line)
+            if found:
+                yield Command(page.name, found.group(1), is_in_text=False)
+    for span in SPAN.findall(BLOCK.sub("", text)):
+        found = COMMAND.match(" ".join(span.split()))
+        if found:
+            yield Command(page.name, found.group(1), is_in_text=True)
+
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+
+def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | None:
+    """The configuration words of a command and what they make; None if it takes none or is only named."""
+    program, verb, *rest = command.tokens
+    if program == "make":
+        assert verb == "train"
+        shown = subprocess.run(["make", "-n", *command.tokens[1:]], cwd=REPOSITORY, capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        line = shown.stdout.replace("\\\n", " ").splitlines()[-1]
+        _, verb, *rest = shlex.split(line)
+    words = [SHOWN_IN_DOCS.get(word, word) for word in rest if WORD.fullmatch(word) or "=" in word and " " in word]
+    if command.is_in_text and not words:
+        return None
+    if verb in COMPLETE:
+        return words, load_config(words)
+    if verb in LOOKING:
+        return words, load_config(words, is_complete=False)
+    if verb == "benchmark-model":
+        return words, load_config([*words, "policy.model=some/model"])
+    if verb == "replay":
+        path = folder / "config.yaml"
+        path.write_text(dump_config(load_config(["experiment=digits"])), encoding="utf-8")
+        return words, load_resolved(path, words)
+    return None
+
+
+def missing(values: Any, words: list[Word]) -> list[str]:
+    """What words say that the values do not, other words of the same command apart."""
+    said = {word: dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
+            for word in words}  # fmt: skip
+    return [
+        f"{word.text}: {name}"
+        for word in words
+        for name, value in said[word].items()
+        if value_at(values, name) != value
+        and not any(word.is_group and name in said[other] for other in words if other is not word)
+    ]
+
+
+def value_at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return values
+
+
+def test_commands_are_found_in_every_form() -> None:
+    assert {command.tokens[1] for command in COMMANDS} >= {"train", "replay", "plan", "benchmark-model", "score"}
+    assert any(command.text.startswith("make train") and "ARGS" in command.text for command in COMMANDS)
+    assert any(command.is_in_text for command in COMMANDS) and not all(command.is_in_text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.page}: {command.text[:60]}")
+def test_every_word_of_a_documented_command_stands_in_its_result(command: Command, tmp_path: Path) -> None:
+    found = configuration(command, tmp_path)
+    if found is not None:
+        words, config = found
+        assert missing(json.loads(config.model_dump_json()), read_words(words)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_word_in_the_text_names_a_key_or_an_option(page: Path) -> None:
+    heads = {*groups(), *(name.partition(".")[0] for name in keys.known_keys())}
+    spans = [span for span in SPAN.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))) if WORD.fullmatch(span)]
+    words = [span for span in spans if re.split(r"[.=]", span)[0] in heads and not span.split("=")[1].isupper()]
+    for word in words:
+        read_words([SHOWN_IN_DOCS.get(word, word)])

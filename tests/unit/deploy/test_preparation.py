@@ -1,0 +1,257 @@
+"""Before a process starts: run folder, model and data are there and checked, or one error says what to do."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from learner_data import tiny_config
+from rich.console import Console
+
+from cluster.errors import DatasetError, PreflightError
+from cluster.records.media import MediaHandle
+from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from configs.load import load_config, load_resolved
+from configs.schema import RunConfig
+from configs.words import overridden
+from deploy.host.run_folder import check_run_folder, make_run_folder, run_folder
+from deploy.run.logs import log_to, set_up_logging
+from deploy.run.overview import LABEL_WIDTH, Parameters, overview
+from deploy.run.runtime import evaluate
+from deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
+from learner.learner import Learner
+from learner.policies.loading import load_model
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and data that the tests below share; the first one that asks writes them."""
+    return tmp_path_factory.mktemp("shared")
+
+
+def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
+    paths = [f"policy.model={shared / 'model'}", f"data.path={shared / 'digits'}", f"folder={folder / 'runs'}"]
+    return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
+
+
+def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_where_it_is_told(
+    shared: Path, tmp_path: Path
+) -> None:
+    stored: list[object] = []
+    prepared = prepare(config(shared, tmp_path), lambda media: stored.append(media) or len(stored))
+    assert prepared.model_folder == shared / "model"
+    assert set(prepared.splits) == {TRAIN, VALIDATION, "test"}
+    assert [len(prepared.splits[name].rows) for name in (TRAIN, VALIDATION, "test")] == [1297, 200, 300]
+    assert prepared.skipped == []
+    assert stored == [], "headers are enough to check a picture"
+    [handle] = prepared.processor.prepare(prepared.usable("test").rows[0], "0/0/x").media
+    assert isinstance(handle, MediaHandle)
+    assert (handle.reference, len(stored)) == (1, 1)
+
+
+def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:
+    run = config(shared, tmp_path)
+    files = [ensure_model(run) / "model.safetensors", shared / "digits" / "dataset.json"]
+    ensure_data(run)
+    before = [file.stat().st_mtime_ns for file in files]
+    ensure_model(run)
+    ensure_data(run)
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+@pytest.mark.parametrize("key", ["policy.model", "data.path"])
+def test_a_place_where_nothing_can_be_written_is_named_with_its_key(shared: Path, tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = config(shared, tmp_path, f"{key}={tmp_path / 'file' / 'below'}")
+    with pytest.raises(
+        PreflightError, match=rf"{key}=.*/file/below is not there and cannot be written .*: name a folder"
+    ):
+        prepare(run, lambda media: None)
+
+
+def test_the_tiny_model_may_tie_its_embeddings(tmp_path: Path) -> None:
+    folder = ensure_model(config(tmp_path, tmp_path, "policy.tiny_tied_embeddings=true"))
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_run_folder_holds_the_resolved_config_and_latest_points_at_it(shared: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        run = config(shared, tmp_path, f"name={name}")
+        make_run_folder(run)
+        assert load_resolved(run.run_folder / "config.yaml") == run
+        latest = tmp_path / "runs" / "latest"
+        assert latest.is_symlink()
+        assert not Path(os.readlink(latest)).is_absolute(), "the folder of runs can be moved"
+        assert latest.resolve() == run.run_folder.resolve()
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "latest", "second"]
+
+
+@pytest.mark.parametrize("others", [(), ("earlier",)])
+def test_a_refused_start_leaves_no_folder_behind_and_latest_where_it_was(
+    shared: Path, tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    for name in others:
+        make_run_folder(config(shared, tmp_path, f"name={name}"))
+    run = config(shared, tmp_path)
+    check_run_folder(run)
+    with pytest.raises(PreflightError, match="refused"), run_folder(run):
+        assert (run.folder / "latest").resolve() == run.run_folder.resolve()
+        raise PreflightError("refused")
+    assert run.folder.exists() == bool(others)
+    left = sorted(path.name for path in run.folder.iterdir()) if others else []
+    assert left == [*others, *(["latest"] if others else [])]
+    assert not others or os.readlink(run.folder / "latest") == "earlier"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_the_folder_of_a_run_that_has_begun_stays(shared: Path, tmp_path: Path, begun: bool) -> None:
+    run = config(shared, tmp_path)
+    if not begun:
+        make_run_folder(run)  # an earlier start made it
+        (run.run_folder / "run.log").write_text("mine")
+    with pytest.raises(PreflightError), run_folder(run):
+        if begun:
+            (run.run_folder / "checkpoints").mkdir()
+        raise PreflightError("late")
+    assert (run.run_folder / ("checkpoints" if begun else "run.log")).exists()
+
+
+def test_what_is_logged_before_there_is_a_run_folder_stands_in_its_log(tmp_path: Path, restored_logging: None) -> None:
+    screen = io.StringIO()
+    set_up_logging(Console(file=screen, width=200))
+    logger = logging.getLogger("deploy.anything")
+    logger.warning("before")
+    log_to(tmp_path)
+    logger.info("after")
+    text = (tmp_path / "run.log").read_text(encoding="utf-8")
+    assert [line.rpartition(": ")[2] for line in text.splitlines()] == ["before", "after"]
+    assert all(word in screen.getvalue() for word in ("before", "after"))
+
+
+def shown(run: RunConfig, version: int = 0) -> dict[str, str]:
+    """Topic -> text of the screen before the first step."""
+    plan = plan_placement(run.resources, [NodeResources("laptop", 2, 0)], needed_roles(run))
+    lines = overview(prepare(run, lambda media: media), plan, version).splitlines()
+    assert len(lines) <= 20 and all(line[LABEL_WIDTH - 1] == " " for line in lines)
+    return {line[:LABEL_WIDTH].strip(): line[LABEL_WIDTH:] for line in lines}
+
+
+def test_one_screen_shows_what_a_run_will_do(shared: Path, tmp_path: Path) -> None:
+    found = shown(config(shared, tmp_path), version=20)
+    total = sum(p.numel() for p in load_model(str(shared / "model"), torch.float32, "sdpa").parameters())
+    number = f"{total / 1e3:.3g} k"
+    assert found["run"] == f"{tmp_path}/runs/first, 200 steps, of which 20 are done, seed 0"
+    assert found["model"] == f"{shared}/model (qwen2_5_vl, {number} parameters)"
+    assert found["trained"] == f"{number} parameters; nothing frozen"
+    assert found["data"] == f"{shared}/digits: train 1,297, validation 200, test 300 rows; none skipped"
+    assert "grpo, 32 prompts x 8 responses a step, max_staleness 0, KL 0.01 (k3)" in found["algorithm"]
+    assert found["learning rate"].startswith("0.0005, linear, 10 warm-up steps")
+    assert found["warm start"].startswith("up to 45 supervised steps on 15 rows at 0.001")
+    assert "responses up to 8, temperature 1" in found["lengths"]
+    assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1, replay 1; resources=laptop")
+
+
+@pytest.mark.parametrize("words", [["policy.freeze=[visual.]"], ["policy.lora.rank=4", "policy.freeze=[visual.]"]])
+def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path, words: list[str]) -> None:
+    run = config(shared, tmp_path, *words)
+    prepared = prepare(run, lambda media: media)
+    learner = Learner(tiny_config(shared / "model", *words), 0, 1, prepared.processor.media_token_ids)
+    learner.connect("")
+    trained = sum(p.numel() for p in learner._policy.parameters() if p.requires_grad)
+    assert Parameters.of(prepared.checkpoint, run.policy).trained == trained
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("policy.freeze=[vision.]", r"policy\.freeze: no parameter .* 'vision\.'; the nearest are visual"),
+        ("policy.lora.target_modules=[w_proj]", r"no matrix of the model is called w_proj"),
+        ("policy.freeze=[visual.,model.,lm_head]", r"freezes every parameter of policy\.model"),
+    ],
+)
+def test_layers_that_the_checkpoint_does_not_have_are_refused_before_anything_starts(
+    shared: Path, tmp_path: Path, word: str, said: str
+) -> None:
+    rank = 0 if "lm_head" in word else 4
+    with pytest.raises(PreflightError, match=said):
+        prepare(config(shared, tmp_path, f"policy.lora.rank={rank}", word), lambda media: media)
+
+
+@pytest.mark.parametrize("obstacle", ["runs", "runs/first", "runs/first/config.yaml", "runs/latest"])
+def test_a_run_folder_that_cannot_be_written_is_named(shared: Path, tmp_path: Path, obstacle: str) -> None:
+    path = tmp_path / obstacle
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir() if obstacle in ("runs/first/config.yaml", "runs/latest") else path.write_text("")
+    with pytest.raises(PreflightError, match=r"the run folder .*runs/first cannot be written .*: set folder or name"):
+        make_run_folder(config(shared, tmp_path))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        PreflightError, match=r"policy\.model=.*model is no checkpoint folder \(it has no config\.json\)"
+    ):
+        ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
+
+
+@pytest.mark.parametrize("name", ["/nonexist/model", "nobody/nothing", "no name"])
+def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = rf"^policy\.model={name} is no folder, and no hub name that can be had \(.*\): set policy\.model to a folder"
+    with pytest.raises(PreflightError, match=said):
+        prepare(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), lambda media: media)
+
+
+@pytest.mark.parametrize("content", [b'{"model_type":', b"", b"\xff", b"[]", b"{}"])
+def test_a_broken_model_config_is_named_with_the_next_action(tmp_path: Path, content: bytes) -> None:
+    run = config(tmp_path, tmp_path)
+    (ensure_model(run) / "config.json").write_bytes(content)
+    said = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
+    with pytest.raises(PreflightError, match=said):
+        prepare(run, lambda media: media)
+
+
+def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = config(tmp_path, tmp_path)
+    weights = ensure_model(run) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(PreflightError, match=r"model\.safetensors is no whole safetensors file"):
+        prepare(run, lambda media: media)
+
+
+def test_a_mistake_that_any_part_finds_is_one_of_the_users(shared: Path, tmp_path: Path) -> None:
+    """Whatever raises ValueError on the way: it ends as an error that the command line explains."""
+    with pytest.raises(PreflightError, match=r"data\.prompt_suffix"):
+        prepare(config(shared, tmp_path, "data.prompt_suffix='<image>'"), lambda media: media)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(PreflightError, match="no digits dataset: choose another folder"):
+        prepare(config(shared, tmp_path, f"data.path={tmp_path / 'other'}"), lambda media: media)
+
+
+def test_a_split_that_is_evaluated_must_be_there(shared: Path, tmp_path: Path) -> None:
+    ensure_data(config(shared, tmp_path))
+    (tmp_path / "rows").mkdir()
+    for split in (TRAIN, VALIDATION):
+        (tmp_path / "rows" / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": 2}\n')
+    words = ("data=jsonl", f"data.path={tmp_path / 'rows'}")
+    with pytest.raises(DatasetError, match=r"test\.jsonl does not exist"):
+        prepare(config(shared, tmp_path, *words), lambda media: media)
+    found = prepare(config(shared, tmp_path, *words, "evaluation.split=validation"), lambda media: media)
+    assert set(found.splits) == {TRAIN, VALIDATION}
+
+
+def test_what_is_evaluated_as_it_is_is_never_made_up(tmp_path: Path) -> None:
+    run = config(tmp_path, tmp_path)
+    with pytest.raises(PreflightError, match=r"policy\.model=.*model is no checkpoint folder.*`mobula init-model`"):
+        evaluate(run)
+    assert not Path(run.policy.model).exists()
+    ensure_model(run)
+    require_model(run)

@@ -1,0 +1,257 @@
+"""Every worker starts at its place, with the environment that this cluster needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from cluster.runtime.placement_groups import Booking
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.host.processes import ProcessId
+from deploy.host.run_record import RunMark
+from deploy.host.session import Session
+from deploy.wiring import spawner
+from deploy.wiring.spawner import Spawner, engine_environment
+
+NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
+MARK = RunMark("digits/1", ProcessId("here", 1, 2))
+
+
+class Role:
+    """Something to start."""
+
+
+def plan(config: RunConfig) -> PlacementPlan:
+    return plan_placement(config.resources, NODES, tuple(config.resources.roles))
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, *, is_local: bool = True, env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """What Ray is asked for when the second rollout actor is started."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(spawner, "spawn", lambda role, *args, **options: asked.update(role=role, args=args, **options))
+    placed = plan(config)
+    bookings = {worker.name: Booking(group=worker.name, bundle_index=0) for worker in placed.workers}
+    Spawner(config, Session(NODES, is_local, MARK), placed, bookings).start(
+        Role, 1, 2, worker=placed.of_role("rollout")[1], env=env, max_concurrency=9, option=3
+    )
+    return asked
+
+
+def test_a_worker_starts_in_its_own_booking_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = started(monkeypatch, load_config(["experiment=digits"]))
+    assert (asked["role"], asked["args"], asked["option"]) == (Role, (1, 2), 3)
+    assert (asked["worker"].name, asked["booking"].group) == ("rollout/1", "rollout/1")
+    assert asked["max_concurrency"] == 9
+
+
+def test_workers_of_a_role_are_those_of_the_plan() -> None:
+    config = load_config(["experiment=digits"])
+    placed = plan(config)
+    assert Spawner(config, Session(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role("learner")
+
+
+def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
+    assert (env["GLOO_SOCKET_IFNAME"], env["VLLM_HOST_IP"]) == ("lo", "127.0.0.1")
+    joined = started(monkeypatch, load_config(["experiment=digits"]), is_local=False)["env"]
+    assert "GLOO_SOCKET_IFNAME" not in joined
+    assert "VLLM_HOST_IP" not in joined
+
+
+def test_nothing_is_reported_to_anybody_and_a_local_model_needs_no_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    local = started(monkeypatch, load_config(["experiment=digits", f"policy.model={tmp_path}"]))["env"]
+    assert (local["VLLM_NO_USAGE_STATS"], local["DO_NOT_TRACK"], local["HF_HUB_OFFLINE"]) == ("1", "1", "1")
+    hub = started(monkeypatch, load_config(["experiment=digits", "policy.model=someone/some-model"]))["env"]
+    assert "HF_HUB_OFFLINE" not in hub
+
+
+def test_what_a_worker_needs_itself_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = started(monkeypatch, load_config(["experiment=digits"]), env={"VLLM_LOGGING_LEVEL": "DEBUG"})["env"]
+    assert env["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_every_worker_carries_the_mark_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = started(monkeypatch, load_config(["experiment=digits"]))["env"]
+    assert (env["MOBULA_RUN"], env["MOBULA_DRIVER"]) == ("digits/1", "here/1/2")
+
+
+class FakeGroups:
+    """Stands where placement groups do: one node with `num_cpus`, of which workers that join book a part."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_cpus: float) -> None:
+        self.booked: list[str] = []
+        self.removed: list[str] = []
+        self.requests: list[list[dict[str, float]]] = []
+        self._num_cpus = num_cpus
+        monkeypatch.setattr(spawner, "book_more", self._book)
+        monkeypatch.setattr(spawner, "remove_placement_groups", lambda bookings: self.removed.extend(bookings))
+        monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("here", num_cpus, 0),))
+        monkeypatch.setattr(spawner.Autoscaler, "ask", lambda autoscaler, bundles: self._ask(bundles))
+
+    def _book(
+        self, bundles: list[dict[str, float]], *, name: str, timeout_s: float
+    ) -> list[tuple[Booking, NodeResources]]:
+        self.booked.append(name)
+        return [(Booking(name, n), NodeResources("here", self._num_cpus, 0)) for n in range(len(bundles))]
+
+    def _ask(self, bundles: list[dict[str, float]]) -> str:
+        self.requests.append(bundles)
+        return "The autoscaler has been asked"
+
+
+def scaled(config: RunConfig) -> Spawner:
+    placed = plan(config)
+    return Spawner(config, Session(NODES, True, MARK), placed, {w.name: Booking(w.name, 0) for w in placed.workers})
+
+
+def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
+    joining = scaled(config)
+    assert joining.book("rollout", 1) == plan(config).of_role("rollout")[1]
+    third = joining.book("rollout", 2)
+    assert (third.name, third.cores, groups.booked) == ("rollout/2", (2,), ["digits/rollout/2"])
+    assert joining.book("rollout", 2) is third and len(groups.booked) == 1
+    joining.release("rollout", 2)
+    joining.release("rollout", 2)
+    assert groups.removed == ["rollout/2"]
+
+
+def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
+    joining = scaled(config)
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+    monkeypatch.setattr(spawner, "book_more", book_there)
+    moved = joining.book("rollout", 1)
+    assert (moved.node_id, groups.removed) == ("there", ["rollout/1"])
+    assert joining.book("rollout", 1) is moved
+
+
+def book_there(bundles: list[dict[str, float]], **rest: Any) -> list[tuple[Booking, NodeResources]]:
+    return [(Booking("new", n), NodeResources("there", 4, 0)) for n in range(len(bundles))]
+
+
+def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits", "name=digits"])
+    joining = scaled(config)
+    assert joining.book_together("learner") == plan(config).of_role("learner")
+    monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
+
+    def no_room(bundles: list[dict[str, float]], **rest: Any) -> None:
+        raise PlacementError("something else took it")
+
+    monkeypatch.setattr(spawner, "book_more", no_room)
+    with pytest.raises(PlacementError):
+        joining.book_together("learner")
+    assert groups.removed == ["learner/0", "learner/1"]
+    monkeypatch.setattr(spawner, "book_more", book_there)
+    moved = joining.book_together("learner")
+    assert [(rank.name, rank.node_id, rank.cores) for rank in moved] == [
+        ("learner/0", "there", (0,)),
+        ("learner/1", "there", (1,)),
+    ]
+    assert joining.book_together("learner") == moved
+
+
+def test_a_worker_that_cannot_be_bound_leaves_no_booking(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = FakeGroups(monkeypatch, 0)
+    joining = scaled(load_config(["experiment=digits"]))
+    with pytest.raises(PlacementError, match="resources.rollout.num_threads"):
+        joining.book("rollout", 2)
+    assert groups.removed == ["rollout/2"]
+
+
+def test_without_room_the_autoscaler_is_asked_for_what_the_run_holds_and_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, config = FakeGroups(monkeypatch, 0.15), load_config(["experiment=digits"])
+    joining = scaled(config)
+    joining.check_room("reward", 1)
+    assert groups.requests == []
+    with pytest.raises(PlacementError, match="2 more reward workers .* 1 would: .* The autoscaler has been asked"):
+        joining.check_room("reward", 2)
+    [asked] = groups.requests
+    assert len(asked) == len(plan(config).workers) + 2
+    assert asked[-2:] == [{"CPU": 0.1}] * 2
+
+
+def test_closing_gives_every_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, config = FakeGroups(monkeypatch, 4), load_config(["experiment=digits"])
+    joining = scaled(config)
+    joining.book("reward", 1)
+    joining.close()
+    assert sorted(groups.removed) == sorted([*(w.name for w in plan(config).workers), "reward/1"])
+
+
+def worker(*cores: int) -> PlacedWorker:
+    return PlacedWorker("rollout", 0, "here", 1, 0, 1, cores)
+
+
+def test_engines_on_one_machine_run_on_different_cores() -> None:
+    config = load_config(["experiment=digits"])
+    bindings = [engine_environment(config, w)["VLLM_CPU_OMP_THREADS_BIND"] for w in plan(config).of_role("rollout")]
+    assert len(bindings) == len(set(bindings)) == 2
+
+
+def test_a_cpu_engine_shares_its_process_and_starts_without_warm_up() -> None:
+    env = engine_environment(load_config(["experiment=digits"]), worker(0))
+    assert (env["VLLM_ENABLE_V1_MULTIPROCESSING"], env["VLLM_CPU_CI_ENV"]) == ("0", "1")
+
+
+def test_an_engine_without_cores_of_its_own_is_not_bound() -> None:
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in engine_environment(load_config(["experiment=digits"]), worker())
+
+
+def test_a_gpu_engine_needs_none_of_it() -> None:
+    assert engine_environment(load_config(["experiment=digits", "resources=gpu_2"]), worker(0)) == {}
+
+
+STEPS = """
+import resource, threading
+import numpy as np
+
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+def steps():
+    for step in range(8):
+        if step == 4:
+            before = num_faults()
+        buffers = [np.ones(1 << 20) for _ in range(5)]
+        del buffers
+    print(num_faults() - before)
+
+thread = threading.Thread(target=steps)
+thread.start()
+thread.join()
+"""
+
+
+def num_page_faults(env: dict[str, str]) -> int:
+    """Of four steps that each take and free 40 MiB, on a thread that has done four of them before."""
+    ran = subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True, text=True, timeout=60, check=True)
+    return int(ran.stdout)
+
+
+def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    own = started(monkeypatch, load_config(["experiment=digits"]))["env"]
+    of_malloc = {name: value for name, value in own.items() if name.startswith("MALLOC_")}
+    assert num_page_faults(plain) > 4000
+    assert num_page_faults(plain | of_malloc) < 100
+
+
+def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
+    env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), Session(NODES, True, MARK))
+    assert not [name for name in env if name.startswith("MALLOC_")]

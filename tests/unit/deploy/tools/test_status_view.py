@@ -1,0 +1,83 @@
+"""What `mobula status` shows: everything that is known, aligned, in 80 columns; and the same as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+from rich.console import Console
+
+from cluster.roles import ReplayStats
+from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
+from deploy.tools.status_view import as_json, as_table
+
+WORKERS = (
+    WorkerStatus("rollout/0", WorkerState.SERVING, 41, 12, 0),
+    WorkerStatus("rollout/1", WorkerState.JOINING, 40, 0, 1, "hung: waited 60 s for rollout/1 to sample a token"),
+    WorkerStatus("reference/10", WorkerState.QUARANTINED, None, 0, 5, "WorkerDiedError: " + "out of memory " * 12),
+)
+STATUS = RunStatus(
+    run="digits-20260102-030405",
+    progress=Progress(42, "wait_for_rollouts", 12.34),
+    total_steps=200,
+    in_flight=InFlightSummary(17, "3/1100/train-1100", 8.25),
+    replay=ReplayStats(3, 8, 5 * 2**20, 61.5, {"uniform": 4, "stale": 1}, "3/1045/train-1045"),
+    workers=WORKERS,
+    num_panels_lost=1,
+    driver_pid=4711,
+    posted_at=1000.0,
+)
+
+
+def shown(status: RunStatus, now: float = 1000.5) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(as_table(status, now))
+    return console.file.getvalue()
+
+
+def test_everything_that_is_known_is_shown_in_80_columns() -> None:
+    text = shown(STATUS)
+    for said in (
+        "digits-20260102-030405, step 42 of 200, driver 4711",
+        "wait_for_rollouts, for 12.3 s",
+        "17 prompts, 3/1100/train-1100 for 8.2 s",
+        "3 ready, 8 taken, 5.0 MiB",
+        "3/1045/train-1045, for 61.5 s",
+        "stale 1, uniform 4",
+        "started again 1 times",
+        "quarantined",
+    ):
+        assert said in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_workers_stand_in_columns_and_long_details_are_folded_not_cut() -> None:
+    lines = shown(STATUS).splitlines()
+    [head] = [line for line in lines if line.startswith("worker")]
+    [first] = [line for line in lines if line.startswith("rollout/0")]
+    assert first.index("serving") == head.index("state")
+    assert first.index("41") + 2 == head.index("version") + len("version")
+    assert first.index("12") + 2 == head.index("in flight") + len("in flight")
+    assert " ".join("".join(lines).split()).count("memory") == 12
+
+
+def test_what_is_not_known_or_not_there_is_said_or_left_out() -> None:
+    text = shown(replace(STATUS, in_flight=InFlightSummary(0, None, 0.0), replay=None, workers=(), num_panels_lost=0))
+    assert "does not answer" in text and "no worker can be scaled" in text
+    assert "rejected" not in text and "sampling" not in text and "started again" not in text
+    empty = shown(replace(STATUS, replay=ReplayStats(0, 0, 0, 0.0)))
+    assert "0 ready" in empty and "oldest" not in empty and "rejected" not in empty
+
+
+def test_an_old_status_is_said_to_be_old() -> None:
+    assert "this was 90 s ago: the driver is busy, or hangs" in shown(STATUS, now=1090)
+    assert "ago" not in shown(STATUS)
+
+
+def test_the_json_holds_every_field() -> None:
+    fields = json.loads(as_json(STATUS))
+    assert fields["progress"] == {"step": 42, "phase": "wait_for_rollouts", "seconds": 12.34}
+    assert fields["replay"]["oldest_id"] == "3/1045/train-1045"
+    assert fields["workers"][1]["state"] == "joining" and fields["workers"][2]["version"] is None
+    assert set(fields) == set(RunStatus.__dataclass_fields__)

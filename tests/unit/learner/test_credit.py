@@ -1,0 +1,231 @@
+"""Credit: rewards become token advantages, each change once, in one order, the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from learner_data import group, prompt, random_groups, tiny_config
+from transformers import AutoTokenizer
+
+from cluster.records.trajectory import FinishReason, Reward, ScoredGroup
+from learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
+from learner.credit import Credit
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def credited(folder: Path, groups: list[ScoredGroup], *overrides: str) -> tuple[list[LearnerItem], dict[str, float]]:
+    found = Credit(tiny_config(folder, *overrides)).assign(fetch_items(groups, 0, 1.0))
+    return [item for row in found.groups for item in row], found.metrics
+
+
+def advantages(folder: Path, groups: list[ScoredGroup], *overrides: str) -> list[float]:
+    """Of each response, whose tokens all have the same."""
+    items, _ = credited(folder, groups, *overrides)
+    assert all(np.ptp(item.advantages) < 1e-6 for item in items)
+    return [float(item.advantages[0]) for item in items]
+
+
+def test_every_token_of_a_response_has_its_advantage_and_uniform_groups_are_counted(folder, tokenizer) -> None:
+    groups = [
+        group(prompt(tokenizer, "a"), [[1, 2, 3], [4]], [1.0, 0.0]),
+        group(prompt(tokenizer, "b"), [[1], [2]], [0.5, 0.5]),
+        group(prompt(tokenizer, "c"), [[1], [2]], [0.5, None]),
+    ]
+    items, metrics = credited(folder, groups, "algorithm=dr_grpo")
+    assert [item.advantages.tolist() for item in items] == [[0.5] * 3, [-0.5], [0.0], [0.0], [0.0], [0.0]]
+    assert metrics["uniform_groups"] == 2
+
+
+def test_groups_of_different_sizes_keep_their_own_rewards(folder, tokenizer) -> None:
+    """LightRFT defect B16: nine rewards over four micro-batches were split three ways, and the rest had none."""
+    sizes = [1, 4, 2, 2]
+    groups = [
+        group(prompt(tokenizer, f"g{n}"), [[5]] * size, [float(10 * n + i) for i in range(size)])
+        for n, size in enumerate(sizes)
+    ]
+    expected = [10.0 * n + i for n, size in enumerate(sizes) for i in range(size)]
+    assert advantages(folder, groups, "algorithm.advantage=reinforce") == expected
+
+
+def test_advantages_are_not_clamped_unless_asked_for(folder, tokenizer) -> None:
+    """LightRFT defect B14: the trainer clamped advantages to 10 without a key for it."""
+    groups = [group(prompt(tokenizer, "a"), [[1], [2]], [1e6, 0.0])]
+    assert advantages(folder, groups, "algorithm=dr_grpo") == [5e5, -5e5]
+    items, metrics = credited(folder, groups, "algorithm=dr_grpo", "algorithm.shaping.advantage_clip=10")
+    assert [item.advantages.tolist() for item in items] == [[10.0], [-10.0]]
+    assert metrics["advantage_clip_fraction"] == 1.0
+
+
+def test_rewards_are_clipped_before_they_are_compared(folder, tokenizer) -> None:
+    groups = [group(prompt(tokenizer, "a"), [[1], [2]], [7.0, 0.0])]
+    items, metrics = credited(folder, groups, "algorithm=dr_grpo", "algorithm.shaping.reward_clip=2")
+    assert [item.advantages.tolist() for item in items] == [[1.0], [-1.0]]
+    assert metrics["reward_clip_fraction"] == 0.5 and metrics["shaped_reward_mean"] == 1.0
+
+
+def test_penalties_come_before_the_clip_and_each_is_applied_once(folder, tokenizer) -> None:
+    groups = [group(prompt(tokenizer, "a"), [[5, 5, 5, 5, 5], [1, 2, 3]], [1.0, 1.0])]
+    words = ["algorithm.advantage=reinforce", "algorithm.shaping.repetition_ngram=2"]
+    # four bigrams, of which three repeat the first; lengths 5 and 3, both solved: -0.5 and 0.5
+    only_repetition = advantages(folder, groups, *words, "algorithm.shaping.repetition_penalty=2")
+    assert only_repetition == pytest.approx([1 - 2 * 0.75, 1.0])
+    words += ["algorithm.shaping.repetition_penalty=2", "algorithm.shaping.length_penalty=1"]
+    assert advantages(folder, groups, *words) == pytest.approx([1 - 1.5 - 0.5, 1.5])
+    assert advantages(folder, groups, *words, "algorithm.shaping.reward_clip=0.75") == pytest.approx([-0.75, 0.75])
+
+
+def test_running_moments_come_before_the_group_is_compared_and_last_for_the_run(folder, tokenizer) -> None:
+    """LightRFT defect B13: rewards were divided after the group was standardised, and evaluation moved the moments."""
+    config = tiny_config(folder, "algorithm.advantage=reinforce", "algorithm.shaping.running_moments=standardise")
+    credit = Credit(config)
+    steps = [[1.0, 3.0], [5.0, 7.0]]
+    found = []
+    for rewards in steps:
+        fetched = fetch_items([group(prompt(tokenizer, "a"), [[1], [2]], rewards)], 0, 1.0)
+        found.append([float(item.advantages[0]) for item in credit.assign(fetched).groups[0]])
+    assert found[0] == pytest.approx([(r - 2) / np.std([1, 3], ddof=1) for r in steps[0]])
+    assert found[1] == pytest.approx([(r - 4) / np.std([1, 3, 5, 7], ddof=1) for r in steps[1]])
+
+
+def test_whitening_is_over_trained_tokens_and_once(folder, tokenizer) -> None:
+    """LightRFT defect B14: advantages were normalised up to three times, and masked tokens were in the mean."""
+    scored = group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])
+    masked = dataclasses.replace(scored.group.trajectories[0], action_mask=np.array([True, False, True]))
+    whole = dataclasses.replace(scored.group, trajectories=(masked, scored.group.trajectories[1]))
+    items, _ = credited(
+        folder,
+        [dataclasses.replace(scored, group=whole)],
+        "algorithm.advantage=reinforce",
+        "algorithm.shaping.whiten=true",
+    )
+    trained = np.concatenate([item.advantages[item.loss_mask] for item in items])
+    values = np.array([1.0, 1.0, 0.0, 0.0])
+    assert trained.tolist() == pytest.approx(((values - 0.5) / (values.std(ddof=1) + 1e-4)).tolist(), abs=1e-6)
+    assert items[0].advantages[1] == 0, "a masked token"
+
+
+def test_kl_in_the_reward_reaches_every_response_and_every_token_before_it(folder, tokenizer) -> None:
+    """LightRFT defect B7: of several packed responses only the first one got its reward and its KL."""
+    scored = group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])
+    gaps = [np.array([0.1, 0.2, 0.4], np.float32), np.array([0.5, -0.3], np.float32)]
+    references = [t.behavior_logprobs - gap for t, gap in zip(scored.group.trajectories, gaps, strict=True)]
+    scored = dataclasses.replace(scored, reference_logprobs=references)
+    words = ["algorithm.advantage=reinforce", "algorithm.kl.coef=0.5", "resources.reference.num_workers=1"]
+    words += ["algorithm.kl.estimator=k1", "algorithm.kl.place=reward"]
+    items, _ = credited(folder, [scored], *words)
+    for item, gap, reward in zip(items, gaps, [1.0, 0.0], strict=True):
+        expected = [reward - 0.5 * sum(gap[t:]) for t in range(len(gap))]
+        assert item.advantages.tolist() == pytest.approx(expected, abs=1e-5)
+    capped, _ = credited(folder, [scored], *words, "algorithm.kl.token_cap=0.15")
+    assert capped[1].advantages.tolist() == pytest.approx([-0.5 * (0.15 - 0.15), -0.5 * -0.15], abs=1e-5)
+
+
+def test_gamma_discounts_every_response(folder, tokenizer) -> None:
+    """LightRFT defect B11: only the first micro-batch was discounted."""
+    groups = [group(prompt(tokenizer, f"g{n}"), [[1, 2, 3]], [1.0]) for n in range(5)]
+    items, _ = credited(folder, groups, "algorithm.advantage=reinforce", "algorithm.gamma=0.5")
+    assert [item.advantages.tolist() for item in items] == [[0.25, 0.5, 1.0]] * 5
+
+
+def test_gdpo_reads_components_with_the_weights_of_the_label(folder, tokenizer) -> None:
+    asked = dataclasses.replace(prompt(tokenizer, "a"), metadata={"label": "short"})
+    scored = group(asked, [[1], [2], [3]], [0.0, 0.0, 0.0])
+    rewards = tuple(Reward(0.0, {"accuracy": a, "format": f}) for a, f in ((1.0, 0.0), (0.0, 1.0), (0.0, 0.0)))
+    scored = dataclasses.replace(scored, rewards=rewards)
+    by_weight = advantages(folder, [scored], "algorithm=gdpo")
+    assert by_weight[0] > 0 and by_weight[1] == pytest.approx(by_weight[2]), "the format weighs nothing"
+    recipe = (
+        "rewards.recipes={short: {components: [accuracy, format], weights: {format: 2.0}, gates: [], normalise: false}}"
+    )
+    by_recipe = advantages(folder, [scored], "algorithm=gdpo", recipe)
+    assert by_recipe[1] > by_recipe[0] > by_recipe[2]
+
+
+def test_the_state_of_a_resumed_run_is_the_old_one(folder, tokenizer) -> None:
+    """LightRFT defect B10: moments and the KL coefficient were not saved."""
+    words = ["algorithm.shaping.running_moments=scale", "algorithm.kl.controller=adaptive", "algorithm.kl.coef=0.1"]
+    config = tiny_config(folder, *words, "resources.reference.num_workers=1")
+    first, second = Credit(config), Credit(config)
+    first.assign(fetch_items(random_groups(tokenizer, 2, 3), 0, 1.0))
+    first.kl.observe(3.0, 64)
+    second.load(first.state())
+    assert second.state() == first.state() and second.kl.value != 0.1
+
+
+def test_a_fixed_coefficient_is_the_configured_one_after_a_resume(folder) -> None:
+    credit = Credit(tiny_config(folder, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1"))
+    credit.load({**credit.state(), "kl_coef": 7.0})
+    assert credit.kl.value == 0.1
+
+
+def truncated(scored: ScoredGroup, sibling: int) -> ScoredGroup:
+    rows = list(scored.group.trajectories)
+    rows[sibling] = dataclasses.replace(rows[sibling], finish_reason=FinishReason.LENGTH)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=tuple(rows)))
+
+
+def test_a_response_that_was_cut_off_is_known_as_such(tokenizer) -> None:
+    """LightRFT defect B15: the finish reason was lost, and the last token was overwritten by an EOS."""
+    [[whole, cut]] = fetch_items([truncated(group(prompt(tokenizer, "a"), [[1], [2]], [1.0, 0.0]), 1)], 0, 1.0)
+    assert (whole.is_truncated, cut.is_truncated) == (False, True)
+    assert cut.response_ids.tolist() == [2]
+
+
+def test_a_response_without_loss_counts_where_a_mean_is_taken(tokenizer) -> None:
+    [[item, other]] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2], [3]], [1.0, 0.0])], 0, 1.0)
+    assert totals([item.without_loss(), other]) == totals([item, other])
+    assert totals([item.untrained(), other]).num_tokens == 1
+
+
+def test_minibatches_without_any_loss_are_left_out(tokenizer) -> None:
+    """LightRFT defect B3: a batch in which every token was masked was trained on a NaN."""
+    groups = fetch_items(random_groups(tokenizer, 2, 2), 0, 1.0)
+    silent = [[item.without_loss() for item in groups[0]], groups[1]]
+    assert minibatches(silent, 2) == [groups[1]]
+
+
+def test_later_epochs_hold_the_same_groups_in_an_order_of_the_seed(tokenizer) -> None:
+    groups = fetch_items(random_groups(tokenizer, 12, 1), 0, 1.0)
+    first, second, third = epochs(groups, 3, (5, 1))
+    places = [[row[0].group for row in epoch] for epoch in (first, second, third)]
+    assert places[0] == list(range(12)) and sorted(places[1]) == sorted(places[2]) == places[0]
+    assert places[1] != places[0] and places[2] != places[1]
+    again = [[row[0].group for row in epoch] for epoch in epochs(groups, 3, (5, 1))]
+    assert again == places
+    assert [row[0].group for row in epochs(groups, 2, (5, 2))[1]] != places[1]
+
+
+def with_entropies(items: list[LearnerItem], values: list[list[float]]) -> list[LearnerItem]:
+    pairs = zip(items, values, strict=True)
+    return [dataclasses.replace(item, entropies=np.array(row, np.float32)) for item, row in pairs]
+
+
+def test_the_highest_entropies_of_the_whole_minibatch_are_selected(tokenizer) -> None:
+    """LightRFT selected within each response, and never: the ratio did not reach its trainer."""
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2, 3], [4, 5]], [1.0, 0.0])], 0, 1.0)
+    scored = with_entropies(items, [[0.9, 0.8, 0.1], [0.2, 0.3]])
+    chosen = select_by_entropy(scored, 0.4)
+    assert [item.policy_mask.tolist() for item in chosen] == [[True, True, False], [False, False]]
+    assert all((a.loss_mask == b.loss_mask).all() for a, b in zip(chosen, items, strict=True))
+    least = select_by_entropy(scored, 0.01)
+    assert sum(int(item.policy_mask.sum()) for item in least) == 1
+
+
+def test_a_filtered_response_has_no_part_in_the_selection(tokenizer) -> None:
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2], [4, 5]], [1.0, 0.0])], 0, 1.0)
+    scored = with_entropies([items[0].without_loss(), items[1]], [[9.0, 9.0], [0.2, 0.3]])
+    chosen = select_by_entropy(scored, 0.5)
+    assert [item.policy_mask.tolist() for item in chosen] == [[False, False], [False, True]]

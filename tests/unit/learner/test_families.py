@@ -1,0 +1,100 @@
+"""Which checkpoints can be trained: vision-language and text-only families, each other one refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_text_models import write_text_policy
+
+from actors.datasets.jsonl import Row
+from actors.processors.chat import ChatProcessor
+from cluster.errors import PreflightError, PromptError
+from cluster.records.media import MediaReader, MediaStore
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.wiring.preparation import prepare
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import TEXT_FAMILIES, max_positions, takes_pictures
+from learner.policies.loading import load_model
+from learner.policies.logprobs import PLAIN
+from learner.policies.tiny import MAX_POSITIONS, write_tiny_qwen2_5_vl
+from learner.policies.token import TokenPolicy
+
+
+def config(model: Path, data: Path, *words: str) -> RunConfig:
+    return load_config(["experiment=own", f"policy.model={model}", f"data.path={data}", *words])
+
+
+def processor(run: RunConfig) -> ChatProcessor:
+    store = MediaStore(lambda media: media, run.data.media_cache_bytes)
+    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False)
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, family: str) -> None:
+    model = load_model(str(write_text_policy(tmp_path, family)), torch.float32, "sdpa").eval()
+    rows = [np.random.default_rng(n).integers(0, 250, size).astype(np.int32) for n, size in enumerate((50, 33))]
+    reader = MediaReader(timeout_s=1, max_items=1)
+    batch = collate([TokenSequence(row, 10, (), ()) for row in rows], reader, torch.device("cpu"))
+    with torch.no_grad():
+        found = TokenPolicy(model)(batch, PLAIN).logprobs
+        for row, ids in zip(found, map(torch.from_numpy, rows), strict=True):
+            logits = model(ids.long()[None]).logits[0, 9:-1]
+            expected = logits.log_softmax(-1).gather(-1, ids.long()[10:, None])[:, 0]
+            assert expected.min() < -3
+            torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
+
+
+def test_a_text_model_takes_prompts_without_pictures(tmp_path: Path) -> None:
+    run = config(write_text_policy(tmp_path / "model", "qwen3"), tmp_path, "data.system_prompt=Be brief.")
+    chat = processor(run)
+    prompt = chat.prepare(Row("r", "What is 2 + 2?", "4", "4"), "p")
+    assert prompt.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2? Answer in \\boxed{}.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert (prompt.media, prompt.compact_ids.tolist()) == ((), prompt.expanded_ids.tolist())
+    assert chat.check(Row("r", "What is 2 + 2?", "4", "4")) == prompt.num_tokens
+    assert chat.eos_token_ids[0] == chat.encode_answer("4")[-1]
+    Image.new("L", (56, 56)).save(tmp_path / "a.png")
+    with pytest.raises(PromptError, match="r has 1 pictures, and policy.model is a text-only model"):
+        chat.check(Row("r", "<image>?", "4", "4", (tmp_path / "a.png",)))
+
+
+def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no chat template: choose an instruction-tuned checkpoint"):
+        processor(config(write_text_policy(tmp_path, "llama", with_template=False), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("qwen3_vl", "is of the model type qwen3_vl, which is not supported"),
+        ("gemma2", "is of the model type gemma2, which is not supported"),
+        ("no_such_family", "config.json that transformers .* cannot use"),
+    ],
+)
+def test_another_family_is_refused_by_its_name_with_those_that_there_are(tmp_path: Path, kind: str, said: str) -> None:
+    model = write_tiny_qwen2_5_vl(tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text()) if kind == "no_such_family" else {}
+    (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
+    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl, or .*qwen3"):
+        prepare(config(model, tmp_path), lambda media: media)
+
+
+def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
+    model = write_text_policy(tmp_path, "qwen2")
+    assert not takes_pictures(str(model))
+    assert max_positions(str(model)) == max_positions(str(write_tiny_qwen2_5_vl(tmp_path / "vl"))) == MAX_POSITIONS
+    words = [f"sampler.max_model_len={MAX_POSITIONS + 1}"]
+    with pytest.raises(PreflightError, match=f"max_model_len={MAX_POSITIONS + 1} is more than the {MAX_POSITIONS}"):
+        prepare(config(model, tmp_path, *words), lambda media: media)
+    settings = json.loads((model / "config.json").read_text())
+    settings["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
+    (model / "config.json").write_text(json.dumps(settings))
+    assert max_positions(str(model)) is None, "the engine works it out"

@@ -1,0 +1,269 @@
+"""Every key of `algorithm` changes what one update of the learner does, as its formula says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from transformers import AutoTokenizer
+
+from actors.reference.scorer import ReferenceScorer
+from cluster.errors import CheckpointError
+from cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
+from configs.groups import groups as config_groups
+from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.learner import Learner
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.state import ALGORITHM_FILE
+
+BANNED = (250, 251)
+REFERENCE = ("algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
+Gradient = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def scores(folder, tokenizer) -> list[ScoredGroup]:
+    """Six groups as the untrained policy would have sampled them; it is their reference too."""
+    scorer = ReferenceScorer(tiny_config(folder), BANNED)
+    scorer.load(folder)
+    groups = random_groups(tokenizer, 6, 4)
+    scored = zip(groups, scorer.score(groups), strict=True)
+    return [dataclasses.replace(with_logprobs(g, s), reference_logprobs=s) for g, s in scored]
+
+
+def connected(folder: Path, *overrides: str) -> Learner:
+    learner = Learner(tiny_config(folder, *overrides), 0, 1, BANNED)
+    learner.connect("")
+    return learner
+
+
+def update(folder: Path, groups: list[ScoredGroup], *overrides: str, version: int = 1) -> tuple[Gradient, dict]:
+    """The gradient that one update saw, and its metrics."""
+    learner = connected(folder, "learner.max_grad_norm=1000000", *overrides)
+    learner._optimizer.zero_grad = lambda: None
+    report = learner.update(groups, version)
+    gradients = {name: p.grad for name, p in learner._policy.named_parameters()}
+    return gradients, dict(report.metrics)
+
+
+def difference(a: Gradient, b: Gradient) -> float:
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def size(gradient: Gradient) -> float:
+    return max(g.abs().max().item() for g in gradient.values())
+
+
+def drifted(groups: list[ScoredGroup], shift: float) -> list[ScoredGroup]:
+    """As if another policy had sampled, whose log-probs differ by `shift` in turn up and down."""
+    moved = []
+    for scored in groups:
+        rows = [
+            t.behavior_logprobs + shift * np.where(np.arange(t.num_steps) % 2, 1, -1).astype(np.float32)
+            for t in scored.group.trajectories
+        ]
+        moved.append(with_logprobs(scored, rows))
+    return moved
+
+
+def truncated(scored: ScoredGroup, sibling: int) -> ScoredGroup:
+    rows = list(scored.group.trajectories)
+    rows[sibling] = dataclasses.replace(rows[sibling], finish_reason=FinishReason.LENGTH)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=tuple(rows)))
+
+
+@pytest.mark.parametrize("name", config_groups()["algorithm"])
+def test_an_algorithm_has_a_gradient_that_does_not_depend_on_the_split(folder, scores, name: str) -> None:
+    """LightRFT: `--use_gspo`, `--loss_agg_mode` and others changed nothing; `reinforce++` was an error."""
+    words = (f"algorithm={name}", *REFERENCE, "algorithm.pass_k=2")
+    with_components = [
+        dataclasses.replace(
+            g, rewards=tuple(dataclasses.replace(r, components={"accuracy": r.value}) for r in g.rewards)
+        )
+        for g in scores
+    ]
+    moved = drifted(with_components, 0.01)
+    small, metrics = update(folder, moved, *words, "algorithm.num_minibatches=1", "learner.tokens_per_microbatch=60")
+    whole, _ = update(folder, moved, *words, "algorithm.num_minibatches=1", "learner.tokens_per_microbatch=100000")
+    assert difference(small, whole) < 2e-6 and size(whole) > 1e-4
+    assert metrics["skipped"] == 0 and math.isfinite(metrics["loss"])
+
+
+def test_every_loss_has_a_gradient_of_its_own(folder, scores) -> None:
+    """LightRFT: flags such as `--use_gspo` left the gradient as it was."""
+    moved = drifted(scores, 0.3)
+    found = {name: update(folder, moved, f"algorithm.loss={name}")[0] for name in POLICY_LOSSES}
+    names = sorted(found)
+    same = [(a, b) for n, a in enumerate(names) for b in names[n + 1 :] if difference(found[a], found[b]) < 1e-6]
+    equal_here = [
+        ("dual_clip", "ppo_clip"),
+        ("gspo", "gspo_token"),
+    ]  # no ratio above the bound; one advantage a response
+    assert [pair for pair in same if pair not in equal_here] == []
+
+
+def test_recomputed_log_probs_take_the_place_of_the_engines(folder, scores) -> None:
+    """Against its own log-probs the ratio is 1 whatever the engine said; corrections weigh what the engine said."""
+    moved = drifted(scores, 0.3)
+    words = ("algorithm.old_logprobs=recomputed",)
+    _, metrics = update(folder, moved, *words)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5) and metrics["clip_fraction"] == 0
+    assert metrics["correction_weight"] == 1 and metrics["rejected_fraction"] == 0
+    _, weighed = update(
+        folder, moved, *words, "algorithm.correction=tis_token", "algorithm.corrections.tis_token.cap=9"
+    )
+    steps = [np.arange(t.num_steps) % 2 for g in moved for t in g.group.trajectories]
+    expected = np.mean([math.exp(-0.3 if odd else 0.3) for row in steps for odd in row])
+    assert weighed["correction_weight"] == pytest.approx(expected, abs=1e-4)
+    capped = ("algorithm.correction=icepop", "algorithm.corrections.icepop.high=1.1")
+    gradient, rejected = update(folder, moved, *words, *capped)
+    assert rejected["rejected_fraction"] == pytest.approx(np.mean([not odd for row in steps for odd in row]))
+    assert 0 < size(gradient)
+
+
+def test_recomputed_log_probs_are_those_before_the_first_minibatch(folder, scores) -> None:
+    words = ("algorithm.num_minibatches=3", "algorithm.num_epochs=2", "algorithm.old_logprobs=recomputed")
+    metrics = connected(folder, "learner.learning_rate=1e-4", *words).update(drifted(scores, 0.3), 1).metrics
+    assert 1.0001 < metrics["ratio_max"] < 1.25, "later minibatches see a policy that moved, none the engine's"
+
+
+def test_interpolated_log_probs_depend_on_the_age_of_a_token(folder, scores) -> None:
+    aged = []
+    for scored in drifted(scores, 0.3):
+        rows = [
+            dataclasses.replace(t, weight_spans=(WeightSpan(0, 0, t.num_steps),)) for t in scored.group.trajectories
+        ]
+        aged.append(dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=tuple(rows))))
+    words = ("algorithm.max_staleness=4", "algorithm.old_logprobs=interpolated", "algorithm.correction=decoupled")
+    _, young = update(folder, aged, *words, version=1)
+    assert young["ratio_max"] == pytest.approx(math.exp(0.3), abs=1e-3) and young["correction_weight"] == 1
+    _, old = update(folder, aged, *words, version=4)  # three versions behind: a quarter of the way is left
+    assert old["ratio_max"] == pytest.approx(math.exp(0.3 / 4), abs=1e-3)
+
+
+def test_epochs_are_further_optimizer_steps(folder, scores) -> None:
+    learner, counts = connected(folder, "algorithm.num_epochs=3", "algorithm.num_minibatches=2"), []
+    step = learner._step
+    learner._step = lambda *args: counts.append(1) or step(*args)
+    metrics = learner.update(scores, 1).metrics
+    assert len(counts) == 6 and metrics["skipped"] == 0
+    assert metrics["logprob_gap_max"] < 1e-5, "measured before the first step alone"
+
+
+def test_several_epochs_are_the_same_in_every_run(folder, scores) -> None:
+    runs = [connected(folder, "algorithm.num_epochs=2", "algorithm.num_minibatches=3") for _ in range(2)]
+    states = []
+    for learner in runs:
+        learner.update(scores, 1)
+        states.append({name: p.detach().clone() for name, p in learner._policy.named_parameters()})
+    assert difference(*states) == 0
+
+
+def test_a_truncated_response_leaves_the_loss_and_still_counts(folder, scores) -> None:
+    cut = [truncated(scored, 0) for scored in scores]
+    found, metrics = update(folder, cut, "algorithm.overlong_filter=true")
+    num = sum(g.summary.num_tokens for g in scores)
+    assert metrics["num_tokens"] == num and metrics["filtered_responses"] == 6
+    silent = sum(g.group.trajectories[0].num_steps for g in scores)
+    assert metrics["without_loss_fraction"] == pytest.approx(silent / num)
+    plain, unfiltered = update(folder, cut)
+    assert unfiltered["filtered_responses"] == 0 and difference(found, plain) > 1e-5
+
+
+def test_a_step_of_truncated_responses_alone_is_skipped(folder, scores) -> None:
+    """LightRFT defect B3: masks of 0 gave NaN, and the step was taken none the less."""
+    cut = scores
+    for sibling in range(4):
+        cut = [truncated(scored, sibling) for scored in cut]
+    learner = connected(folder, "algorithm.overlong_filter=true")
+    before = {name: p.detach().clone() for name, p in learner._policy.named_parameters()}
+    report = learner.update(cut, 1)
+    assert report.metrics["skipped"] == 1 and report.metrics["loss"] == 0
+    assert difference(before, {name: p.detach() for name, p in learner._policy.named_parameters()}) == 0
+
+
+def test_only_the_tokens_of_highest_entropy_have_a_policy_loss(folder, scores) -> None:
+    """LightRFT: the ratio never reached the trainer."""
+    gradient, metrics = update(folder, scores, "algorithm.entropy.top_share=0.2")
+    assert 0.6 < metrics["without_loss_fraction"] <= 0.8, (
+        "siblings' first tokens have equal entropies, and stay together"
+    )
+    assert 1e-5 < size(gradient) and difference(gradient, update(folder, scores)[0]) > 1e-5
+
+
+def test_an_entropy_bonus_raises_the_entropy(folder, tokenizer) -> None:
+    groups = [group(prompt(tokenizer, f"p{n}", [picture(n)]), [[1, 2], [3]], [1.0, 1.0], n) for n in range(3)]
+    after = {}
+    for bonus in (0.0, 1.0):
+        learner = connected(folder, f"algorithm.entropy.bonus={bonus}", "algorithm.max_staleness=9")
+        entropies = [learner.update(groups, version).metrics["entropy"] for version in range(1, 5)]
+        after[bonus] = entropies[-1] - entropies[0]
+    assert after[0.0] == pytest.approx(0, abs=1e-6), "equal rewards have no gradient of their own"
+    assert after[1.0] > 1e-4
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_importance"])
+def test_kl_in_the_loss_has_a_gradient_and_in_the_reward_an_advantage(folder, scores, estimator: str) -> None:
+    words = (*REFERENCE, f"algorithm.kl.estimator={estimator}")
+    apart = [dataclasses.replace(g, reference_logprobs=[r - 0.5 for r in g.reference_logprobs]) for g in scores]
+    none, _ = update(folder, apart)
+    in_loss, metrics = update(folder, apart, *words)
+    in_reward, other = update(folder, apart, *words, "algorithm.kl.place=reward")
+    assert metrics["kl"] == pytest.approx(other["kl"]) and metrics["kl"] > 0.05
+    assert difference(none, in_loss) > 1e-5 and difference(none, in_reward) > 1e-5
+    assert difference(in_loss, in_reward) > 1e-5
+    capped, small = update(folder, apart, *words, "algorithm.kl.token_cap=0.01")
+    assert small["kl"] == pytest.approx(0.01) and difference(none, capped) < 1e-6, "no gradient beyond the cap"
+
+
+def test_an_adaptive_coefficient_is_resumed_and_the_run_goes_on_bit_for_bit(folder, scores, tmp_path) -> None:
+    """LightRFT defect B10: KL controller and moments began again after a resume."""
+    words = (
+        *REFERENCE,
+        "algorithm.max_staleness=9",
+        "algorithm.kl.controller=adaptive",
+        "algorithm.kl.target=0.001",
+        "algorithm.kl.horizon=100",
+        "algorithm.shaping.running_moments=standardise",
+        "algorithm.num_epochs=2",
+        "algorithm.num_minibatches=2",
+    )
+    apart = [dataclasses.replace(g, reference_logprobs=[r - 0.5 for r in g.reference_logprobs]) for g in scores]
+    first = connected(folder, *words)
+    coefficients = [first.update(apart, version).metrics["kl_coef"] for version in (1, 2)]
+    assert coefficients[0] == 0.1 and coefficients[1] > 0.1
+    first.save(tmp_path / "state")
+    first.finish_save()
+    after = first.update(apart, 3).metrics
+    second = connected(folder, *words)
+    assert second.load(tmp_path / "state") == 2
+    again = second.update(apart, 3).metrics
+    assert again == after and again["kl_coef"] > coefficients[1]
+    states = [{name: p.detach() for name, p in one._policy.named_parameters()} for one in (first, second)]
+    assert difference(*states) == 0
+
+
+def test_a_checkpoint_without_the_algorithms_state_is_refused(folder, tmp_path) -> None:
+    learner = connected(folder)
+    learner.save(tmp_path)
+    learner.finish_save()
+    assert json.loads((tmp_path / ALGORITHM_FILE).read_text())["kl_coef"] == 0
+    (tmp_path / ALGORITHM_FILE).unlink()
+    with pytest.raises(CheckpointError, match="algorithm.json is missing"):
+        connected(folder).load(tmp_path)

@@ -1,0 +1,285 @@
+"""The learner on one process: exact under any split, exact after a resume, and safe where there is nothing to learn."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from transformers import AutoTokenizer
+
+from actors.reference.scorer import ReferenceScorer
+from cluster.errors import CheckpointError
+from cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
+from configs.schema import LearnerConfig, RunConfig
+from learner.batch import fetch_items
+from learner.credit import Credit
+from learner.learner import Learner
+from learner.optim import learning_rate
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.supervised import SupervisedExample
+
+BANNED = (250, 251)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def connected(config: RunConfig) -> Learner:
+    learner = Learner(config, 0, 1, BANNED)
+    learner.connect("")
+    return learner
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def scored_by(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[list[np.ndarray]]:
+    scorer = ReferenceScorer(config, BANNED)
+    scorer.load(folder)
+    return scorer.score(groups)
+
+
+def sampled(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """The groups as if the untrained policy had sampled them; it is their reference too."""
+    scores = scored_by(config, folder, groups)
+    return [dataclasses.replace(with_logprobs(g, s), reference_logprobs=s) for g, s in zip(groups, scores, strict=True)]
+
+
+def examples(tokenizer, num: int) -> list[SupervisedExample]:
+    answers = [np.array([*tokenizer.encode(str(n % 10)), tokenizer.eos_token_id], dtype=np.int32) for n in range(num)]
+    return [
+        SupervisedExample(prompt(tokenizer, f"e{n}", [picture(n)][: n % 2], f"What is {n}?"), a, np.ones(len(a), bool))
+        for n, a in enumerate(answers)
+    ]
+
+
+def test_at_step_zero_the_ratio_is_one_and_gap_and_kl_are_zero(folder, tokenizer) -> None:
+    config = tiny_config(folder, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
+    groups = sampled(config, folder, random_groups(tokenizer, 6, 4))
+    metrics = connected(config).update(groups, 1).metrics
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-8)
+    assert metrics["logprob_gap_max"] < 1e-5
+    assert metrics["clip_fraction"] == 0
+    lengths = [t.num_steps for g in groups for t in g.group.trajectories]
+    assert metrics["response_length"] == pytest.approx(np.mean(lengths))
+    assert metrics["num_tokens"] == sum(g.summary.num_tokens for g in groups)
+
+
+def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:
+    config = tiny_config(folder)
+    learner = connected(config.model_copy(update={"learner": config.learner.model_copy(update={"learning_rate": 0.0})}))
+    before = weights(learner)
+    learner.update(random_groups(tokenizer, 3, 4), 1)
+    assert largest_difference(before, weights(learner)) == 0
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"])
+def test_any_split_into_microbatches_gives_the_same_gradient(folder, tokenizer, aggregation) -> None:
+    overrides = (f"algorithm.loss_aggregation={aggregation}", "learner.max_grad_norm=1000000")
+    groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))
+    gradients = []
+    for tokens in (30, 150, 100_000):
+        learner = connected(tiny_config(folder, *overrides, f"learner.tokens_per_microbatch={tokens}"))
+        learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
+        report = learner.update(groups, 1)
+        gradients.append({name: p.grad for name, p in learner._policy.named_parameters()})
+        assert report.metrics["grad_norm"] > 1e-3
+    for other in gradients[1:]:
+        assert largest_difference(gradients[0], other) < 1e-6
+
+
+def test_minibatches_are_several_steps_on_whole_groups(folder, tokenizer) -> None:
+    groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))
+    metrics = connected(tiny_config(folder, "algorithm.num_minibatches=3")).update(groups, 1).metrics
+    assert metrics["logprob_gap_max"] < 1e-5  # measured before the first step
+    assert metrics["ratio_max"] > 1 + 1e-4  # later minibatches see a policy that moved
+
+
+def sampled_at(scored: ScoredGroup, spans: list[tuple[WeightSpan, ...]]) -> ScoredGroup:
+    trajectories = tuple(
+        dataclasses.replace(t, weight_spans=s) for t, s in zip(scored.group.trajectories, spans, strict=True)
+    )
+    whole = dataclasses.replace(scored.group, trajectories=trajectories)
+    return dataclasses.replace(scored, group=whole, summary=whole.summary())
+
+
+def policy_gradient(folder: Path, groups: list[ScoredGroup], version: int, *overrides: str):
+    """Gradient and metrics of the update that makes `version`."""
+    learner = connected(tiny_config(folder, "learner.max_grad_norm=1000000", *overrides))
+    learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
+    report = learner.update(groups, version)
+    return {name: p.grad for name, p in learner._policy.named_parameters()}, report.metrics
+
+
+def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a", [picture(1)])
+    [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
+    aged = sampled_at(whole, [(WeightSpan(4, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)])
+    first, second = aged.group.trajectories
+    moved = dataclasses.replace(first, behavior_logprobs=first.behavior_logprobs + np.float32([0.5, 0.25, 0, 0]))
+    aged = dataclasses.replace(aged, group=dataclasses.replace(aged.group, trajectories=(moved, second)))
+    _, metrics = policy_gradient(folder, [aged], 6, "algorithm.max_staleness=1")
+    assert metrics["logprob_gap_max"] < 1e-5 and metrics["logprob_gap_mean"] < 1e-5
+    assert metrics["logprob_drift_mean"] == pytest.approx(0.375, abs=1e-5)
+    _, metrics = policy_gradient(folder, [aged], 7, "algorithm.max_staleness=2")
+    assert "logprob_gap_mean" not in metrics and "logprob_gap_max" not in metrics, "no token is current"
+    assert metrics["logprob_drift_mean"] == pytest.approx(0.75 / 6, abs=1e-5)
+
+
+def test_a_masked_token_has_no_part_in_the_gradient_but_counts_in_the_mean(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a", [picture(1)])
+    [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
+    spans = [(WeightSpan(3, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)]
+    aged = sampled_at(whole, spans)
+    found, metrics = policy_gradient(folder, [aged], 6, "algorithm.max_staleness=1")
+    assert metrics["over_age_tokens"] == 2 and metrics["num_tokens"] == 6
+    first = aged.group.trajectories[0]
+    masked = dataclasses.replace(first, action_mask=np.array([False, False, True, True]))
+    by_hand = dataclasses.replace(whole.group, trajectories=(masked, whole.group.trajectories[1]))
+    expected, _ = policy_gradient(folder, [dataclasses.replace(whole, group=by_hand)], 1)
+    assert largest_difference(found, {name: g * 4 / 6 for name, g in expected.items()}) < 1e-6
+    assert max(g.abs().max() for g in found.values()) > 1e-4
+
+
+def test_a_reweighted_token_keeps_a_gradient_where_the_clip_takes_it_away(folder, tokenizer) -> None:
+    asked = prompt(tokenizer, "a")
+    [on_policy] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6], [9, 1]], [1.0, 0.0])])
+    drifted = [t.behavior_logprobs - shift for t, shift in zip(on_policy.group.trajectories, (1.0, -1.0), strict=True)]
+    old = sampled_at(with_logprobs(on_policy, drifted), [(WeightSpan(0, 0, 2),)] * 2)
+    within = ("algorithm.max_staleness=2",)
+    reweighted = ("algorithm.max_staleness=1", "algorithm.over_age.action=reweight")
+    clipped, _ = policy_gradient(folder, [old], 3, *within)
+    found, metrics = policy_gradient(folder, [old], 3, *reweighted)
+    assert max(g.abs().max() for g in clipped.values()) == 0, "both ratios are beyond the clip"
+    assert metrics["over_age_tokens"] == 4 and max(g.abs().max() for g in found.values()) > 1e-4
+    beyond = [*reweighted, "algorithm.over_age.reweighted_versions=1"]
+    masked, _ = policy_gradient(folder, [old], 4, *beyond)
+    assert max(g.abs().max() for g in masked.values()) == 0
+
+
+def test_training_makes_rewarded_answers_likelier(folder, tokenizer) -> None:
+    config = tiny_config(folder)
+    asked = prompt(tokenizer, "a", [picture(1)])
+    [groups] = [sampled(config, folder, [group(asked, [[1, 2], [3, 4]], [1.0, 0.0])])]
+    learner = connected(config)
+    learner.update(groups, 1)
+    before = groups[0].reference_logprobs
+    learner.export(folder.parent / "trained")
+    after = scored_by(config, folder.parent / "trained", groups)[0]
+    assert after[0].sum() > before[0].sum() and after[1].sum() < before[1].sum()
+
+
+def test_a_sampled_eos_is_trained_and_a_truncated_answer_is_left_as_it_is(tokenizer) -> None:
+    eos = tokenizer.eos_token_id
+    scored = group(prompt(tokenizer, "a"), [[7, eos], [7, 8]], [1.0, 0.0])
+    cut = dataclasses.replace(scored.group.trajectories[1], finish_reason=FinishReason.LENGTH)
+    whole = dataclasses.replace(scored.group, trajectories=(scored.group.trajectories[0], cut))
+    [[stopped, truncated]] = fetch_items([dataclasses.replace(scored, group=whole)], 0, 1.0)
+    assert stopped.sequence.token_ids[-2:].tolist() == [7, eos] and stopped.loss_mask.tolist() == [True, True]
+    assert truncated.sequence.token_ids[-2:].tolist() == [7, 8] and truncated.loss_mask.tolist() == [True, True]
+
+
+def test_a_response_without_a_reward_is_not_trained_and_not_compared(folder, tokenizer) -> None:
+    fetched = fetch_items([group(prompt(tokenizer, "a"), [[1], [2], [3]], [1.0, None, 0.0])], 0, 1.0)
+    [items] = Credit(tiny_config(folder, "algorithm=dr_grpo")).assign(fetched).groups
+    assert [item.advantages.tolist() for item in items] == [[0.5], [0.0], [-0.5]]
+    assert [item.num_trained for item in items] == [1, 0, 1]
+
+
+def test_a_step_with_nothing_to_train_is_counted_and_moves_nothing(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder))
+    before = weights(learner)
+    report = learner.update([group(prompt(tokenizer, "a"), [[1], [2]], [None, None])], 1)
+    assert report.metrics["skipped"] == 1 and report.metrics["loss"] == 0 and report.version == 1
+    assert largest_difference(before, weights(learner)) == 0
+
+
+def test_a_gradient_that_is_not_finite_is_counted_and_moves_nothing(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder))
+    before = weights(learner)
+    report = learner.update([group(prompt(tokenizer, "a"), [[1], [2]], [math.inf, 0.0])], 1)
+    assert report.metrics["skipped"] == 1
+    assert largest_difference(before, weights(learner)) == 0
+
+
+def test_kl_without_reference_log_probs_names_the_key(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1"))
+    with pytest.raises(ValueError, match="resources.reference.num_workers"):
+        learner.update(random_groups(tokenizer, 1, 2), 1)
+
+
+def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path) -> None:
+    steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(3)]
+    first = connected(tiny_config(folder))
+    first.update(steps[0], 1)
+    first.update(steps[1], 2)
+    first.save(tmp_path / "state")
+    first.finish_save()
+    first.update(steps[2], 3)
+    second = connected(tiny_config(folder))
+    assert second.load(tmp_path / "state") == 2
+    second.update(steps[2], 3)
+    assert largest_difference(weights(first), weights(second)) == 0
+
+
+def test_an_incomplete_checkpoint_is_refused(folder, tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="no complete learner state"):
+        connected(tiny_config(folder)).load(tmp_path)
+
+
+def test_supervised_steps_teach_the_answers(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder, "warm_start.learning_rate=0.003"))
+    rows = examples(tokenizer, 4)
+    assert learner.answer_accuracy(rows) == 0
+    losses = [learner.supervised_step(rows)["loss"] for _ in range(40)]
+    assert losses[0] == pytest.approx(math.log(len(tokenizer)), rel=0.2) and losses[-1] < 0.1
+    assert learner.answer_accuracy(rows) == 1
+
+
+def test_a_supervised_batch_with_nothing_to_train_has_loss_zero(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder))
+    before = weights(learner)
+    metrics = learner.supervised_step([example.untrained() for example in examples(tokenizer, 2)])
+    assert metrics["loss"] == 0 and metrics["skipped"] == 1
+    assert largest_difference(before, weights(learner)) == 0
+
+
+def test_supervised_loss_is_the_mean_cross_entropy_of_answers_alone(folder, tokenizer) -> None:
+    learner = connected(tiny_config(folder))
+    rows = examples(tokenizer, 2)
+    answers = []
+    for row in rows:
+        whole = dataclasses.replace(row.prompt, expanded_ids=row.sequence.token_ids)
+        answers += learner.sequence_logprobs(whole)[row.prompt.num_tokens - 1 :].tolist()
+    assert learner.supervised_step(rows)["loss"] == pytest.approx(-np.mean(answers), abs=1e-5)
+
+
+def schedule(name: str, warmup_steps: int) -> LearnerConfig:
+    return LearnerConfig.model_construct(learning_rate=1.0, warmup_steps=warmup_steps, schedule=name)
+
+
+def test_learning_rate_rises_and_falls_as_configured() -> None:
+    assert [learning_rate(schedule("constant", 4), step, 10) for step in (0, 1, 3, 4, 9)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [learning_rate(schedule("linear", 0), step, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert learning_rate(schedule("cosine", 0), 2, 4) == pytest.approx(0.5)
+    assert learning_rate(schedule("cosine", 0), 4, 4) == pytest.approx(0.0)

@@ -1,0 +1,202 @@
+"""Adapters are trained and nothing else; merged they are the base plus scale * B @ A, wherever they are merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import random_groups, tiny_config
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.numpy import load_file
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoTokenizer
+
+from actors.reference.scorer import ReferenceScorer
+from cluster.errors import WeightSyncError
+from cluster.weight_sync.manifest import checkpoint_manifest
+from configs.load import ConfigError
+from configs.schema import RunConfig
+from learner.learner import Learner
+from learner.policies.lora import AdapterPush, adapted_modules, changed_weights
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0", "algorithm.max_staleness=4")  # all groups are of version 0
+SCALE = 6.0 / 4
+ALONE = "weight_sync.payload=adapters"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
+
+
+def connected(config: RunConfig) -> Learner:
+    learner = Learner(config, 0, 1, (250,))
+    learner.connect("")
+    return learner
+
+
+def trained(folder: Path, *overrides: str) -> Learner:
+    """After two updates."""
+    learner = connected(tiny_config(folder, *LORA, *overrides))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for version in (1, 2):
+        learner.update(random_groups(tokenizer, 6, 4, seed=version), version)
+    return learner
+
+
+def factors(learner: Learner) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in learner._outgoing.adapters(learner._backend)}
+
+
+def by_hand(folder: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The checkpoint's weights plus scale * B @ A, in double precision."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [n for n in found if n.endswith("lora_A.weight")]:
+        module = name.removesuffix(".lora_A.weight")
+        a, b = found[name].astype(np.float64), found[f"{module}.lora_B.weight"].astype(np.float64)
+        weights[f"{module}.weight"] = weights[f"{module}.weight"].astype(np.float64) + SCALE * b @ a
+    return weights
+
+
+def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        np.testing.assert_allclose(found[name], weight, atol=1e-6, rtol=0, err_msg=name)
+
+
+def test_only_adapters_are_trained_and_the_base_stays_as_it_was(folder: Path) -> None:
+    learner = trained(folder)
+    fresh = connected(tiny_config(folder, *LORA))
+    moved, frozen = [], []
+    for (name, parameter), before in zip(learner._policy.named_parameters(), fresh._policy.parameters(), strict=True):
+        assert parameter.requires_grad == (".lora_" in name)
+        (frozen if torch.equal(parameter, before) else moved).append(name)
+    assert moved and all(".lora_" in name for name in moved)
+    assert [name for name in frozen if ".lora_" in name] == []
+    assert len(learner._optimizer.param_groups[0]["params"]) == len(moved)
+
+
+def test_before_the_first_step_the_policy_is_the_base(folder: Path) -> None:
+    found = {name: t.numpy() for name, t in connected(tiny_config(folder, *LORA))._named_weights()}
+    assert_close(found, load_file(folder / "model.safetensors"))
+
+
+def test_the_export_is_the_base_plus_the_product_and_loads_as_the_reference(folder: Path, tmp_path: Path) -> None:
+    learner = trained(folder)
+    learner.export(tmp_path / "policy")
+    expected = by_hand(folder, factors(learner))
+    assert_close(load_file(tmp_path / "policy" / "model.safetensors"), expected)
+    base = load_file(folder / "model.safetensors")
+    assert max(np.abs(expected[name] - base[name]).max() for name in base) > 1e-4
+    config = tiny_config(folder, *LORA)
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 2)
+    scorer = ReferenceScorer(config, (250,))
+    scorer.load(tmp_path / "policy")
+    assert not any(".lora_" in name for name, _ in scorer._policy.named_parameters())
+    assert len(scorer.score(groups)) == 2
+
+
+def test_a_push_of_adapters_merges_at_the_receiver_to_the_learners_weights(folder: Path) -> None:
+    learner = trained(folder, ALONE)
+    push = push_of(learner, folder)
+    received = ((name, tensor.clone()) for name, tensor in learner._outgoing.pushed(learner._backend))
+    changed = {name: tensor.numpy() for name, tensor in changed_weights(received, push.base)}
+    expected = by_hand(folder, factors(learner))
+    assert_close(changed, {name: expected[name] for name in changed})
+    untouched = expected.keys() - changed.keys()
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= untouched
+    assert "model.layers.0.self_attn.q_proj.bias" in changed, "engines reload q, k and v with their biases as one"
+    assert learner.manifest().num_bytes < checkpoint_manifest(folder, "float32").num_bytes / 4
+
+
+def push_of(learner: Learner, folder: Path) -> AdapterPush:
+    push = AdapterPush.of(folder, checkpoint_manifest(folder, "float32"), learner._config.policy, "float32")
+    assert push is not None
+    return push
+
+
+def test_learner_and_engine_expect_the_same_push(folder: Path) -> None:
+    for payload in ("adapters", "weights"):
+        learner = connected(tiny_config(folder, *LORA, f"weight_sync.payload={payload}"))
+        push = push_of(learner, folder)
+        full = checkpoint_manifest(folder, "float32")
+        learner.manifest().check_against(push.manifest if payload == "adapters" else full)
+        assert push.is_meant_by(learner.manifest()) == (payload == "adapters")
+        sent = [(name, tuple(tensor.shape)) for name, tensor in learner._outgoing.pushed(learner._backend)]
+        assert sent == [(spec.name, spec.shape) for spec in learner.manifest().tensors]
+
+
+def test_an_adapter_without_a_weight_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    learner = trained(folder, ALONE)
+    push = push_of(learner, folder)
+    renamed = {name.replace("layers.1", "layers.7"): torch.from_numpy(t) for name, t in factors(learner).items()}
+    with pytest.raises(WeightSyncError, match=r"no weight for the adapters of model\.layers\.7"):
+        list(changed_weights(renamed.items(), push.base))
+
+
+def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
+    plain = checkpoint_manifest(folder, "float32")
+    everywhere = adapted_modules(plain, tiny_config(folder, *LORA).policy)
+    text = adapted_modules(plain, tiny_config(folder, *LORA, "policy.freeze=[visual.]").policy)
+    assert {name for name in everywhere if name.startswith("visual.blocks.0")} == {
+        f"visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    }
+    assert text.keys() == {name for name in everywhere if not name.startswith("visual.")}
+    learner = trained(folder, "policy.freeze=[visual.]")
+    assert not any("visual" in name for name, p in learner._policy.named_parameters() if p.requires_grad)
+
+
+def test_a_target_that_is_nowhere_or_no_linear_layer_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match="policy.lora.target_modules: no matrix of the model is called query; .*q_proj"
+    ):
+        connected(tiny_config(folder, *LORA, "policy.lora.target_modules=[q_proj,query]"))
+    with pytest.raises(ValueError, match="takes away every layer"):
+        connected(tiny_config(folder, *LORA, "policy.lora.target_modules=[qkv]", "policy.freeze=[visual.]"))
+    with pytest.raises(ValueError, match="embed_tokens is Embedding"):
+        connected(tiny_config(folder, *LORA, "policy.lora.target_modules=[embed_tokens]"))
+    with pytest.raises(ConfigError, match="policy.lora.target_modules is empty"):
+        tiny_config(folder, *LORA, "policy.lora.target_modules=[]")
+    with pytest.raises(ConfigError, match="weight_sync.payload=adapters but policy.lora.rank=0"):
+        tiny_config(folder, ALONE)
+
+
+def test_a_checkpoint_holds_what_is_trained_and_a_resumed_learner_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4, seed=9)
+    first = trained(folder)
+    first.save(tmp_path / "state")
+    first.finish_save()
+    first.update(groups, 3)
+    second = connected(tiny_config(folder, *LORA))
+    assert second.load(tmp_path / "state") == 2
+    second.update(groups, 3)
+    for (name, a), (_, b) in zip(first._named_weights(), second._named_weights(), strict=True):
+        assert torch.equal(a, b), name
+    kept = FileSystemReader(tmp_path / "state").read_metadata().state_dict_metadata
+    assert all(".lora_" in name for name in kept if name.startswith(("model.", "optimizer.state."))), "no frozen weight"
+
+
+def test_the_reference_of_a_run_without_a_warm_start_is_the_policy_with_its_adapters_switched_off(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = tiny_config(folder, *LORA)
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 2, 3)
+    connected(config).export(tmp_path / "reference")  # as the run makes its version 0
+    scorer, learner = ReferenceScorer(config, (250,)), trained(folder)
+    scorer.load(tmp_path / "reference")
+    reference = scorer.score(groups)
+    scorer._policy = learner._policy.eval()
+    policy = scorer.score(groups)
+    for module in learner._policy.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
+    without = scorer.score(groups)
+    for of_reference, of_policy, of_base in zip(reference, policy, without, strict=True):
+        for expected, adapted, found in zip(of_reference, of_policy, of_base, strict=True):
+            np.testing.assert_array_equal(found, expected)
+            assert np.abs(adapted - expected).max() > 1e-4, "the adapters have learned something"

@@ -1,0 +1,136 @@
+"""What each rule gets wrong on small labelled sets: nothing that is wrong is right to it, and what it misses is listed.
+
+A label says what a careful reader would say; `right` means full marks (for ANLS: any, and `value` is the published
+number). A rule that is fixed changes the list of what it misses, here, in the same commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.records.trajectory import Response
+from rewards.contract import RewardRequest, Score, evaluate_batch
+from rewards.functions import build_function
+from rewards.isolation.process_pool import IsolatedPool
+from rewards.tools import Tools
+
+FIXTURES = Path(__file__).parent / "reward_fixtures"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "math_answer": {"require_boxed": True},
+    "multiple_choice": {"letters": "ABCD", "extract": "whole"},
+    "exact_match": {"ignore_case": True, "whole_response": False},
+    "anls": {"threshold": 0.5, "lengths": "raw", "extract": "whole"},
+    "relaxed_accuracy": {"tolerance": 0.05, "extract": "whole"},
+    "grounding": {"claims": "json:entities", "evidence": "evidence"},
+}
+THOUGHT = "There are three fish above and four below, so we add them. "
+MISSED: dict[str, list[str]] = {
+    "math_answer": [
+        THOUGHT + r"\boxed{\log_2 8} for 3",
+        THOUGHT + r"\boxed{\sin 30^\circ} for \frac{1}{2}",
+        THOUGHT + r"\boxed{e^{i\pi}} for -1",
+        THOUGHT + r"\boxed{0.\overline{3}} for \frac{1}{3}",
+        THOUGHT + r"\boxed{-7} for \text{-}7",
+        THOUGHT + r"\boxed{33.3\%} for \frac{1}{3}",
+        THOUGHT + r"\boxed{0.05\text{ m}} for 5\text{ cm}",
+        THOUGHT + r"\boxed{\text{five}} for 5",
+        THOUGHT + r"\boxed{3+4} for 7",
+        THOUGHT + r"\boxed{1.41} for \sqrt{2}",
+        THOUGHT + r"\boxed{10:30} for 10{:}30",
+        THOUGHT + r"\boxed{5 \text{ cm}^2} for 5 square centimeters",
+        THOUGHT + r"\boxed{May 1, 2020} for 2020-05-01",
+        THOUGHT + r"\boxed{7 \text{ fish, not } 8} for 7",
+        r"The answer is 7 for 7",
+    ],
+    "multiple_choice": [
+        r"It must be B for B",
+        r"B is right for B",
+        r"B, the red one for B",
+        r"I choose B for B",
+        r"(A) is too small, so the answer is (B) for B",
+        r"B. vitamin C for B",
+        r"the second for B",
+        r"B - the red one for B",
+    ],
+    "exact_match": [
+        r"seven for 7",
+        r"New-York for New York",
+        r"7.0 for 7",
+        r"1000 for 1,000",
+        r"cats for cat",
+        r"naïve for naive",
+        r"7% for 7",
+        r"colour for color",
+        r"U.S.A for U.S.A.",
+    ],
+    "anls": [],
+    "relaxed_accuracy": [
+        r"1,000 for 1000",
+        r"0.0 for 0",
+        r"100. for $100",
+        r"yes. for yes",
+        r"50 for 50%",
+        r"about 100 for 100",
+        r"one hundred for 100",
+        r"light blue for blue, light",
+        r"100 million for 100000000",
+    ],
+    "grounding": [
+        '{"entities": ["cats"]} for cat',
+        '{"entities": ["fourteen"]} for 14',
+        '{"entities": ["NYC"]} for New York',
+        '{"entities": ["$5"]} for 5',
+        '{"entities": ["5 cm"]} for 5cm',
+        '{"entities": ["U.S."]} for US',
+        '{"entities": ["about 5"]} for 5',
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[IsolatedPool]:
+    pool = IsolatedPool(num_processes=2, timeout_s=30, start_timeout_s=120)
+    yield pool
+    pool.close()
+
+
+def labelled(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (FIXTURES / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def scores(name: str, rows: list[dict[str, Any]], pool: IsolatedPool) -> list[Score]:
+    function = build_function(name, OPTIONS[name], Tools(pool, "cpu", "float32"))
+    requests = [
+        RewardRequest(Response(row["response"], 1, False), tuple(row["reference"]), row.get("metadata", {}), "")
+        for row in rows
+    ]
+    outcomes = evaluate_batch(function, requests)
+    assert all(isinstance(outcome, Score) for outcome in outcomes), "every one of them can be scored"
+    return [outcome for outcome in outcomes if isinstance(outcome, Score)]
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in short, as `MISSED` has it."""
+    wanted = row["metadata"]["evidence"] if "metadata" in row else row["reference"]
+    return f"{row['response']} for {', '.join(map(str, wanted))}"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_wrong_is_right_and_what_is_missed_is_known(name: str, pool: IsolatedPool) -> None:
+    rows = labelled(name)
+    found = scores(name, rows, pool)
+    least = 0.5 if name == "anls" else 1.0
+    passed = [score.value >= least for score in found]
+    assert [said(row) for row, ok in zip(rows, passed, strict=True) if ok and not row["right"]] == []
+    assert [said(row) for row, ok in zip(rows, passed, strict=True) if row["right"] and not ok] == MISSED[name]
+    assert min(sum(row["right"] for row in rows), sum(not row["right"] for row in rows)) >= 10
+
+
+def test_anls_has_the_published_values(pool: IsolatedPool) -> None:
+    rows = labelled("anls")
+    assert [score.value for score in scores("anls", rows, pool)] == pytest.approx([row["value"] for row in rows])

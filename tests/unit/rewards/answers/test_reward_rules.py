@@ -1,0 +1,492 @@
+"""The rules that need no process: each has the numbers of its definition, and names what it does not score."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from cluster.errors import RewardError
+from cluster.records.trajectory import Response
+from rewards.contract import RewardRequest, Score, evaluate
+from rewards.functions import EXTRAS, build_function
+from rewards.functions.grounding import entity
+from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.strict_json import read_json
+from rewards.isolation.process import IsolatedProcess
+from rewards.tools import Tools
+
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+
+
+def request(text: str, *references: str, prompt: str = "", tokens: int = 1, **metadata: Any) -> RewardRequest:
+    return RewardRequest(Response(text, num_tokens=tokens, is_truncated=False), references, metadata, prompt)
+
+
+def score(name: str, options: dict[str, Any], asked: RewardRequest) -> Score:
+    return evaluate(build_function(name, options, TOOLS), asked)
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "answer", "flaw"),
+    [
+        ("whole", " 7\n", "7", ""),
+        ("whole", " \n", "", "empty answer"),
+        ("last_line", "think\n\n 7 \n\n", "7", ""),
+        ("boxed", r"\boxed{6} \boxed{7}", "7", ""),
+        ("boxed", "7", "", r"no \boxed{} answer"),
+        ("boxed", r"\boxed{ }", "", "empty answer"),
+        ("tags:answer", "<think>6</think><answer> 7 </answer>", "7", ""),
+        ("tags:answer", "<answer>7</answer><answer>8</answer>", "", "2 times <answer> instead of once"),
+        ("tags:answer", "</answer>7<answer>", "", "</answer> before <answer>"),
+        ("json:answer", '{"answer": "7", "why": [1, {"answer": "8"}]}', "7", ""),
+        ("json:answer", '{"answer": 1.10}', "1.10", ""),
+        ("json:answer", '{"answer": 1e999}', "1e999", ""),
+        ("json:answer", f'{{"answer": {"7" * 5000}}}', "7" * 5000, ""),
+        ("json:answer", '{"answer": true}', "true", ""),
+        ("json:answer", '{"answer": null}', "", "field 'answer' is null"),
+        ("json:answer", '{"answer": ["7"]}', "", "field 'answer' is an array"),
+        ("json:answer", '{"answer": "7", "answer": "8"}', "", "not strict JSON: a name comes twice"),
+        ("json:answer", '{"answer": NaN}', "", "not strict JSON: NaN is no number"),
+        ("json:answer", '{"answer": -Infinity}', "", "not strict JSON: -Infinity is no number"),
+        ("json:answer", '["answer"]', "", "not a JSON object: an array"),
+        ("json:answer", '{"Answer": "7"}', "", "no field 'answer'"),
+        ("json:answer", '{"answer": "7"} ok', "", "not JSON: Extra data"),
+        ("json:answer", "{'answer': '7'}", "", "not JSON: Expecting property name"),
+        ("json:answer", '{"answer": "7",}', "", "not JSON: "),
+        ("json:answer", '```json\n{"answer": "7"}\n```', "", "not JSON: "),
+        ("fenced_json:answer", 'So:\n```json\n{"answer": "7"}\n```\ndone', "7", ""),
+        ("fenced_json:answer", '```\n{"answer": "7"}```', "7", ""),
+        ("fenced_json:answer", '{"answer": "7"}', "7", ""),
+        ("fenced_json:answer", '```python\n{"answer": "7"}\n```', "", "a code block of another kind than JSON"),
+        ("fenced_json:answer", '```\n{"answer": "7"}\n```\n```', "", "3 code fences instead of a pair"),
+        ("json:answer", "[" * 1_000_000, "", "not JSON that can be read: nested too deep"),
+        ("json:answer", '{"answer":' * 1_000_000, "", "not JSON that can be read: nested too deep"),
+    ],
+)
+def test_an_answer_is_found_or_its_absence_has_a_reason(way: str, text: str, answer: str, flaw: str) -> None:
+    found, reason = extractor(way)(text)
+    assert found == answer and reason.startswith(flaw) and bool(reason) == bool(flaw)
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', "{}", "0", '" "', '[1.0, {"a": null}]'])
+def test_what_the_standard_admits_is_read(text: str) -> None:
+    value, flaw = read_json(text, fenced=False)
+    assert flaw == "" and value == json.loads(text, parse_int=str, parse_float=str)
+
+
+@pytest.mark.parametrize(
+    ("text", "alias", "value"),
+    [
+        ("It is 7.", "7", 1.0),
+        ("7, or so", "7", 1.0),
+        ("(7)", "7", 1.0),
+        ("-7", "7", 0.0),
+        ("\N{MINUS SIGN}7", "7", 0.0),
+        ("3.7", "7", 0.0),
+        ("7.5", "7", 0.0),
+        ("1,007", "007", 0.0),
+        ("7,000", "7", 0.0),
+        ("7/8", "7", 0.0),
+        ("7:30", "7", 0.0),
+        ("7%", "7", 0.0),
+        ("7 %", "7", 0.0),
+        ("17", "7", 0.0),
+        ("7-8", "7", 0.0),
+        ("7%", "7%", 1.0),
+        ("-7", "-7", 1.0),
+        ("category", "cat", 0.0),
+        ("a cat", "cat", 1.0),
+        ("cafe\u0301", "caf\u00e9", 1.0),
+        ("cafe\u0301", "cafe", 0.0),
+    ],
+)
+def test_words_and_numbers_match_between_their_boundaries(text: str, alias: str, value: float) -> None:
+    assert score("exact_match", {"ignore_case": True, "whole_response": False}, request(text, alias)).value == value
+
+
+def test_an_accent_makes_one_entity_however_it_is_encoded() -> None:
+    assert entity("the Cafe\u0301") == entity("caf\u00e9")
+
+
+def test_exact_match_compares_what_was_extracted() -> None:
+    options = {"ignore_case": True, "whole_response": True, "extract": "json:answer"}
+    assert score("exact_match", options, request('{"answer": "Red"}', "red")) == Score(1.0)
+    assert score("exact_match", options, request("red", "red")).reason.startswith("not JSON")
+    assert score("exact_match", options, request('{"answer": ""}', "red")) == Score(0.0, "empty answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *[(text, "B") for text in ("B", "b", "(B)", "(b)", "B.", "B)", "B:", " **B** ", "$B$", '"B"', "[B]", "B.\n")],
+        *[(text, "B") for text in (r"\boxed{B}", r"\boxed{\text{B}}", r"\boxed{(B)}", r"\boxed{\textbf{(B)}}")],
+        *[(text, "B") for text in ("B. the second cat", "(B) a cat", "B) cat", "**B.** cat", "B: cat")],
+        *[(text, "B") for text in ("answer: B", "Answer: (B)", "The answer is B.", "the correct option is: B")],
+        *[(text, "B") for text in ("A dog is here, so the answer is B", "**Answer:** B", "My choice is option B")],
+        (r"A \boxed{B}", "B"),
+        *[(text, "") for text in ("", "cat", "Blue", "B2", "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B")],
+        *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "B is right", "Option B is")],
+        *[(text, "") for text in ("answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?")],
+        *[(text, "") for text in ("answer: B was refuted", "The answer: B would do", "The answer is B, I disagree")],
+        *[(text, "") for text in ("the answer is not B", "not B", "answer: B is wrong", "B. No wait, not the answer")],
+        *[(text, "") for text in ("B. or C. will do", "Wrong: the answer is B", "answer: B?", "\uff22", "\u0412")],
+        *[(text, "") for text in (r"\boxed{}", r"\boxed{A, B}", r"\boxed{B} \boxed{}", "answer: BB", "answer: B's")],
+    ],
+)
+def test_a_choice_is_one_letter_in_a_form_of_its_own(text: str, letter: str) -> None:
+    options = {"letters": "ABCD", "extract": "whole"}
+    values = {right: score("multiple_choice", options, request(text, right)).value for right in "ABCD"}
+    assert values == {right: float(right == letter) for right in "ABCD"}
+
+
+def test_a_choice_needs_a_reference_that_is_one() -> None:
+    options = {"letters": "ABCD", "extract": "tags:answer"}
+    right = request("<think>A or B</think><answer>(B)</answer>", "(B) the second")
+    assert score("multiple_choice", options, right) == Score(1.0)
+    with pytest.raises(RewardError, match="no reference names one option: 'cat', 'E'"):
+        score("multiple_choice", options, request("B", "cat", "E"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "references", "raw", "folded"),
+    [
+        ("cat", ("cat",), 1.0, 1.0),
+        (" CAT\n", ("cat",), 1.0, 1.0),
+        ("cut", ("cat",), 1 - 1 / 3, 1 - 1 / 3),
+        ("cut", ("dog", "cute"), 0.75, 0.75),
+        ("ab", ("abcd",), 0.5, 0.5),  # at the threshold
+        ("ab", ("abcde",), 0.0, 0.0),  # 0.4 is below it
+        ("a  c", ("a b",), 0.75, 1 - 1 / 3),  # raw: 4 characters, two blanks
+        ("dx       x", ("cat",), 0.6, 0.0),  # blanks buy the raw one
+        ("dog", ("cat",), 0.0, 0.0),
+    ],
+)
+def test_anls_has_the_published_values(answer: str, references: tuple[str, ...], raw: float, folded: float) -> None:
+    for lengths, value in {"raw": raw, "folded": folded}.items():
+        options = {"threshold": 0.5, "lengths": lengths, "extract": "whole"}
+        assert score("anls", options, request(answer, *references)).value == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "value"),
+    [
+        ("105", "100", 1.0),
+        ("95", "100", 1.0),
+        ("105.1", "100", 0.0),
+        ("-100", "100", 0.0),
+        ("-98", "-100", 1.0),
+        ("50%", "0.5", 1.0),
+        ("0.5", "50%", 1.0),
+        ("50", "50%", 0.0),
+        ("1e2", "100", 1.0),
+        ("0", "0", 1.0),
+        ("0.0", "0", 0.0),  # a reference of 0 is compared as text
+        ("1,000", "1000", 0.0),
+        ("1,000", "1,000", 1.0),
+        ("Yes", "yes", 1.0),
+        ("yes.", "yes", 0.0),
+        ("100", "yes", 0.0),
+        ("1e999", "100", 0.0),
+        ("1e999", "1e999", 1.0),
+        ("nan", "100", 0.0),
+        ("inf", "100", 0.0),
+        ("1_0", "10", 0.0),
+        ("\u0661\u0660", "10", 0.0),
+        ("9" * 5000, "100", 0.0),
+    ],
+)
+def test_relaxed_accuracy_has_the_published_values(answer: str, reference: str, value: float) -> None:
+    options = {"tolerance": 0.05, "extract": "whole"}
+    assert score("relaxed_accuracy", options, request(answer, reference)).value == value
+
+
+@pytest.mark.parametrize("name", ["anls", "relaxed_accuracy", "multiple_choice", "exact_match"])
+def test_empty_never_equals_empty(name: str) -> None:
+    options = {
+        "anls": {"threshold": 0, "lengths": "raw"},
+        "relaxed_accuracy": {"tolerance": 0.05},
+        "multiple_choice": {"letters": "AB"},
+        "exact_match": {"ignore_case": False, "whole_response": True},
+    }[name]
+    assert score(name, {**options, "extract": "whole"}, request(" ", "A")) == Score(0.0, "empty answer")
+    with pytest.raises(RewardError, match="no reference answer"):
+        score(name, {**options, "extract": "whole"}, request("", "", " "))
+
+
+@pytest.mark.parametrize(
+    ("claims", "evidence", "precision", "recall", "f1"),
+    [
+        (["cat"], ["cat"], 1, 1, 1),
+        (["Cat", "the cat", "cat."], ["cat"], 1, 1, 1),
+        (["cat", "dog"], ["cat"], 1 / 2, 1, 2 / 3),
+        (["cat"], ["cat", "dog"], 1, 1 / 2, 2 / 3),
+        (["cat"] * 9 + ["dog"], ["cat", "cow"], 1 / 2, 1 / 2, 1 / 2),
+        (["14"], ["page 14 of 2020"], 0, 0, 0),
+        (["2014"], ["2014 dogs"], 0, 0, 0),
+        (["1,000"], ["1000"], 1, 1, 1),
+        (["1000.0", "10%"], [1000, 0.1], 1, 1, 1),
+        (["10"], ["10%"], 0, 0, 0),
+        (["5"], [".5"], 0, 0, 0),
+        (["-5"], ["5"], 0, 0, 0),
+        (["1,00"], ["100"], 0, 0, 0),
+        (["cat"], ["category"], 0, 0, 0),
+    ],
+)
+def test_grounding_has_precision_and_recall(
+    claims: list[str], evidence: list[Any], precision: float, recall: float, f1: float
+) -> None:
+    expected = Score(pytest.approx(f1), "", {"precision": precision, "recall": recall})
+    by_metadata = {"claims": "metadata:claimed", "evidence": "evidence"}
+    assert score("grounding", by_metadata, request("", claimed=claims, evidence=evidence)) == expected
+    by_response = {"claims": "json:entities", "evidence": "evidence"}
+    assert score("grounding", by_response, request(json.dumps({"entities": claims}), evidence=evidence)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("cat", "not JSON"),
+        ("[]", "not a JSON object: an array"),
+        ("{}", "field 'entities' is no array"),
+        ('{"entities": "cat"}', "field 'entities' is no array"),
+        ('{"entities": [["cat"]]}', "field 'entities' is no array"),
+        ('{"entities": []}', "no entity is claimed"),
+        ('{"entities": [" ", "."]}', "no entity is claimed"),
+    ],
+)
+def test_claims_that_are_none_score_0_with_a_reason(text: str, reason: str) -> None:
+    found = score("grounding", {"claims": "json:entities", "evidence": "e"}, request(text, e=["cat"]))
+    assert found.value == 0 and found.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"e": []}, {"e": [" "]}, {"e": "cat"}, {"e": [None]}])
+def test_a_prompt_without_evidence_is_refused(metadata: dict[str, Any]) -> None:
+    with pytest.raises(RewardError, match=r"metadata"):
+        score("grounding", {"claims": "json:c", "evidence": "e"}, request('{"c": ["cat"]}', **metadata))
+
+
+def test_a_whole_number_is_one_entity_however_it_is_written() -> None:
+    assert entity("1,234,567") == entity("1234567.0") == entity("+1234567") != entity("1234568")
+    assert entity("9" * 5000) == "9" * 5000, "too long for arithmetic: compared as text"
+
+
+def test_cost_falls_by_each_excess() -> None:
+    options = {"target_tokens": 100, "latency_budget_ms": 200}
+    assert score("cost", options, request("", tokens=100, latency_ms=200)).value == 1.0
+    found = score("cost", options, request("", tokens=150, latency_ms=250))
+    assert found == Score(0.25, "over budget: token, latency", {"token_excess": 0.5, "latency_excess": 0.25})
+    assert score("cost", options, request("", tokens=10_000, latency_ms=0)).value == -1.0
+    assert score("cost", {**options, "latency_budget_ms": None}, request("", tokens=150)).value == 0.5
+    for wrong in ({}, {"latency_ms": float("nan")}, {"latency_ms": "9"}, {"latency_ms": -1}):
+        with pytest.raises(RewardError, match="latency_ms"):
+            score("cost", options, request("", **wrong))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "value"), [(0, 0.0), (60, 0.0), (61, -0.0125), (80, -0.25), (100, -0.5), (101, -0.5), (10**9, -0.5)]
+)
+def test_overlong_is_daposs_soft_penalty(tokens: int, value: float) -> None:
+    options = {"max_tokens": 100, "buffer_tokens": 40, "penalty": 0.5}
+    assert score("overlong", options, request("", tokens=tokens)).value == pytest.approx(value)
+
+
+def test_a_response_that_was_cut_off_is_overlong() -> None:
+    cut_off = RewardRequest(Response("", 5, is_truncated=True), (), {}, "")
+    assert score("overlong", {"max_tokens": 100, "buffer_tokens": 40, "penalty": 2}, cut_off) == Score(-2.0, "cut off")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<a>1</a>\n<b>2</b>", 1.0),
+        ("<a></a><b>2</b> ", 1.0),
+        ("<a>1</a><b> </b>", 0.0),
+        ("<b>2</b><a>1</a>", 0.0),
+        ("<a><b>2</b></a>", 0.0),
+        ("<a>1</a>x<b>2</b>", 0.0),
+        ("<a>1</b>2</a><b>", 0.0),
+        ("<a>1</a><b>2</b><b>3</b>", 0.0),
+    ],
+)
+def test_tags_are_a_users_own(text: str, value: float) -> None:
+    assert score("format", {"tags": ["a", "b"]}, request(text)).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "object_", "fenced"),
+    [
+        ('{"a": 1, "b": "x"}', 1.0, 1.0, 1.0),
+        ('{"a": 1}', 0.0, 1.0, 1.0),
+        ('{"a": 1, "b": "x", "c": 1}', 0.0, 1.0, 1.0),
+        ('{"a": null, "b": "x"}', 0.0, 1.0, 1.0),
+        ('{"a": 1, "b": " "}', 0.0, 1.0, 1.0),
+        ('{"a": 1, "b": []}', 0.0, 1.0, 1.0),
+        ('{"a": 1, "a": 2}', 0.0, 0.0, 0.0),
+        ('{"a": NaN}', 0.0, 0.0, 0.0),
+        ("[1]", 0.0, 0.0, 0.0),
+        ('```json\n{"a": 1, "b": 2}\n```', 0.0, 0.0, 1.0),
+    ],
+)
+def test_json_is_strict(text: str, fields: float, object_: float, fenced: float) -> None:
+    assert score("format", {"json_fields": ["a", "b"]}, request(text)).value == fields
+    assert score("format", {"preset": "json"}, request(text)).value == object_
+    assert score("format", {"preset": "fenced_json"}, request(text)).value == fenced
+
+
+PIXELS = {"response_scale": "pixels", "scale": "pixels"}
+IOU = {"extract": "whole", "boxes": "wanted", "form": "xyxy", "min_iou": 0, **PIXELS}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "value", "precision", "recall"),
+    [
+        ("[0, 0, 10, 10]", [0, 0, 10, 10], 1.0, 1, 1),
+        ("[[0, 0, 10, 10]]", [0, 0, 10, 5], 0.5, 1, 1),
+        ("[5, 5, 15, 15]", [[0, 0, 10, 10]], 25 / 175, 1, 1),
+        ("[10, 10, 20, 20]", [0, 0, 10, 10], 0.0, 0, 0),
+        ('{"bbox_2d": [0, 0, 10, 10], "label": "cat"}', [0, 0, 10, 10], 1.0, 1, 1),
+        ('[{"bbox": [0, 0, 10, 10]}, {"box": [20, 20, 30, 30]}]', [[20, 20, 30, 30], [0, 0, 10, 10]], 1.0, 1, 1),
+        ("[[0,0,10,10], [20,20,30,30]]", [0, 0, 10, 10], 0.5, 0.5, 1),
+        ("[0,0,10,10]", [[0, 0, 10, 10], [20, 20, 30, 30]], 0.5, 1, 0.5),
+        ("[[0,0,10,10], [0,0,10,10]]", [0, 0, 10, 10], 0.5, 0.5, 1),
+        # greedy, in order of the response or of size, would take 0.5 + 0: the best matching has 1/3 + 1/2
+        ("[[0,0,10,10], [0,0,10,4]]", [[0, 0, 10, 5], [0, 5, 10, 15]], (0.8 + 1 / 3) / 2, 1, 1),
+    ],
+)
+def test_boxes_are_matched_once_each(
+    text: str, wanted: list[Any], value: float, precision: float, recall: float
+) -> None:
+    found = score("iou", IOU, request(text, wanted=wanted))
+    assert found.value == pytest.approx(value) and found.breakdown == {"precision": precision, "recall": recall}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "cat", "[]", "[0, 0, 10]", "[0, 0, 10, 10, 10]", "[10, 10, 0, 0]", "[0, 0, 0, 10]", "[-1, 0, 10, 10]"),
+        *("[0, 0, 1e9, 10]", "[0, 0, 1e999, 10]", "[0, 0, NaN, 10]", "[0, 0, true, 10]", '[0, 0, "x", 10]', "[[0, 0]]"),
+        *("[[0, 0, 10, 10], 7]", '{"cat": [0, 0, 10, 10]}', "null", "[null]", "[{}]", "(0, 0, 9, 9)", "[[[0,0,9,9]]]"),
+        *(f"[0, 0, {'9' * 5000}, 10]", "[" * 100_000, json.dumps([[0, 0, 10, 10]] * 201), "[\u0660, 0, 10, 10]"),
+    ],
+)
+def test_malformed_boxes_score_0_with_a_reason(text: str) -> None:
+    found = score("iou", IOU, request(text, wanted=[0, 0, 10, 10]))
+    assert found.value == 0.0 and found.reason
+
+
+def test_boxes_come_in_forms_and_scales() -> None:
+    wanted = [10, 20, 30, 60]  # of a picture of 100 x 200
+    size = {"width": 100, "height": 200}
+    thousandths = {**IOU, "response_scale": "thousandths"}
+    assert score("iou", thousandths, request("[100, 100, 300, 300]", wanted=wanted, **size)).value == pytest.approx(1)
+    relative = {**IOU, "response_scale": "relative"}
+    assert score("iou", relative, request("[0.1, 0.1, 0.3, 0.3]", wanted=wanted, **size)).value == pytest.approx(1)
+    assert score("iou", relative, request("[0.1, 0.1, 0.3, 1.3]", wanted=wanted, **size)).reason
+    corner_and_size = {**IOU, "form": "xywh"}
+    assert score("iou", corner_and_size, request("[10, 20, 20, 40]", wanted=[10, 20, 20, 40])).value == 1.0
+    both = {**IOU, "response_scale": "relative", "scale": "thousandths"}
+    assert score("iou", both, request("[0.1, 0.1, 0.3, 0.3]", wanted=[100, 100, 300, 300])).value == pytest.approx(1)
+    with pytest.raises(RewardError, match="size is not known"):
+        score("iou", relative, request("[0.1, 0.1, 0.3, 0.3]", wanted=wanted))
+    with pytest.raises(RewardError, match="metadata.wanted has a box without area"):
+        score("iou", IOU, request("[0, 0, 1, 1]", wanted=[3, 3, 3, 3]))
+    with pytest.raises(RewardError, match="no 'wanted'"):
+        score("iou", IOU, request("[0, 0, 1, 1]"))
+
+
+def test_a_pictures_size_is_that_of_the_prompts_first_picture() -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (100, 200)).save(picture, "PNG")
+    response = Response("[0.1, 0.1, 0.3, 0.3]", 1, False)
+    wanted = {"wanted": [10, 20, 30, 60]}
+    relative = {**IOU, "response_scale": "relative"}
+    asked = RewardRequest(response, (), wanted, "", (picture.getvalue(),))
+    assert score("iou", relative, asked).value == pytest.approx(1)
+    with pytest.raises(RewardError, match="cannot be opened"):
+        score("iou", relative, RewardRequest(response, (), wanted, "", (b"no picture",)))
+
+
+def test_a_pair_below_the_least_iou_counts_nothing() -> None:
+    strict = {**IOU, "min_iou": 0.5}
+    assert score("iou", strict, request("[0,0,10,5]", wanted=[0, 0, 10, 10])).value == 0.5
+    assert score("iou", strict, request("[0,0,10,4]", wanted=[0, 0, 10, 10])).value == 0.0
+
+
+LANGUAGE = {"language": "en", "among": ["en", "de", "fr", "zh"], "min_letters": 6}
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [
+        ("The cat sits on the mat and looks at the fish.", 1, 1),
+        ("Die Katze sitzt auf der Matte und sieht den Fisch.", 0, 0),
+        ("\u732b\u5750\u5728\u57ab\u5b50\u4e0a\u770b\u9c7c\u3002", 0, 0),
+        ("The cat sits on the mat here. Die Katze sitzt auf der Matte.", 0.4, 0.6),
+        (r"$\frac{1}{2}$ `die Katze sitzt auf der Matte`", 1, 1),
+        ("42", 1, 1),
+        ("", 1, 1),
+        ("\ud800 The cat sits on the mat.", 1, 1),
+    ],
+)
+def test_language_is_the_share_of_letters_in_it(text: str, low: float, high: float) -> None:
+    assert low <= score("language", LANGUAGE, request(text)).value <= high
+
+
+def test_another_language_is_named() -> None:
+    found = score("language", LANGUAGE, request("Die Katze sitzt auf der Matte und sieht den Fisch."))
+    assert found.reason == "also german"
+
+
+def picture(text: str, kind: str = "PNG") -> bytes:
+    image = Image.new("RGB", (400, 100), "white")
+    ImageDraw.Draw(image).text((20, 20), text, fill="black", font=ImageFont.load_default(40))
+    encoded = io.BytesIO()
+    image.save(encoded, kind)
+    return encoded.getvalue()
+
+
+def pictured(*pictures: bytes, references: tuple[str, ...] = (), prompt: str = "") -> RewardRequest:
+    return RewardRequest(Response("", 1, False, pictures), references, {}, prompt)
+
+
+def test_the_text_of_a_picture_is_read() -> None:
+    options = {"target": "reference", "exact": False, "frame_stride": 1, "num_threads": 1}
+    ocr, exact = (build_function("ocr", {**options, "exact": e}, TOOLS) for e in (False, True))
+    shown = picture("New Haven 42")
+    assert evaluate(ocr, pictured(shown, references=("new haven 42",))).value == 1.0
+    assert evaluate(exact, pictured(picture("New Haven 42", "JPEG"), references=("NEW HAVEN 42",))).value == 1.0
+    assert evaluate(ocr, pictured(shown, references=("Haven",))).value == 1.0
+    assert evaluate(exact, pictured(shown, references=("Haven",))).value == 0.0
+    assert evaluate(ocr, pictured(shown, references=("New Heaven 42",))).value == pytest.approx(1 - 1 / 11)
+    assert evaluate(ocr, pictured(shown, references=("q",))).value == 0.0
+    assert evaluate(ocr, pictured(picture(""), references=("New",))) == Score(0.0, "no text in the picture")
+    assert evaluate(ocr, pictured(shown, picture(""), references=("Haven",))).value == 0.5
+    quoted = build_function("ocr", {**options, "target": "quoted_prompt", "frame_stride": 2}, TOOLS)
+    assert evaluate(quoted, pictured(shown, picture(""), prompt='A sign that says "New Haven 42".')).value == 1.0
+    line = io.BytesIO()
+    Image.new("RGB", (1, 2000)).save(line, "PNG")
+    for unfit, message in [
+        (pictured(references=("a",)), "no picture"),
+        (pictured(b"junk", references=("a",)), "of no known kind"),
+        (pictured(shown[:200], references=("a",)), "cannot be opened"),
+        (pictured(line.getvalue(), references=("a",)), "1 x 2000: too narrow"),
+        (pictured(shown), "no reference"),
+    ]:
+        with pytest.raises(RewardError, match=message):
+            evaluate(ocr, unfit)
+    with pytest.raises(RewardError, match="no text in double quotes"):
+        evaluate(quoted, pictured(shown, prompt='A sign that says "'))
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = {"language": "lingua", "ocr": "rapidocr"}[name]
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"rewards.functions.{name}", raising=False)
+    with pytest.raises(ValueError, match=rf"needs '{package}', which is not installed: pip install 'mobula\[{name}\]'"):
+        build_function(name, {}, TOOLS)

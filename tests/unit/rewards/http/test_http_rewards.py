@@ -1,0 +1,395 @@
+"""The HTTP reward client: batches, retries, balance and deadlines against real servers, honest and otherwise."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
+from PIL import Image
+
+from cluster.records.trajectory import Response
+from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
+from rewards.functions import build_function
+from rewards.http.endpoints import Endpoints
+from rewards.isolation.process import IsolatedProcess
+from rewards.tools import Tools
+
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+OPTIONS: dict[str, Any] = {
+    "dialect": "mobula",
+    "batch_size": 4,
+    **CONNECTION,
+    "max_attempts": 3,
+}
+
+
+def ask(urls: Sequence[str], requests: Sequence[RewardRequest], **options: Any) -> tuple[Outcome, ...]:
+    return evaluate_batch(build_function("http", {**OPTIONS, "urls": list(urls), **options}, TOOLS), requests)
+
+
+def requests(*texts: str, **fields: Any) -> list[RewardRequest]:
+    return [RewardRequest(Response(text, 3, False), ("r",), fields, "say: ") for text in texts]
+
+
+def values(outcomes: Sequence[Outcome]) -> list[float]:
+    assert all(isinstance(outcome, Score) for outcome in outcomes), outcomes
+    return [outcome.value for outcome in outcomes if isinstance(outcome, Score)]
+
+
+def kinds(outcomes: Sequence[Outcome]) -> list[str]:
+    assert all(isinstance(outcome, ScoringFailure) for outcome in outcomes), outcomes
+    return [outcome.kind.value for outcome in outcomes if isinstance(outcome, ScoringFailure)]
+
+
+def length(request: RewardRequest) -> Outcome:
+    """Scores by length; texts may ask for trouble."""
+    if request.response.text == "unfit":
+        return ScoringFailure(FailureKind.FAILED, "no reference")
+    return Score(float(len(request.response.text)), "counted", {"chars": float(len(request.response.text))})
+
+
+def echo(body: Any) -> dict[str, Any]:
+    return {"outcomes": [{"status": "ok", "value": float(len(s["response"]))} for s in body["samples"]]}
+
+
+@pytest.fixture(scope="module")
+def honest() -> Iterator[str]:
+    with serving(reward_app(length)) as server:
+        yield server.url
+
+
+@pytest.fixture
+def closed_url() -> str:
+    """Nothing listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}/score"
+
+
+def test_each_sample_gets_its_own_outcome_in_order(honest: str) -> None:
+    outcomes = ask([f"{honest}/score"], requests("a", "unfit", "ccc", "dd", "eeeee", "ffffff", ""))
+    assert outcomes[0] == Score(1.0, "counted", {"chars": 1.0})
+    assert outcomes[1] == ScoringFailure(FailureKind.FAILED, "no reference")
+    assert values([*outcomes[:1], *outcomes[2:]]) == [1, 3, 2, 5, 6, 0]
+
+
+def test_everything_that_a_reward_may_look_at_arrives() -> None:
+    seen: list[RewardRequest] = []
+
+    def look(request: RewardRequest) -> Outcome:
+        seen.append(request)
+        return Score(0.5)
+
+    asked = RewardRequest(
+        Response("t\u00fc \U0001f600", 7, True, (b"generated", b"second")),
+        ("a", "b"),
+        {"n": 1, "deep": {"l": [1.5, None, "x"]}},
+        "prompt",
+        (b"\x89PNG one", b"two"),
+    )
+    with serving(reward_app(look)) as server:
+        assert values(ask([f"{server.url}/score"], [asked])) == [0.5]
+    assert seen == [asked]
+
+
+def test_batches_keep_to_samples_and_bytes() -> None:
+    server = Scripted(lambda _, body: Reply(body=echo(body)))
+    texts = ["x" * 300] * 5 + ["y"] * 6
+    with serving(server) as running:
+        outcomes = ask([running.url], requests(*texts), max_request_bytes=1200)
+    assert values(outcomes) == [300] * 5 + [1] * 6
+    assert max(len(body["samples"]) for body in server.bodies) == 4
+    assert max(len(json.dumps(body, separators=(",", ":"))) for body in server.bodies) <= 1200
+
+
+def test_a_sample_above_the_limit_costs_only_itself(honest: str) -> None:
+    outcomes = ask([f"{honest}/score"], requests("x" * 2000, "ok"), max_request_bytes=1000)
+    assert kinds(outcomes[:1]) == ["failed"] and "max_request_bytes is 1000" in str(outcomes[0])
+    assert values(outcomes[1:]) == [2.0]
+
+
+def test_metadata_that_are_no_json_cost_only_their_sample(honest: str) -> None:
+    outcomes = ask([f"{honest}/score"], [*requests("a", what={1, 2}), *requests("bb")])
+    assert "metadata" in str(outcomes[0]) and values(outcomes[1:]) == [2.0]
+
+
+def test_a_busy_server_is_asked_again() -> None:
+    server = Scripted(lambda n, body: Reply(503) if n < 3 else Reply(body=echo(body)))
+    with serving(server) as running:
+        assert values(ask([running.url], requests("abc"))) == [3.0]
+    assert len(server.bodies) == 3
+
+
+def test_retry_after_is_honoured() -> None:
+    times: list[float] = []
+
+    def answer(number: int, body: Any) -> Reply:
+        times.append(time.monotonic())
+        return Reply(429, headers={"Retry-After": "1"}) if number == 1 else Reply(body=echo(body))
+
+    with serving(Scripted(answer)) as running:
+        assert values(ask([running.url], requests("abc"))) == [3.0]
+    assert times[1] - times[0] >= 1.0
+
+
+def test_attempts_come_to_an_end_and_no_failure_is_a_number(closed_url: str) -> None:
+    server = Scripted(lambda *_: Reply(500, b"out of memory"))
+    with serving(server) as running:
+        outcomes = ask([running.url], requests("abc", "d"))
+    assert kinds(outcomes) == ["failed", "failed"] and "answered 500: out of memory" in str(outcomes[0])
+    assert len(server.bodies) == 3
+    dead = ask([closed_url], requests("abc", "d"))
+    assert kinds(dead) == ["failed", "failed"] and "cannot be reached" in str(dead[0])
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+def test_a_refusal_is_final(status: int) -> None:
+    server = Scripted(lambda *_: Reply(status, b"go away"))
+    with serving(server) as running:
+        outcomes = ask([running.url], requests("a", "b"))
+    assert kinds(outcomes) == ["failed", "failed"] and f"refused with {status}: go away" in str(outcomes[0])
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [413, 422])
+def test_a_refusal_that_is_one_samples_costs_only_that_sample(status: int) -> None:
+    def answer(_: int, body: Any) -> Reply:
+        is_bad = any(sample["response"] == "bad" for sample in body["samples"])
+        return Reply(status, b"bad") if is_bad else Reply(body=echo(body))
+
+    with serving(Scripted(answer)) as running:
+        outcomes = ask([running.url], requests("a", "bb", "bad", "dddd"))
+    assert kinds(outcomes[2:3]) == ["failed"]
+    assert values([*outcomes[:2], outcomes[3]]) == [1, 2, 4]
+
+
+def test_a_server_that_hangs_costs_its_deadline() -> None:
+    with serving(Scripted(lambda *_: Reply(hang_s=60))) as running:
+        started = time.monotonic()
+        one_attempt = ask([running.url], requests("a"), timeout_s=0.3, max_attempts=1)
+        in_all = ask([running.url], requests(*"abcdefgh"), batch_size=1, timeout_s=0.5, total_timeout_s=0.7)
+        seconds = time.monotonic() - started
+    assert kinds(one_attempt) == ["timed_out"] and "timeout_s" in str(one_attempt[0])
+    assert kinds(in_all) == ["timed_out"] * 8
+    assert seconds < 50, "bounded by 1.0 s and what a busy machine adds, not by the 60 s for which the server hangs"
+
+
+LIES: dict[str, tuple[bytes | dict[str, Any], str, str]] = {
+    "too few": ({"outcomes": [{"status": "ok", "value": 1.0}]}, "failed", "1 rewards for 2 samples"),
+    "too many": ({"outcomes": [{"status": "ok", "value": 1.0}] * 3}, "failed", "3 rewards for 2 samples"),
+    "no json": (b"<html>hello</html>", "failed", "something else than agreed"),
+    "another schema": ({"scores": [1, 2]}, "failed", "outcomes"),
+    "text": ({"outcomes": [{"status": "ok", "value": "1.0"}] * 2}, "failed", "outcomes.0.value"),
+    "no value": ({"outcomes": [{"status": "ok"}] * 2}, "failed", "has no value"),
+    "unknown status": ({"outcomes": [{"status": "fine", "value": 1.0}] * 2}, "failed", "outcomes.0.status"),
+    "nan": (b'{"outcomes":[{"status":"ok","value":NaN},{"status":"ok","value":NaN}]}', "not_finite", "nan"),
+    "infinite": (b'{"outcomes":[{"status":"ok","value":1e999},{"status":"ok","value":1e999}]}', "not_finite", "inf"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_no_score(lie: str) -> None:
+    body, kind, said = LIES[lie]
+    server = Scripted(lambda *_: Reply(body=body))
+    with serving(server) as running:
+        outcomes = ask([running.url], requests("a", "b"))
+    assert kinds(outcomes) == [kind, kind] and said in str(outcomes[0])
+    assert len(server.bodies) == 1, "a lie is not worth a second question"
+
+
+def test_a_reply_without_end_is_cut_off() -> None:
+    with serving(Scripted(lambda *_: Reply(body=b"x" * 100_000))) as running:
+        outcomes = ask([running.url], requests("a"), max_reply_bytes=1000)
+    assert kinds(outcomes) == ["failed"] and "max_reply_bytes=1000" in str(outcomes[0])
+
+
+def test_no_more_requests_fly_than_are_allowed() -> None:
+    server = Scripted(lambda _, body: Reply(body=echo(body), hang_s=0.02))
+    with serving(server) as running:
+        assert values(ask([running.url], requests(*"abcdefghijkl"), batch_size=1, max_concurrency=3)) == [1.0] * 12
+    assert server.most_in_flight == 3
+
+
+def test_load_is_shared_and_a_dying_server_costs_nothing() -> None:
+    dies_at = 3
+    dying = Scripted(lambda n, body: Reply(500) if n >= dies_at else Reply(body=echo(body)))
+    healthy = Scripted(lambda _, body: Reply(body=echo(body)))
+    with serving(dying) as first, serving(healthy) as second:
+        outcomes = ask([first.url, second.url], requests(*"abcdefghijklmnop"), batch_size=1, max_concurrency=2)
+    assert values(outcomes) == [1.0] * 16
+    assert dies_at <= len(dying.bodies) <= dies_at + 3, "set aside after two failures, give or take what was in flight"
+    assert len(healthy.bodies) >= 13
+
+
+def test_the_token_travels_and_its_absence_is_named(honest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    with serving(reward_app(length, token="s3cret")) as server:
+        url = f"{server.url}/score"
+        assert values(ask([url], requests("abc"), token_env="REWARD_TOKEN")) == [3.0]
+        refused = ask([url], requests("abc"))
+        assert kinds(refused) == ["failed"] and "401" in str(refused[0])
+    monkeypatch.delenv("REWARD_TOKEN")
+    with pytest.raises(ValueError, match="token_env='REWARD_TOKEN' is not set"):
+        ask([f"{honest}/score"], requests("abc"), token_env="REWARD_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"urls": []}, "urls"),
+        ({"urls": ["reward:8000"]}, "whole URLs"),
+        ({"urls": ["http://a/x", "http://a/x"]}, "twice"),
+        ({"dialect": "grpc"}, "use mobula, lightrft, lightrft_responses"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"timeout_s": 0}, "timeout_s got 0"),
+        ({"total_timeout_s": 1}, "shorter than timeout_s"),
+        ({"max_atempts": 3}, "did you mean 'max_attempts'"),
+    ],
+)
+def test_unfit_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_function("http", {**OPTIONS, "urls": ["http://127.0.0.1:1/score"], **options}, TOOLS)
+    assert build_function("http", {**OPTIONS, "urls": "http://127.0.0.1:1/score"}, TOOLS), "one URL may stand alone"
+
+
+# LightRFT's protocol: columns of queries, prompts, references and pictures; numbers come back.
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def test_lightrft_hears_one_query_a_sample_and_each_picture_by_itself() -> None:
+    red, blue = (png(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
+    server = Scripted(lambda _, body: Reply(body={"rewards": [0.25] * len(body["queries"])}))
+    asked = [
+        RewardRequest(Response("one", 1, False), ("r",), {}, "say: ", (red, blue)),
+        RewardRequest(Response("two", 1, False), (), {}, "say: "),
+    ]
+    with serving(server) as running:
+        assert values(ask([running.url], asked, dialect="lightrft")) == [0.25, 0.25]
+    images = [[base64.b64decode(text) for text in row] for row in server.bodies[0].pop("images")]
+    assert images == [[red, blue], []]
+    assert server.bodies[0] == {
+        "queries": ["say: one", "say: two"],
+        "prompts": ["say: ", "say: "],
+        "references": [["r"], []],
+    }
+
+
+def grey16() -> Image.Image:
+    return Image.fromarray(np.full((2, 2), 0x8000, np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("image", "pixel"),
+    [
+        (Image.new("RGBA", (2, 2), (255, 0, 0, 0)), (255, 255, 255)),
+        (Image.new("LA", (2, 2), (0, 255)), (0, 0, 0)),
+        (Image.new("RGB", (2, 2), (0, 128, 255)).convert("P"), None),
+        (grey16(), (127, 127, 127)),
+    ],
+    ids=["RGBA", "LA", "P", "I;16"],
+)
+def test_every_kind_of_picture_arrives_as_it_looks(image: Image.Image, pixel: tuple[int, int, int] | None) -> None:
+    server = Scripted(lambda _, body: Reply(body={"rewards": [1.0]}))
+    asked = RewardRequest(Response("x", 1, False), (), {}, "", (png(image),))
+    with serving(server) as running:
+        assert values(ask([running.url], [asked], dialect="lightrft")) == [1.0]
+    sent = Image.open(BytesIO(base64.b64decode(server.bodies[0]["images"][0][0])))
+    assert sent.mode == "RGB"
+    assert sent.getpixel((0, 0)) == (pixel or image.convert("RGB").getpixel((0, 0)))
+
+
+def test_a_broken_picture_costs_only_its_sample() -> None:
+    server = Scripted(lambda _, body: Reply(body={"rewards": [1.0] * len(body["queries"])}))
+    broken = RewardRequest(Response("x", 1, False), (), {}, "", (b"no picture",))
+    with serving(server) as running:
+        outcomes = ask([running.url], [broken, *requests("y")], dialect="lightrft")
+    assert "picture 1 of the prompt is no PNG" in str(outcomes[0]) and values(outcomes[1:]) == [1.0]
+
+
+def test_what_lightrft_says_is_checked_one_by_one() -> None:
+    rewards = b'{"rewards": [1, null, "0.5", NaN, true, 1%b, 0.5], "metrics": {}}' % (b"0" * 400)
+    with serving(Scripted(lambda *_: Reply(body=rewards))) as running:
+        outcomes = ask([running.url], requests(*"abcdefg"), dialect="lightrft", batch_size=7)
+    assert values([outcomes[0], outcomes[6]]) == [1.0, 0.5]
+    assert kinds(outcomes[1:6]) == ["failed", "failed", "not_finite", "failed", "not_finite"]
+
+
+def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:
+    asked = requests("a", "unfit", "ccc", "dd", "ee")
+    native = ask([f"{honest}/score"], asked)
+    ways = (("score", "lightrft"), ("lightrft", "lightrft"), ("lightrft?queries=response", "lightrft_responses"))
+    for route, dialect in ways:
+        told = ask([f"{honest}/{route}"], asked, dialect=dialect)
+        assert [type(outcome) for outcome in told] == [type(outcome) for outcome in native]
+        assert values([told[0], *told[2:]]) == values([native[0], *native[2:]]) == [1, 3, 2, 2]
+        assert "no reference" in str(told[1])
+
+
+def test_a_process_that_asked_ends_without_a_word(honest: str) -> None:
+    code = (
+        "import logging, sys; import test_http_rewards as t;"
+        "logging.getLogger('asyncio').setLevel('ERROR');"  # in dev mode it warns of what took a busy machine long
+        "print(t.values(t.ask([sys.argv[1]], t.requests('abc', 'd')))); ends = t.build_function("
+        "'http', {**t.OPTIONS, 'urls': sys.argv[1]}, t.TOOLS); ends.score_batch(t.requests('x'))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-X", "dev", "-W", "ignore", "-c", code, f"{honest}/score"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3.0, 1.0]\n", "")
+
+
+# Endpoints: who is asked, on a clock of the test's.
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_least_busy_endpoint_is_asked() -> None:
+    endpoints = Endpoints(["a", "b", "c"], max_failures=2, aside_s=10)
+    taken = [endpoints.take() for _ in range(6)]
+    assert [endpoint.url for endpoint in taken] == ["a", "b", "c", "a", "b", "c"]
+    endpoints.succeeded(taken[1])
+    endpoints.succeeded(taken[4])
+    assert [endpoints.take().url for _ in range(3)] == ["b", "b", "a"]
+
+
+def test_a_failing_endpoint_is_set_aside_and_tried_by_one_request() -> None:
+    clock = Clock()
+    endpoints = Endpoints(["a", "b"], max_failures=2, aside_s=10, clock=clock)
+    for _ in range(2):
+        a, b = endpoints.take(), endpoints.take()
+        assert (a.url, b.url) == ("a", "b")
+        endpoints.failed(a)
+        endpoints.succeeded(b)
+    assert [endpoints.take().url for _ in range(3)] == ["b"] * 3
+    clock.now = 10.0
+    trial = endpoints.take()
+    assert [trial.url, endpoints.take().url] == ["a", "b"], "one request tries it, the others stay away"
+    endpoints.succeeded(trial)
+    assert endpoints.take().url == "a"
+
+
+def test_the_last_endpoint_is_asked_whatever_it_did() -> None:
+    endpoints = Endpoints(["a"], max_failures=1, aside_s=10, clock=Clock())
+    endpoints.failed(endpoints.take())
+    assert not endpoints.is_any_free() and endpoints.take().url == "a"

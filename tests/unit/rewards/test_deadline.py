@@ -1,0 +1,165 @@
+"""Work that cannot leave the process: what hangs costs its own responses their scores, by name, and is told on."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from handles import LocalHandle
+from hosts import AT_ONCE, FakeHosts
+from reward_data import answers, component, pool_over, rewards_of
+from waiting import wait_until
+
+from cluster.errors import StuckError
+from cluster.records.trajectory import Response
+from deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeOptions
+from rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
+from rewards.functions import BUILT_IN
+from rewards.isolation.deadline import InTime
+from rewards.models.batching import score_in_batches
+from rewards.offline.rules.answers import read_answer
+from rewards.offline.rules.recipe_scheme import RecipeRules
+from rewards.offline.sources.records import from_line
+from rewards.pool.worker import Question, RewardWorker
+from rewards.tools import Tools
+
+RELEASED = threading.Event()
+
+
+class Model:
+    """Computes in batches of two, and hangs over some texts until it is released."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._in_time = tools.in_time
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        return score_in_batches(
+            requests,
+            encode=lambda request: request.response.text,
+            size=lambda text: -int(text[0]),
+            score=self._score,
+            batch_size=2,
+            in_time=self._in_time,
+        )
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        if any(text.endswith("hang") for text in texts):
+            RELEASED.wait()
+        return [float(text[0]) for text in texts]
+
+
+@pytest.fixture
+def releasing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Model")
+    RELEASED.clear()
+    yield
+    RELEASED.set()
+
+
+CONFIG = rewards_of(component("model", "model"))
+
+
+def worker() -> RewardWorker:
+    timeouts = {"object_timeout_s": 5, "start_timeout_s": 5, "function_timeout_s": 0.2, "group_timeout_s": 5}
+    return RewardWorker(CONFIG, "reward", **timeouts, device="cpu", dtype="float32")
+
+
+def test_work_that_is_late_is_left_behind_and_counted_until_it_comes_back() -> None:
+    in_time, gate = InTime(timeout_s=0.05), threading.Event()
+    first = in_time.call(threading.get_ident, "a look")
+    with pytest.raises(TimedOutError, match="waited 0.1 s for the gate"):
+        in_time.call(gate.wait, "the gate", num_responses=2)
+    assert in_time.num_stuck == 1
+    second = in_time.call(threading.get_ident, "a look")
+    assert len({first, second, threading.get_ident()}) == 3, "the next work has a thread of its own"
+    assert in_time.call(threading.get_ident, "a look") == second
+    gate.set()
+    wait_until(lambda: in_time.num_stuck == 0)
+
+
+def test_what_the_work_raises_travels_as_it_is() -> None:
+    in_time = InTime(timeout_s=5)
+    for error in (KeyError("a bug"), TimeoutError("its own")):
+        with pytest.raises(type(error)) as caught:
+            in_time.call(_raising(error), "it")
+        assert caught.value is error
+    assert in_time.num_stuck == 0
+
+
+def _raising(error: Exception) -> object:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+def test_without_time_nothing_begins_and_without_a_limit_nothing_leaves_the_thread() -> None:
+    in_time = InTime()
+    assert in_time.call(threading.get_ident, "a look") == threading.get_ident()
+    in_time.deadline = time.monotonic() - 1
+    with pytest.raises(TimedOutError, match="no time was left for a look"):
+        in_time.call(threading.get_ident, "a look")
+    in_time.deadline = math.inf
+    assert in_time.call(lambda: 7, "it") == 7
+
+
+def test_a_model_that_hangs_costs_its_batch_and_the_next_call_asks_for_another_process(releasing: None) -> None:
+    one = worker()
+    (said,) = one.score([Question(answers("0/0/a", "1", "2", "3", "4 hang", "5"))])
+    kinds = [getattr(outcome["model"], "kind", "scored") for outcome in said.outcomes]
+    assert kinds == ["scored", "scored", "timed_out", "timed_out", "scored"]
+    with pytest.raises(StuckError, match="1 computations of service 'reward' hang"):
+        one.score([Question(answers("0/1/a", "1"))])
+
+
+async def test_the_pool_replaces_a_worker_that_a_model_hangs_in_and_loses_no_group(releasing: None) -> None:
+    hosts = FakeHosts(lambda index: LocalHandle(worker()), booked=1)
+    first = LocalHandle(worker())
+    pool = pool_over(CONFIG, [first], hosts=hosts, restarts=AT_ONCE)
+    found = [await pool.score(answers(f"0/{i}/a", *texts), f"0/{i}/a") for i, texts in enumerate((["1 hang"], ["2"]))]
+    assert [[reward and reward.value for reward in rewards] for rewards in found] == [[None], [2.0]]
+    assert +pool.failures == {"timed_out": 1, "worker_hung": 1}
+    assert hosts.stopped == [(0, first)]
+    await pool.close()
+
+
+def test_what_is_shared_is_made_once() -> None:
+    tools, made = Tools(None, "cpu", "float32"), []
+    assert tools.shared("a", lambda: made.append(1) or "x") == tools.shared("a", lambda: made.append(2)) == "x"
+    assert made == [1]
+
+
+@pytest.mark.usefixtures("releasing")
+def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> None:
+    rules = RecipeRules(CONFIG, tmp_path, timeout_s=4)  # a twentieth of it for each response
+    records = [from_line(json.dumps({"response": text}).encode()) for text in ("1", "2", "3 hang", "4")]
+    scores = rules.score_batch(records, [("x",)] * 4, [read_answer(record.response) for record in records])
+    assert scores == [(1.0, 1.0), (2.0, 2.0), "model: timed_out", "model: timed_out"]
+    assert rules.score_batch(records[:1], [("x",)], [read_answer("1")]) == [(1.0, 1.0)]
+
+
+@pytest.mark.usefixtures("releasing")
+def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
+    options = ServeOptions(
+        "127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
+    )
+    scorer = RewardScorer(CONFIG, options)
+
+    def kinds(*texts: str) -> list[str]:
+        asked = [RewardRequest(Response(text, 1, False), (), {}, "") for text in texts]
+        found = scorer.score(asked, time.monotonic() + 5)
+        return [outcome.kind if isinstance(outcome, ScoringFailure) else "scored" for outcome in found]
+
+    for _ in range(MAX_STUCK):
+        assert kinds("2 hang", "1") == ["timed_out", "timed_out"], "they are one batch of the model"
+        assert kinds("1") == ["scored"] or scorer.is_stuck
+    assert kinds("1") == ["timed_out"] and scorer.is_stuck
+    RELEASED.set()
+    wait_until(lambda: kinds("1") == ["scored"])
+    assert not scorer.is_stuck
+    scorer.close()

@@ -1,0 +1,199 @@
+"""Recipes and components: who runs, what counts, what is remembered and tried again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from reward_data import component, component_of, rewards_of
+
+from cluster.errors import RewardError
+from cluster.records.trajectory import Response, Reward
+from configs.schema import Gate, Recipe, RewardsConfig
+from configs.schema.rewards import reward_contradictions
+from rewards.components import Component, content_key
+from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
+from rewards.isolation.process import IsolatedProcess
+from rewards.recipes import ComponentError, RecipeBook
+from rewards.scoring import Scoring
+from rewards.tools import Tools
+
+
+def recipe(*components: str, **changes: Any) -> Recipe:
+    return Recipe(**{"components": components, "weights": {}, "gates": (), "normalise": False, **changes})
+
+
+def config(**recipes: Recipe) -> RewardsConfig:
+    exact = {"ignore_case": True, "whole_response": False}
+    return rewards_of(
+        component("right", "exact_match", **exact),
+        component("boxed", "format", 0.5, preset="boxed"),
+        component("tags", "format", 0.25, preset="think_answer"),
+        recipes=recipes,
+    )
+
+
+def request(text: str, pictures: tuple[bytes, ...] = (), **metadata: Any) -> RewardRequest:
+    return RewardRequest(Response(text, 1, False), ("7",), metadata, "?", pictures)
+
+
+def scored(rewards: RewardsConfig, *requests: RewardRequest) -> list[Reward | ComponentError]:
+    tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+    return Scoring(rewards, None, tools).rewards(requests)
+
+
+def values(rewards: Sequence[Reward | ComponentError]) -> list[float]:
+    assert all(isinstance(reward, Reward) for reward in rewards), rewards
+    return [reward.value for reward in rewards]
+
+
+def test_without_recipes_every_component_counts_with_its_own_weight() -> None:
+    [reward] = scored(config(), request(r"\boxed{7}"))
+    assert reward == Reward(1.5, {"right": 1.0, "boxed": 1.0, "tags": 0.0}, {"tags": "0 times <think> instead of once"})
+
+
+def test_the_label_chooses_the_recipe_and_components_run_only_where_they_are_needed() -> None:
+    rewards = config(default=recipe("right"), shape=recipe("right", "boxed", weights={"boxed": 2.0, "right": 0.0}))
+    text = r"\boxed{7}"
+    plain, other, shaped = scored(rewards, request(text), request(text, label="unknown"), request(text, label="shape"))
+    assert (plain.value, plain.components) == (1.0, {"right": 1.0})
+    assert other == plain
+    assert (shaped.value, shaped.components) == (2.0, {"right": 1.0, "boxed": 1.0})
+
+
+def test_a_label_without_a_recipe_is_a_failure_with_a_name_never_a_zero() -> None:
+    [error] = scored(config(geometry=recipe("right")), request("7", label="algebra"))
+    assert isinstance(error, ComponentError)
+    assert (error.component, error.kind) == ("recipe", FailureKind.FAILED)
+    assert "'algebra' (there is geometry)" in error.reason
+
+
+def test_a_shut_gate_counts_zero_and_its_component_does_not_run() -> None:
+    gate = Gate(component="boxed", needs="right", at_least=1.0)
+    rewards = config(default=recipe("right", "boxed", gates=(gate,)))
+    right, wrong = scored(rewards, request(r"\boxed{7}"), request(r"\boxed{8}"))
+    assert right == Reward(1.5, {"right": 1.0, "boxed": 1.0})
+    assert wrong == Reward(0.0, {"right": 0.0}, {"boxed": "not run: right is below 1"})
+
+
+def test_gates_open_one_after_the_other_whatever_the_order_of_components() -> None:
+    gates = (
+        Gate(component="right", needs="boxed", at_least=1.0),
+        Gate(component="boxed", needs="tags", at_least=1.0),
+    )
+    recipes = {"default": recipe("right", "boxed", "tags", gates=gates)}
+    rewards = rewards_of(*config().components, accuracy_component="tags", recipes=recipes)
+    assert rewards.gate_order() == ("tags", "boxed", "right")
+    text = "<think>so</think><answer>7</answer>"
+    [reward] = scored(rewards, request(text))
+    assert reward.components == {"tags": 1.0, "boxed": 0.0}
+    assert reward.reasons["right"] == "not run: boxed is below 1"
+
+
+def test_a_normalised_sum_is_divided_by_all_weights_run_or_not() -> None:
+    gate = Gate(component="boxed", needs="right", at_least=1.0)
+    rewards = config(default=recipe("right", "boxed", weights={"boxed": -3.0}, gates=(gate,), normalise=True))
+    assert values(scored(rewards, request(r"\boxed{7}"), request("7"), request("8"))) == [(1 - 3) / 4, 1 / 4, 0.0]
+
+
+@pytest.mark.parametrize("weights", [{"right": 1e308, "boxed": 1e308}, {"right": 1.7e308, "boxed": 10.0}])
+def test_a_sum_that_is_not_finite_is_no_reward(weights: dict[str, float]) -> None:
+    book = RecipeBook(config(default=recipe("right", "boxed", weights=weights)))
+    with pytest.raises(ComponentError, match="no float holds the weighted sum") as refused:
+        book.reward("default", {"right": Score(10.0), "boxed": Score(1e307)})
+    assert refused.value.kind is FailureKind.NOT_FINITE
+
+
+@pytest.mark.parametrize(
+    ("recipes", "message"),
+    [
+        ({"a": recipe("right", "nope")}, "rewards.recipes.a.components names nope: use right, boxed, tags"),
+        ({"a": recipe("right", weights={"boxed": 1.0})}, "weights and gates name boxed"),
+        (
+            {"a": recipe("boxed"), "b": recipe("tags")},
+            "no recipe of rewards.recipes has right, whose mean is the accuracy",
+        ),
+        ({"a": recipe("right", weights={"right": 0.0})}, "gives no component a weight"),
+        (
+            {"a": recipe("right", "boxed", gates=(Gate(component="right", needs="boxed", at_least=1.0),))},
+            "but the accuracy is of all responses of a label",
+        ),
+        (
+            {
+                "a": recipe("right", "boxed", "tags", gates=(Gate(component="boxed", needs="tags", at_least=1.0),)),
+                "b": recipe("right", "boxed", "tags", gates=(Gate(component="tags", needs="boxed", at_least=1.0),)),
+            },
+            "go round in a circle .*: remove one of them",
+        ),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused_with_the_next_action(recipes: dict[str, Recipe], message: str) -> None:
+    assert any(re.search(message, found) for found in reward_contradictions(config(**recipes)))
+
+
+def test_services_that_wait_for_each_other_are_refused() -> None:
+    gates = (
+        Gate(component="a2", needs="b1", at_least=0.0),
+        Gate(component="b1", needs="a1", at_least=0.0),
+    )
+    parts = [component_of(name, "format", service=service) for name, service in (("a1", "a"), ("a2", "a"), ("b1", "b"))]
+    rewards = rewards_of(*parts, recipes={"default": recipe("a1", "a2", "b1", gates=gates)})
+    assert [m for m in reward_contradictions(rewards) if "one service run both" in m]
+
+
+class Counted:
+    """Answers with the length of a text; counts how often it is asked, and fails the first few times."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.asked: list[str] = []
+        self._num_failures = num_failures
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | ScoringFailure]:
+        self.asked += [r.response.text for r in requests]
+        if self._num_failures:
+            self._num_failures -= 1
+            raise RewardError("the server is not there yet")
+        return [float(len(r.response.text)) for r in requests]
+
+
+def test_equal_content_is_scored_once_and_the_least_recent_is_forgotten() -> None:
+    function = Counted()
+    part = Component("length", function, retries=0, cache_entries=2)
+    assert part.evaluate([request("a"), request("bb"), request("a")]) == [Score(1.0), Score(2.0), Score(1.0)]
+    assert function.asked == ["a", "bb"]
+    part.evaluate([request("ccc"), request("a")])
+    assert function.asked == ["a", "bb", "ccc"]
+    part.evaluate([request("bb")])
+    assert function.asked == ["a", "bb", "ccc", "bb"], "it had been forgotten"
+    assert part.num_cache_hits == 2
+
+
+def test_what_any_reward_function_could_tell_apart_is_not_equal() -> None:
+    base = request("a", (b"1", b"2"), label="x")
+    others = [request("b", (b"1", b"2"), label="x"), request("a", (b"12",), label="x"), request("a", (b"1", b"2"))]
+    longer = RewardRequest(
+        Response("a", 2, False), base.references, base.metadata, base.prompt_text, base.prompt_pictures
+    )
+    assert len({content_key(r) for r in (base, *others, longer)}) == 5
+    assert content_key(base) == content_key(request("a", (b"1", b"2"), label="x"))
+
+
+def test_what_failed_is_tried_again_and_only_that() -> None:
+    function = Counted(num_failures=2)
+    assert Component("length", function, retries=2, cache_entries=0).evaluate([request("a")]) == [Score(1.0)]
+    function = Counted(num_failures=2)
+    [outcome] = Component("length", function, retries=1, cache_entries=8).evaluate([request("a")])
+    assert outcome == ScoringFailure(FailureKind.FAILED, "the server is not there yet")
+
+
+def test_a_failure_is_not_remembered() -> None:
+    part = Component("length", Counted(num_failures=1), retries=0, cache_entries=8)
+    assert isinstance(part.evaluate([request("a")])[0], ScoringFailure)
+    assert part.evaluate([request("a")]) == [Score(1.0)]
+
+
+def test_the_book_of_a_run_reads_the_label_where_it_is_told_to() -> None:
+    rewards = rewards_of(component("right", "exact_match"), label_key="task")
+    assert [RecipeBook(rewards).label(metadata) for metadata in ({"task": 3}, {"label": "x"})] == ["3", "default"]

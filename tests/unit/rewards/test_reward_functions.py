@@ -1,0 +1,530 @@
+"""Reward functions: what counts as the answer, what equals it, and what never does."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import RewardError
+from cluster.records.trajectory import Response
+from rewards.contract import (
+    FailureKind,
+    NotFiniteError,
+    Outcome,
+    RewardRequest,
+    Score,
+    ScoringFailure,
+    evaluate,
+    evaluate_batch,
+)
+from rewards.functions import build_function
+from rewards.functions.answers.exact_match import ExactMatch
+from rewards.functions.answers.math_answer import MathAnswer
+from rewards.functions.format import Format
+from rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
+from rewards.functions.parsing.plain_answers import decide, why_no_value
+from rewards.isolation.process import IsolatedProcess
+from rewards.tools import Tools
+
+
+class NoProcess(IsolatedProcess):
+    """Fails the test that should have been decided without a process."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=1, start_timeout_s=1)
+
+    def call(self, target: str, *args: object, **kwargs: object) -> object:
+        raise AssertionError(f"{target}{args} went to the isolated process")
+
+
+NO_PROCESS = Tools(NoProcess(), "cpu", "float32")
+SCALES = {"response_scale": "pixels", "scale": "pixels"}
+IOU = {"extract": "whole", "boxes": "boxes", "form": "xyxy", "min_iou": 0, **SCALES}
+OCR = {"target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[Tools]:
+    process = IsolatedProcess(timeout_s=30, start_timeout_s=120)
+    yield Tools(process, "cpu", "float32")
+    process.close()
+
+
+def request(text: str, *references: str) -> RewardRequest:
+    return RewardRequest(Response(text, num_tokens=1, is_truncated=False), references, {}, "")
+
+
+def score(function: object, text: str, *references: str) -> float:
+    return evaluate(function, request(text, *references)).value
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"first \boxed{6}, then \boxed{7}.", "7"),
+        (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
+        (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{a\}b}", r"a\}b"),
+        (r"\boxed{7} and \boxed{8", "7"),
+        (r"\boxed{\boxed{7}}", "7"),
+        (r"line\\\boxed{7}", "7"),
+        (r"} } \boxed{7}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{日本}", "日本"),
+        (r"\boxed{7", None),
+        (r"\\boxed{7}", None),
+        (r"\boxed 7", None),
+        (r"boxed{7}", None),
+        ("", None),
+    ],
+)
+def test_the_last_balanced_box_is_the_answer(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content
+
+
+def test_ten_megabytes_are_scanned_in_linear_time() -> None:
+    started = time.monotonic()
+    assert last_boxed("word " * 2_000_000 + r"\boxed{7}") == "7"
+    assert last_boxed(r"\boxed{" * 300_000) is None
+    assert find_boxes(r"\boxed{" * 100_000 + "}" * 100_000)[1] == 0
+    assert score(MathAnswer(NO_PROCESS, require_boxed=False), "7" * 10_000_000, "7") == 0.0
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("7", "7"),
+        ("07", "7"),
+        ("+7", "7"),
+        ("7.0", "7"),
+        (" 7. ", "7"),
+        ("$7$", "7"),
+        (r"\(7\)", "7"),
+        (r"\text{7}", "7"),
+        ("\N{MINUS SIGN}7", "-7"),
+        ("1,000", "1000"),
+        ("1{,}000", "1000"),
+        (r"1\,000", "1000"),
+        (".5", "0.50"),
+        ("1/2", "0.5"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\dfrac{2}{4}", r"\frac{1}{2}"),
+        (r"1\frac{2}{3}", "5/3"),
+        ("1 2/3", "5/3"),
+        ("-1/2", "-0.5"),
+        (r"-\frac{1}{2}", "-0.5"),
+        (r"10\%", "10%"),
+        (r"10\%", "0.1"),
+        ("10", r"10\%"),
+        ("Cat", "cat"),
+        (r"\text{isosceles triangle}", "isosceles triangle"),
+        ("三角形", "三角形"),
+    ],
+)
+def test_plain_answers_are_right_without_computer_algebra(answer: str, reference: str) -> None:
+    assert decide(answer, reference) is True
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("8", "7"),
+        ("-7", "7"),
+        ("70", "7"),
+        ("1.0000001", "1"),
+        ("1/3", "1/2"),
+        ("act", "cat"),
+        ("10%", "1000%"),
+        ("0.1", "10"),
+        ("7", "cat"),
+        ("", ""),
+        (" ", " "),
+        ("", "7"),
+        (".", "."),
+        ("$$", "$$"),
+        ("7", ""),
+    ],
+)
+def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference: str) -> None:
+    assert decide(answer, reference) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("3 4", "7"),
+        ("3(4)", "7"),
+        ("3{4}", "7"),
+        ("{3}{4}", "7"),
+        (r"3\quad 4", "7"),
+        (r"3\,4", "7"),
+        (r"3\!4", "34"),
+        ("3\n4", "7"),
+        ("3 + 4", "7"),
+        ("3+4", "7"),
+        ("{3}+{4}", "7"),
+        ("10-3", "7"),
+        (r"1\times 7", "7"),
+        (r"7 \cdot 1", "7"),
+        ("7_8", "7"),
+        ("7_{8}", "7"),
+        (r"\frac{3 4}{1}", "7"),
+        (r"\sqrt{4 5}", "3"),
+        (r"3+\frac{8}{2}", "7"),
+    ],
+)
+def test_digits_side_by_side_and_unfinished_sums_are_no_answer(answer: str, reference: str) -> None:
+    assert why_no_value(answer, reference)
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        (r"\frac12", "0.5"),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+        ("0.333333", "1/3"),
+        (r"2 \times 10^{3}", "2000"),
+        ("2^{10}", "1024"),
+        (r"\sqrt{49}", "7"),
+        (r"\{1,2\}", r"\{2,1\}"),
+        ("1,2", "2,1"),
+        ("(1,2)", "(1,2)"),
+        ("x=7", "7"),
+        ("7", "x=7"),
+        (r"3 + 4 = 7", "7"),
+        ("(x+1)^2", "x^2+2x+1"),
+        (r"90^\circ", "90"),
+        (r"5\text{ cm}", "5"),
+        (r"\$5", "5"),
+        (r"\sqrt[3]{343}", "7"),
+        (r"\log_{2} 128", "7"),
+        (r"\frac{\sqrt{3}}{2^{2}}", r"\frac{\sqrt{3}}{4}"),
+        (r"\frac{1}{2}", r"$\frac{2}{4}$"),
+        ("7", r"so \boxed{7}"),
+        (r"5\text{ cm}", "5 cm"),
+        (r"5\text{ centimeters}", r"5\text{ cm}"),
+        ("5", "5 km"),
+        (r"1 \text{ or } 2", "1,2"),
+        ("2+3x", "3x+2"),
+        (r"-1 \text{ and } 1", r"\pm 1"),
+    ],
+)
+def test_computer_algebra_sees_equal_values(tools: Tools, answer: str, reference: str) -> None:
+    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("0.33", "1/3"),
+        ("(2,1)", "(1,2)"),
+        ("7,8", "7"),
+        (r"7 \text{ or } 8", "7"),
+        ("0,1,2,3,4,5,6,7,8,9", "7"),
+        (r"\{1,2,7\}", "7"),
+        ("x=7,x=8", "7"),
+        ("7=8", "7"),
+        ("[0,1)", "(0,1]"),
+        (r"\pi", "3.14"),
+        ("x", "y"),
+        (r"\frac{7}{0}", "7"),
+        ("3 is not 7", "7"),
+        ("the answer is 7", "7"),
+        ("٧", "7"),
+        ("７", "7"),
+        ("🐟", "7"),
+        (r"\undefinedcommand{7}{8}", "15"),
+        ("7\x00", "8"),
+        (r"7\text{ or more}", "7"),
+        (r"7\text{ million}", "7"),
+        (r"7\text{ is wrong}", "7"),
+        (r"7\text{k}", "7"),
+        (r"7\ldots", "7"),
+        ("5 m", "5 km"),
+        (r"5\text{ kg}", r"5\text{ cm}"),
+        (r"5\text{ cm}^2", r"5\text{ cm}"),
+        (r"\{1,2\}", "(1,2)"),
+        ("2014", "2020-05-01"),
+        (r"\frac{3}{4} or it is \frac{3}{4}x", r"\frac{3}{4}"),
+    ],
+)
+def test_computer_algebra_sees_other_values(tools: Tools, answer: str, reference: str) -> None:
+    assert score(MathAnswer(tools, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 0.0
+
+
+def test_any_reference_will_do(tools: Tools) -> None:
+    function = MathAnswer(tools, require_boxed=True)
+    assert score(function, r"\boxed{7}", "6", "7") == 1.0
+    assert score(function, r"\boxed{\sqrt{49}}", "6", "7") == 1.0
+    assert score(function, r"\boxed{8}", "6", "7") == 0.0
+
+
+def test_without_require_boxed_the_whole_response_is_the_answer(tools: Tools) -> None:
+    lenient, strict = MathAnswer(tools, require_boxed=False), MathAnswer(tools, require_boxed=True)
+    assert score(lenient, " 7 ", "7") == 1.0 and score(strict, "7", "7") == 0.0
+    assert score(lenient, "I see 7 fish, or 8.", "7") == 0.0
+    assert score(lenient, r"7 \boxed{8}", "7") == 0.0
+    assert score(lenient, r"\sqrt{49}", "7") == 1.0 and score(lenient, r"\sqrt{49}} is one of {", "7") == 0.0
+
+
+@pytest.mark.parametrize("references", [(), ("",), (" ",)])
+def test_a_prompt_without_reference_is_refused_not_scored_zero(references: tuple[str, ...]) -> None:
+    with pytest.raises(RewardError, match="no reference"):
+        score(MathAnswer(NO_PROCESS, require_boxed=True), r"\boxed{}", *references)
+    with pytest.raises(RewardError, match="no reference"):
+        score(ExactMatch(NO_PROCESS, ignore_case=True, whole_response=True), "", *references)
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(-(10**30), 10**30))
+@example(0, -0)
+@example(7, 70)
+def test_whole_numbers_score_as_they_compare(answer: int, reference: int) -> None:
+    function = MathAnswer(NO_PROCESS, require_boxed=True)
+    assert score(function, rf"\boxed{{{answer}}}", str(reference)) == float(answer == reference)
+    assert score(function, rf"\boxed{{{answer:,}}}", str(answer)) == 1.0
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=9), st.integers(0, 8), st.integers(1, 9))
+def test_one_changed_digit_is_never_right(value: object, place: int, change: int) -> None:
+    written = f"{value:f}"
+    index = len(written) - 1 - place
+    wrong = written[:index] + str((int(written[index]) + change) % 10) + written[index + 1 :]
+    assert decide(wrong, written) is False
+
+
+@given(st.text(), st.sampled_from([r"\boxed{", "}", "{", "\\", ""]), st.text())
+def test_no_text_breaks_extraction_or_presets(before: str, middle: str, after: str) -> None:
+    text = before + middle + after
+    boxes, num_unclosed = find_boxes(text)
+    assert num_unclosed >= 0 and all(text[box.start :].startswith(r"\boxed") for box in boxes)
+    for preset in ("boxed", "think_answer"):
+        assert score(Format(NO_PROCESS, preset=preset), text) in (0.0, 1.0)
+    assert decide(text, "7") is not True or "7" in text
+
+
+@given(st.text(alphabet=r"0123456789\{}()^_/+-*=., frac sqrt boxed", max_size=30))
+def test_no_answer_breaks_the_plain_comparison(answer: str) -> None:
+    assert decide(answer, "7") in (True, False, None)
+    assert isinstance(why_no_value(answer, "7"), str)
+    assert answer.strip() == "" or decide(answer, answer) is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"It is \boxed{7}", 1.0),
+        (" \\boxed{7}\n ", 1.0),
+        (r"\boxed{\frac{1}{2}}", 1.0),
+        (r"\boxed{7}.", 0.0),
+        (r"\boxed{7} \boxed{7}", 0.0),
+        (r"\boxed{7} \boxed{", 0.0),
+        (r"\boxed{\boxed{7}}", 0.0),
+        (r"\boxed{7", 0.0),
+        (r"\boxed{ }", 0.0),
+        ("7", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None:
+    assert score(Format(NO_PROCESS, preset="boxed"), text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>7</answer>\n", 1.0),
+        ("<think></think><answer>7</answer>", 1.0),
+        ("<think>a</think><answer> </answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<answer>7</answer><think>a</think>", 0.0),
+        ("<think>a</think><answer>7</answer> bye", 0.0),
+        ("<think>a</think><think>b</think><answer>7</answer>", 0.0),
+        ("<think>a</think><answer>7</answer><answer>8</answer>", 0.0),
+    ],
+)
+def test_the_tags_format_is_one_thought_and_one_answer(text: str, value: float) -> None:
+    assert score(Format(NO_PROCESS, preset="think_answer"), text) == value
+
+
+def test_a_pattern_must_match_the_whole_response(tools: Tools) -> None:
+    function = Format(tools, pattern=r"a.*b")
+    assert [score(function, text) for text in ("a\nb", "a\nb ", "xab")] == [1.0, 0.0, 0.0]
+
+
+def test_exact_match_knows_aliases_and_word_boundaries() -> None:
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=True, whole_response=False)
+    whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
+    assert score(anywhere, "It is a  Tabby\ncat.", "lion", "tabby CAT") == 1.0
+    assert score(anywhere, "concatenate", "cat") == 0.0
+    assert [score(anywhere, text, "Germany") for text in ("wrong-Germany", "Germany-born")] == [0.0, 0.0]
+    assert [score(anywhere, text, "Germany") for text in ("- Germany", "Germany - Berlin", "Germany's")] == [1.0] * 3
+    assert score(anywhere, "c++ rocks", "C++") == 1.0
+    assert score(whole, " tabby cat ", "cat", "tabby cat") == 1.0
+    assert score(whole, "Cat", "cat") == 0.0
+
+
+def test_exact_match_ends_in_time_however_often_an_alias_or_an_accent_stands_there() -> None:
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=False)
+    assert score(anywhere, "a" * 3_000_000, "a" * 5000) == 0.0
+    assert score(anywhere, "a" * 3_000_000 + " aa.", "aa") == 1.0
+    assert score(anywhere, "a" + "\u0301\u0323" * 500_000, "á") == 0.0
+
+
+def test_accents_are_one_whichever_way_they_are_written() -> None:
+    whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
+    assert score(whole, "cafe\u0301", "café") == score(whole, "s\u0323\u0307", "\u1e69") == 1.0
+    many = "e" + "\u0301" * 100
+    assert score(whole, many, many) == 1.0 and score(whole, many, many + "\u0301") == 0.0
+
+
+WORD, MINUS = r"\w", "\N{MINUS SIGN}\N{EN DASH}"
+PIECES = [*"7a-+.,/%: \né(*_", "12", "cat", "c++", "\N{MINUS SIGN}"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), min_size=1, max_size=3))
+@settings(max_examples=500)
+def test_exact_match_is_a_search_for_the_alias_between_its_edges(said: list[str], alias: list[str]) -> None:
+    """The definition as one pattern with the alias in it, every occurrence of which is tried by `re`."""
+    answer, wanted = "".join(said).strip(), " ".join("".join(alias).split())
+    assume(wanted and answer)
+    begins = rf"(?<![-+.{MINUS}])(?<![0-9][,:/^*])" if wanted[0].isdigit() else rf"(?<!{WORD}-)"
+    ends = rf"(?![-+.,:/^*{MINUS[1]}][0-9])(?!\s?%)" if wanted[-1].isdigit() else rf"(?!-{WORD})"
+    pattern = rf"(?<!{WORD}){begins}{re.escape(wanted)}{ends}(?!{WORD})"
+    anywhere = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=False)
+    assert score(anywhere, answer, wanted) == float(re.search(pattern, " ".join(answer.split())) is not None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("math_anwser", {}, "did you mean 'math_answer'"),
+        ("math_answer", {"require_box": True}, "did you mean 'require_boxed'"),
+        ("math_answer", {}, "require_boxed=None and extract=None: set exactly one"),
+        ("math_answer", {"extract": "json"}, "extract='json' is no way to find the answer"),
+        ("overlong", {"max_tokens": 8, "penalty": 1.0}, "needs options.buffer_tokens"),
+        ("math_answer", {"require_boxed": "false"}, "neither true nor false"),
+        ("math_answer", {"tools": None}, "no option 'tools'"),
+        ("format", {}, "exactly one"),
+        ("format", {"preset": "box"}, "use one of boxed, think_answer"),
+        ("format", {"preset": "boxed", "pattern": "a"}, "exactly one"),
+        ("format", {"tags": "think"}, "list of different names"),
+        ("format", {"tags": ["a", "a"]}, "list of different names"),
+        ("format", {"tags": ["<think>"]}, "names alone"),
+        ("format", {"json_fields": []}, r"json_fields=\[\] is unfit"),
+        ("exact_match", {"ignore_case": True, "whole_response": True, "extract": "tags:"}, "no way to find the answer"),
+        ("multiple_choice", {"letters": "AbC", "extract": "whole"}, "letters='AbC' is unfit"),
+        ("multiple_choice", {"letters": "ABA", "extract": "whole"}, "letters='ABA' is unfit"),
+        ("anls", {"threshold": 1.5, "lengths": "raw", "extract": "whole"}, "threshold=1.5 is unfit"),
+        ("anls", {"threshold": 0.5, "lengths": "long", "extract": "whole"}, "use raw or folded"),
+        ("relaxed_accuracy", {"tolerance": float("nan"), "extract": "whole"}, "tolerance=nan is unfit"),
+        ("grounding", {"claims": "entities", "evidence": "e"}, "use metadata:KEY, json:FIELD or fenced_json:FIELD"),
+        ("cost", {"target_tokens": 0, "latency_budget_ms": None}, "target_tokens=0 is unfit"),
+        ("overlong", {"max_tokens": 8, "buffer_tokens": 9, "penalty": 1.0}, "buffer_tokens=9 is unfit"),
+        ("language", {"language": "en", "among": ["de", "fr"], "min_letters": 5}, "list 'en' and the languages"),
+        ("language", {"language": "xx", "among": ["xx", "fr"], "min_letters": 5}, "ISO 639-1"),
+        ("iou", {**IOU, "form": "cxcywh"}, "use one of xyxy, xywh"),
+        ("iou", {**IOU, "scale": "percent"}, "use one of relative, thousandths, pixels"),
+        ("ocr", {**OCR, "target": "prompt"}, "use reference or quoted_prompt"),
+        ("ocr", {**OCR, "frame_stride": 0}, "frame_stride=0 is unfit"),
+        ("no/such/file.py:f", {}, "no file .*no/such/file.py here"),
+        ("format", {"pattern": "("}, "no regular expression"),
+        ("exact_match", {"ignore_case": 1, "whole_response": True}, "neither true nor false"),
+        ("no_such_module:f", {}, "cannot be imported"),
+        ("math:no_such_function", {}, "cannot be imported"),
+        (":f", {}, "cannot be imported"),
+        ("math:pi", {}, "name a function"),
+    ],
+)
+def test_unfit_functions_and_options_are_refused_by_name(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_function(name, options, NO_PROCESS)
+
+
+def test_a_result_is_finite_or_refused() -> None:
+    assert evaluate(lambda _: True, request("")) == Score(1.0)
+    assert evaluate(lambda _: Score(2, "why"), request("")) == Score(2.0, "why")
+    for value in (float("nan"), float("inf"), Score(float("-inf"))):
+        with pytest.raises(NotFiniteError):
+            evaluate(lambda _, value=value: value, request(""))
+    for nothing in (None, "1", 1j):
+        with pytest.raises(RewardError, match="finite number"):
+            evaluate(lambda _, value=nothing: value, request(""))
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        evaluate(lambda _: 1 / 0, request(""))
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "reason"),
+    [
+        (10**400, FailureKind.NOT_FINITE, "no float holds"),
+        (Fraction(10**400), FailureKind.NOT_FINITE, "no float holds"),
+        (Score(1.0, "", {"part": 10**400}), FailureKind.NOT_FINITE, "no float holds as 'part'"),
+        (Score(1.0, "", {"part": float("nan")}), FailureKind.NOT_FINITE, "nan as 'part'"),
+        (Score(1.0, "", [1, 2]), FailureKind.FAILED, "breakdown=\\[1, 2\\]"),
+        (Score(1.0, "", None), FailureKind.FAILED, "breakdown=None"),
+        (Score(1.0, "", {1: 0.5}), FailureKind.FAILED, "breakdown={1: 0.5}"),
+        (Score(1.0, None), FailureKind.FAILED, "reason=None"),
+        ("1", FailureKind.FAILED, "returned str"),
+    ],
+)
+def test_a_result_that_is_none_costs_its_response_alone(result: Any, kind: FailureKind, reason: str) -> None:
+    class Batched:
+        def score_batch(self, requests: Sequence[RewardRequest]) -> list[Any]:
+            return [result, 0.5]
+
+    for function in (Batched(), lambda r: result if r.response.text == "1" else 0.5):
+        failure, right = evaluate_batch(function, [request("1"), request("2")])
+        assert isinstance(failure, ScoringFailure) and failure.kind is kind and re.search(reason, failure.reason)
+        assert right == Score(0.5)
+
+
+class Halves:
+    """Scores many at once; what has no number is named, and costs nobody else."""
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
+        answers: list[float | Outcome] = []
+        for text in (r.response.text for r in requests):
+            answers.append(ScoringFailure(FailureKind.TIMED_OUT, "slow") if text == "slow" else float(text) / 2)
+        return answers
+
+
+def test_a_batch_has_one_outcome_a_request() -> None:
+    outcomes = evaluate_batch(Halves(), [request("1"), request("nan"), request("slow"), request("3")])
+    assert [type(outcome) for outcome in outcomes] == [Score, ScoringFailure, ScoringFailure, Score]
+    assert [o.value for o in outcomes if isinstance(o, Score)] == [0.5, 1.5]
+    assert [o.kind for o in outcomes if isinstance(o, ScoringFailure)] == [
+        FailureKind.NOT_FINITE,
+        FailureKind.TIMED_OUT,
+    ]
+
+
+def test_a_batch_that_raises_fails_every_request() -> None:
+    outcomes = evaluate_batch(Halves(), [request("1"), request("no number")])
+    assert [o.kind for o in outcomes if isinstance(o, ScoringFailure)] == [FailureKind.FAILED] * 2
+
+
+def test_functions_of_one_request_are_asked_one_by_one() -> None:
+    outcomes = evaluate_batch(lambda r: float(r.response.text), [request("1"), request("x"), request("inf")])
+    assert outcomes[0] == Score(1.0)
+    assert [o.kind for o in outcomes[1:] if isinstance(o, ScoringFailure)] == [
+        FailureKind.FAILED,
+        FailureKind.NOT_FINITE,
+    ]
+
+
+def test_a_part_that_is_not_finite_is_no_score() -> None:
+    with pytest.raises(NotFiniteError, match="as 'recall'"):
+        evaluate(lambda r: Score(1.0, breakdown={"precision": 1.0, "recall": float("nan")}), request("1"))

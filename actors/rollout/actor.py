@@ -44,7 +44,7 @@ class RolloutActor(PromptServer):
         return await self._sampler.weight_version()
 
     async def probe(self) -> None:
-        """Sample one token: whoever can do that is well."""
+        """Sample one token: a worker that can do that is healthy."""
         await self._sampler.probe()
 
     async def sleep(self) -> None:

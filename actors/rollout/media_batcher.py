@@ -33,7 +33,7 @@ class MediaBatcher:
         return media if media is not None else await asyncio.to_thread(self._reader.read, handles)
 
     async def _read_waiting(self) -> None:
-        """Until nobody waits. Whoever is not served, for whatever reason, reads for itself and hears of it there."""
+        """Serve until no call waits. A call that is not served reads for itself and gets its own error."""
         try:
             while self._waiting:
                 waiting, self._waiting = self._waiting, []

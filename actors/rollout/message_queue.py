@@ -1,4 +1,4 @@
-"""MessageQueue: what the requests of one actor have to report, on its way to whoever listens."""
+"""MessageQueue: what the requests of one actor have to report, on its way to the listener."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MessageQueue:
     """One stream for all requests of an actor: what is put while messages are on their way travels together in the
     next.
 
-    It keeps everything until somebody listens.
+    It keeps everything until a listener comes.
     """
 
     def __init__(self) -> None:

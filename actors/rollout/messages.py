@@ -36,7 +36,7 @@ class Ended:
 class MessageBatch:
     """What there is to say of all requests of an actor at one moment: first the chunks, then who has ended.
 
-    The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: whoever hears
+    The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: a receiver of
     the messages need not fetch them.
     """
 

@@ -50,7 +50,7 @@ class PromptClient:
     def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, Told]]]:
         """A reference to the group and what is told of it, to be awaited in the body; `take` is given each chunk.
 
-        Whoever leaves the body before the request has ended breaks it off. The future raises:
+        Leaving the body before the request has ended cancels the request. The future raises:
             WorkerDiedError: the actor died, and all that it had reported has been taken; or it is ended.
             DependencyError: the actor itself waited in vain.
             Exception: whatever else the actor or `take` raised.
@@ -68,7 +68,7 @@ class PromptClient:
                 self._handle.break_off.remote([request.request_id])  # it takes no slot of the engine any more
 
     def close(self) -> None:
-        """The actor is about to be ended: whoever waits for it is told so at once."""
+        """The actor is about to be ended: all that wait for it fail at once."""
         if self._listening is not None:
             self._listening.cancel()
         self._fail(list(self._asked), WorkerDiedError(f"{self._name} is ended"))

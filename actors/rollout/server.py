@@ -39,7 +39,7 @@ class PromptServer:
             self._at_work[request.request_id] = asyncio.create_task(self._answer(request), name=request.request_id)
 
     async def break_off(self, request_ids: Sequence[str]) -> None:
-        """Stop working at requests whose groups nobody waits for any more; those that have ended are ignored."""
+        """Stop working at requests whose groups are no longer awaited; those that have ended are ignored."""
         for request_id in request_ids:
             if request_id in self._at_work:
                 self._at_work[request_id].cancel()
@@ -47,7 +47,7 @@ class PromptServer:
     async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
         """What all requests report, as it comes: messages, and behind each as many groups as it says.
 
-        It ends with the first messages that make it `num_values` values or more, or when somebody else asks.
+        It ends with the first messages that make it `num_values` values or more, or when another caller asks.
         """
         async for batch, groups in self._messages.messages():
             yield batch
@@ -64,7 +64,7 @@ class PromptServer:
     async def _answer(self, request: GroupRequest) -> None:
         try:
             group, told = await self.generate(request.prompt, request.settings, request.attempt)
-        except Exception as error:  # whatever it is, whoever asked is told
+        except Exception as error:  # whatever it is, the caller gets it
             self._messages.end(Ended(request.request_id, None, _fit_to_travel(error)))
         else:
             self._messages.end(Ended(request.request_id, told), group)

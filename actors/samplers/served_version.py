@@ -18,6 +18,6 @@ class ServedVersion:
         self._changed = asyncio.Event()
 
     async def reach(self, number: int) -> None:
-        """Wait for a version that is not older; whoever asked has a deadline."""
+        """Wait for a version that is not older. The caller has the deadline."""
         while self.number < number:
             await self._changed.wait()

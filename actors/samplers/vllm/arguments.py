@@ -1,6 +1,6 @@
 """What vLLM is asked for: an engine of a run, and the responses to one prompt.
 
-Whoever imports this has changed nothing of vLLM: what ours adds to it comes with `VLLMSampler.start` and with the
+Importing this changes nothing of vLLM: what ours adds to it comes with `VLLMSampler.start` and with the
 worker extension that `engine_args` names.
 """
 

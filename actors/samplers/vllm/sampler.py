@@ -199,7 +199,7 @@ class VLLMSampler:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
 
         `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
-        not shared with later requests (`_cache_salt`). Pictures are embedded anew in either case. What comes to a
+        not shared with later requests (`_cache_salt`). Pictures are embedded again in either case. What comes to a
         frozen engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its
         weights are neither old nor new.
         """
@@ -346,7 +346,7 @@ class VLLMSampler:
 
 
 def _in_a_row(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The arrays in a row. One alone is not copied: it lies in the object store, where nobody may write; vLLM shares
+    """The arrays in a row. One alone is not copied: it lies in the object store, which is read-only; vLLM shares
     processed pictures among requests, so it only reads them.
     """
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

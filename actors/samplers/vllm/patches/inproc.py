@@ -43,7 +43,7 @@ def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | N
 class ThreadedCore(EngineCoreProc):
     """The loop of an engine core between an input queue and a function that takes outputs."""
 
-    last_came = 0.0  # time.monotonic() of the newest request; whoever puts one into the queue, or is about to, says so
+    last_came = 0.0  # time.monotonic() of the newest request, set by its sender
     num_coming = 0  # requests that are known of, and not in the queue yet
 
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
@@ -65,7 +65,7 @@ class ThreadedCore(EngineCoreProc):
 
         A step costs almost the same for few sequences as for many, and while it runs the other thread cannot take
         requests in: starting with the first one would leave the rest of the burst to many small steps. Once a step can
-        take no more, whoever comes later may as well come while it runs.
+        take no more, later requests may as well come while it runs.
         """
         was_idle = not self.has_work()
         super()._process_input_queue()
@@ -121,7 +121,7 @@ class InProcessClient(AsyncMPClient):
         self.failure: BaseException | None = None  # what ended the core
         self._thread.start()
         self._start_mm_warmup()
-        self._is_ready.wait()  # the load itself has no deadline here: whoever started this actor has one
+        self._is_ready.wait()  # the load itself has no deadline here: the starter of this actor has one
         if self.failure is not None:
             raise self.failure
 

@@ -94,7 +94,7 @@ def _grows_here(state: RequestState) -> bool:
 
 
 def _grows_silently(state: RequestState, output: EngineCoreOutput) -> bool:
-    """Whether nobody is told of these tokens yet, as is so of most: then to note them is all there is to do."""
+    """Whether these tokens are not reported yet, as most are not: then noting them is all there is to do."""
     if output.finish_reason is not None or state.is_prefilling or not output.new_token_ids:
         return False
     if type(state.logprobs_processor) is not SampledLogprobs:

@@ -20,7 +20,7 @@ _fill = GPUModelRunner._calc_mrope_positions
 
 @dataclass(frozen=True)
 class _Positions:
-    """What was computed last, and of what. Nobody writes into `positions`: pictures are never pruned here."""
+    """What was computed last, and from what. `positions` is never written to: pictures are never pruned here."""
 
     input_ids: list[int]
     pictures: list[Any]

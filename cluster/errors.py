@@ -13,7 +13,7 @@
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     │   └── RestartLoopError    workers end again and again with one cause, which a restart does not change
     ├── LostReplyError          a role's process is well, and one answer of it did not come
-    ├── DependencyError         a role lives, and waited in vain for somebody else
+    ├── DependencyError         a healthy role waited in vain for another one
     ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt
     │   └── EngineDiedError     its engine ended; `failure` is the cause
@@ -25,7 +25,7 @@
     │   └── CanaryError         after a push the engine does not equal the learner
     ├── CheckpointError         a checkpoint cannot be written or is not complete
     ├── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
-    └── RunOverError            whoever asked after a run found that it is over, or that its driver is dead
+    └── RunOverError            a command found that the run is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
 """
@@ -106,7 +106,7 @@ class LostReplyError(MobulaError):
 
 
 class DependencyError(MobulaError):
-    """A role lives and answers: it waited in vain for somebody else, so replacing it would fix nothing."""
+    """A healthy role waited in vain for another one, so replacing it would not help."""
 
 
 class LostObjectError(MobulaError):
@@ -159,7 +159,7 @@ class CheckpointError(MobulaError):
 
 
 class RunOverError(MobulaError):
-    """Whoever asked after a run found that it is over, or that its driver is dead."""
+    """A command found that the run is over, or that its driver is dead."""
 
 
 class JournalError(MobulaError):
@@ -167,7 +167,7 @@ class JournalError(MobulaError):
 
 
 def as_raised_by_role(error: Exception) -> Exception:
-    """What a role raised, as its caller takes it: who waited in vain, or lost somebody, is not the one to replace."""
+    """What a role raised, as its caller takes it: a role that waited in vain for another one is not replaced."""
     return DependencyError(str(error)) if isinstance(error, (DeadlineError, WorkerDiedError)) else error
 
 

@@ -83,7 +83,7 @@ class Rewards(Protocol):
 
         Raises:
             LostObjectError: the group went with the node that held it.
-            UnscoredGroupError: whoever tries to score it dies or hangs; it counts as a group without rewards.
+            UnscoredGroupError: workers that try to score it die or hang; it counts as a group without rewards.
         """
         ...
 

@@ -34,7 +34,7 @@ class Summary:
     `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` that of the newest later
     one. `seconds` sums each phase over all steps, with `other` and `total`; throughput is over that total.
     `response_length` is the mean over trained responses, `rejected_length` that over the others by reason: where they
-    differ, what was dropped has biased the lengths. A resumed part stores pictures anew: `media_bytes_unique` is that
+    differ, what was dropped has biased the lengths. A resumed part stores pictures again: `media_bytes_unique` is that
     of the part that stored most, `media_bytes_referenced` that of all parts.
     """
 

@@ -114,7 +114,7 @@ class MediaReader:
         return [found[h.key] for h in handles]
 
     def read_at_hand(self, wanted: Sequence[Sequence[MediaHandle]]) -> list[list[ProcessedMedia] | None]:
-        """As `read`, for several readers in one go; None for whoever's media are not all on this node at once."""
+        """As `read`, for several readers in one go; None for a reader whose media are not all on this node at once."""
         found, missing = self._kept([handle for handles in wanted for handle in handles])
         fetched = fetch_at_hand([[h.reference] for h in missing], patience_s=0.0)
         found |= {h.key: media[0] for h, media in zip(missing, fetched, strict=True) if media is not None}

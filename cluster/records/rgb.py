@@ -14,7 +14,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """The loaded picture as RGB: upright by its EXIF orientation, transparency on white, 16-bit grey scaled to 8.
 
     Raises:
-        ValueError: its pixels are floating-point numbers, whose range nobody knows.
+        ValueError: its pixels are floating-point numbers of unknown range.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversion would clip at 255

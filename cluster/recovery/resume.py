@@ -135,7 +135,7 @@ class JournalRecovery:
     def _unfit(self, step: TrainedStep, reason: str) -> JournalError:
         return JournalError(
             f"step {step.version} of the journal cannot be taken again: {reason}; fix that, or remove "
-            f"{self._journal.folder} to go on from the checkpoint and do later steps anew"
+            f"{self._journal.folder} to go on from the checkpoint and do later steps again"
         )
 
     def _revived(self, found: Recovered, lost: Counter[str]) -> list[ScoredGroup]:

@@ -1,8 +1,8 @@
 """ReplayBuffer: finished groups wait here, first in, first out, until a step takes them under a lease.
 
-It holds summaries, and references for its journal; the bytes stay in the object store. Whoever has the groups as well,
-as the driver has in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio class,
-run as an async Ray actor whose `max_concurrency` leaves room beside all groups that may wait for room.
+It holds summaries, and references for its journal; the bytes stay in the object store. A caller that has the groups as
+well, as the driver has in its ledger, speaks of them by id: `make_ready`, `lease`, `end_leases`. It is a plain asyncio
+class, run as an async Ray actor whose `max_concurrency` leaves room beside all groups that may wait for room.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ReplayBuffer:
     async def take(self, num_groups: int) -> list[ScoredGroup]:
         """Wait until `num_groups` groups are ready and lease the oldest ones.
 
-        A take that waits for a producer that died is cancelled by whoever runs both; it then holds no lease.
+        A take that waits for a producer that died is cancelled by the caller that runs both; it then holds no lease.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= num_groups)
@@ -234,7 +234,7 @@ class ReplayBuffer:
         self._journalled[group.summary.group_id] = asyncio.ensure_future(self._journal.finished(group))
 
     def _write_again_if_lost(self, group_id: str) -> None:
-        """A group that could not be had for the journal may be there again: whoever trains it has fetched it."""
+        """A group that could not be had for the journal may be there again: the training role has fetched it."""
         written = self._journalled[group_id]
         if written.done() and isinstance(written.exception(), LostObjectError):
             self._write_down(self._leased[group_id].group)

@@ -128,7 +128,7 @@ class JournalWriter:
         return await told
 
     async def _write_waiting(self) -> None:
-        """Until nobody waits: write what has come in by now, and tell those who have not given up."""
+        """Until no call waits: write what has come in by now, and answer the calls that still wait."""
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
             job = self._thread().submit(self._write, [draft for draft, _ in batch])
@@ -160,7 +160,7 @@ class JournalWriter:
 
 
 def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
-    """None if it cannot be made: alone it is tried again, and why it fails is told to nobody else."""
+    """None if it cannot be made: alone it is tried again, and only its own caller gets the error."""
     if values is None:
         return None
     try:

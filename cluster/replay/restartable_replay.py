@@ -108,7 +108,7 @@ class RestartableReplay:
         self._telling: asyncio.Task[None] | None = None
         self._last: asyncio.Task[None] | None = None  # of what the buffer hears in order
         self._is_ready = asyncio.Event()  # set whenever a waiting `take` has to look again
-        self._background: set[asyncio.Task[None]] = set()  # what the buffer has not answered and nobody waits for
+        self._background: set[asyncio.Task[None]] = set()  # what the buffer has not answered and is not awaited
         self._failure: BaseException | None = None  # of something in the background
         self._restartable = RestartableRole("replay", self._bring_back, budget=budget, on_lost=on_lost, clock=clock)
 
@@ -187,7 +187,7 @@ class RestartableReplay:
         return self._ledger.stats(num_waiting=self._num_waiting, num_oversized=self._num_oversized)
 
     def lose(self, error: Exception) -> None:
-        """Somebody found the buffer dead or silent."""
+        """The buffer was found dead or silent."""
         self._restartable.lose(error)
 
     async def ping(self) -> None:
@@ -260,7 +260,7 @@ class RestartableReplay:
             self._is_ready.set()
 
     def _raise_failure(self) -> None:
-        """Raises: WorkerDiedError: the buffer could not be restarted in something that nobody waited for."""
+        """Raises: WorkerDiedError: the buffer could not be restarted in a call that was not awaited."""
         if self._failure is not None:
             raise self._failure
 

@@ -91,7 +91,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _no_record(path: Path, problem: str) -> PreflightError:
     return PreflightError(
-        f"{path} is no record of a step ({problem}): put it back as the run wrote it, or record a run anew with "
+        f"{path} is no record of a step ({problem}): put it back as the run wrote it, or record a run again with "
         "replay.trajectory_log=true"
     )
 

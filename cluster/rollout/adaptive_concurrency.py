@@ -61,7 +61,7 @@ class AimdLimit:
         return self.value
 
     def _has_preempted(self, load: EngineLoad) -> bool:
-        """Since the look before; an engine that was started anew counts from 0."""
+        """Since the look before; an engine that was started again counts from 0."""
         before = self._num_preemptions[load.name] if load.name in self._num_preemptions else load.num_preemptions
         self._num_preemptions[load.name] = load.num_preemptions
         return load.num_preemptions > before
@@ -110,7 +110,7 @@ class AdaptiveConcurrency:
         """There is nothing to close."""
 
     async def look(self) -> None:
-        """Ask every engine once; one that does not answer is replaced by whoever tends it."""
+        """Ask every engine once; an engine that does not answer is replaced by its pool."""
         found = await outcomes(*(engine.load() for engine in self._engines()))
         loads = [None if isinstance(load, Exception) else load for load in found]
         before = self._limit.value

@@ -139,8 +139,8 @@ class RetryingRollouts:
 class RolloutDispatcher:
     """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
 
-    `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. Whoever publishes
-    weights calls `advance` with each push: as it begins where engines heed `min_version`, else after it.
+    `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. The caller that
+    publishes weights calls `advance` with each push: as it begins where engines heed `min_version`, else after it.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class RolloutDispatcher:
         return {"cursor": self._cursor, "pending": list(self._pending)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of `version`: its pending prompts come first, and anew."""
+        """Go on from a checkpoint of `version`: its pending prompts come first, and are sampled again."""
         self._cursor = state["cursor"]
         self._pending = dict.fromkeys(state["pending"])
         self._begin(version, [])

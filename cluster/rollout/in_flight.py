@@ -1,6 +1,6 @@
 """InFlightRequests: every prompt in flight, with what is known of its responses while they are sampled.
 
-The caller holds a request until the group is there, whoever samples it makes attempts at it:
+The caller holds a request until the group is there, the sampling side makes attempts at it:
 
     with in_flight_requests.held(prompt, settings):         # RetryingRollouts, over all tries
         in_flight = in_flight_requests.of(prompt, settings)     # RolloutClient, in each try
@@ -8,7 +8,7 @@ The caller holds a request until the group is there, whoever samples it makes at
         in_flight.add(chunk)                        # for each chunk that the actor streams
 
 The tokens of an actor that is lost stay; the next one goes on from them. Nothing here survives the driver: a prompt
-that was in flight when the driver was killed is sampled anew.
+that was in flight when the driver was killed is sampled again.
 """
 
 from __future__ import annotations

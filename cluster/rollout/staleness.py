@@ -156,7 +156,7 @@ class StepOrder(Generic[Group]):
     oldest finished groups, and waits for slower ones only as long as leaving those out would make one of them late:
     what is left, in order of admission, must still fit B a step into the steps after this one. The gate's formula makes
     plain order of admission such a plan at any time, so the wait always ends. It still is one after a resume, where
-    groups keep the version that they were admitted at and those that were under way are admitted anew. It never waits
+    groups keep the version that they were admitted at and those that were under way are admitted again. It never waits
     where only finished groups are late: waiting would not make them younger.
 
     Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0 and are due in step 1. If 1 finishes first

@@ -40,7 +40,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
 def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
     """As `fetch`, for values that can be made again: late is as good as lost.
 
-    Before Ray knows that a node is dead, whoever asks for what was on it only waits.
+    Before Ray knows that a node is dead, requests for its objects only wait.
 
     Raises:
         LostObjectError: some value is gone, or did not arrive within `timeout_s`.

@@ -25,7 +25,7 @@ EPSILON = 1e-6
 class NodeResources:
     """What one node has to give: what is free there, in Ray's units.
 
-    `all_cpus` are those of the node whoever holds them (None: they are all free): what is bound to cores is bound to
+    `all_cpus` are those of the node, held or not (None: they are all free): what is bound to cores is bound to
     the same ones whatever else runs there.
     """
 

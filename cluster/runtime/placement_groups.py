@@ -147,7 +147,7 @@ def groups_of_dead_drivers() -> list[tuple[str, str]]:
 
 
 def remove_group(group_id: str) -> None:
-    """Remove the group of this id, whoever made it."""
+    """Remove the group of this id, no matter which process made it."""
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 

@@ -42,7 +42,7 @@ def spawn(
     """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
 
     The actor carries the worker's name in the dashboard and in logs. It is never restarted by Ray itself: a role that
-    died has lost its state, so whoever supervises it builds a new one.
+    died has lost its state, so its supervisor builds a new one.
     """
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
@@ -75,7 +75,7 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
     Raises:
         DeadlineError: no answer within `timeout_s`; the message names `what`.
         WorkerDiedError: the actor died, or cannot be reached.
-        DependencyError: the role itself waited in vain, or lost somebody: it is not the one to replace.
+        DependencyError: the role itself waited in vain for another one: it is not replaced.
         Exception: whatever else the role raised, as it raised it.
     """
     try:
@@ -88,9 +88,9 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
 
 
 def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, what: str) -> None:
-    """Have `tell` told, in this event loop, if the call fails; one that succeeds wakes nobody.
+    """Call `tell`, in this event loop, if the call fails.
 
-    Waits without a deadline, for nobody may depend on it. `tell` is given what `answer` would raise.
+    Waits without a deadline, since no caller depends on it. `tell` is given what `answer` would raise.
     """
     loop = asyncio.get_running_loop()
 
@@ -129,7 +129,7 @@ async def with_attachments(
     """The values of a call that streams, as they come, each with references to the `num_attached(value)` values that
     follow it and belong to it. Those stay where they are; all are the caller's and outlive the actor.
 
-    Waits without a deadline, for nobody may depend on it: who needs the values has a deadline.
+    Waits without a deadline: the caller that needs the values has one.
 
     Raises:
         WorkerDiedError: the actor died; everything that it had sent has come before, but what was lost with its node.
@@ -150,7 +150,7 @@ async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -
     """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
     reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
     if reference is None or reference == stream.completed():
-        for reason in (before, stream.completed()):  # what a role raised is its last value, what befell it is not
+        for reason in (before, stream.completed()):  # an error that a role raised is its last value, its death is not
             await asyncio.wrap_future(reason.future())
         raise RuntimeError("a stream ended before all that belongs to its last value had come")
     return reference

@@ -74,7 +74,7 @@ class WeightSync:
 
     A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did
     not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that lives and
-    has not got what the sender has sent is given what the learner then has, as a late joiner is. Nobody is left on
+    has not got what the sender has sent is given what the learner then has, as a late joiner is. No engine is left on
     weights of unknown origin: a receiver has the new version, or a newer one, or it is lost.
     """
 
@@ -102,7 +102,7 @@ class WeightSync:
         self._canary_tolerance = canary_tolerance
         self._probe = probe
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
-        self._heralds: list[Callable[[int], None]] = []
+        self._announcement_listeners: list[Callable[[int], None]] = []
         self._announced = -1
         self._manifest: Manifest | None = None
         self._agreed: set[int] = set()  # receivers, by identity, that have agreed to the manifest
@@ -115,7 +115,7 @@ class WeightSync:
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
         """Call `listener` with the version once its push is under way; every receiver will have it or be lost."""
-        self._heralds.append(listener)
+        self._announcement_listeners.append(listener)
 
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
         """Call `listener` after every push that succeeded."""
@@ -161,7 +161,7 @@ class WeightSync:
             for wave in self._cut(receivers):
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave)
-            await self._announce(version)  # where there was nobody to send to
+            await self._announce(version)  # where there was no receiver
             expected = await self._sender.sequence_logprobs(self._probe) if self._is_canary_due() else None
             self.num_pushes += 1
             settle = self._settle(push, sent, expected)
@@ -260,7 +260,7 @@ class WeightSync:
     async def _announce(self, version: int) -> None:
         if version > self._announced:
             self._announced = version
-            for listener in self._heralds:
+            for listener in self._announcement_listeners:
                 listener(version)
 
     async def _arrive(self, push: _Underway, sent: _Sent | None) -> None:
@@ -347,7 +347,7 @@ class WeightSync:
         return self._canary_interval > 0 and self.num_pushes % self._canary_interval == 0
 
     def _is_empty(self, wave: _Wave) -> bool:
-        """Whether nobody of the wave receives any more."""
+        """Whether no engine of the wave receives any more."""
         return not set(wave.receivers) & set(self._members.receivers())
 
     async def _disband(self, wave: _Wave) -> None:

@@ -40,7 +40,7 @@ NEXT = {Phase.HANDOVER: Phase.GENERATING, Phase.GENERATING: Phase.TRAINING, Phas
 
 
 class Turns:
-    """The phases as a state machine: pure accounting, one change at a time, and only with nobody sampling."""
+    """The phases as a state machine: pure accounting, one change at a time, and only while nothing is sampled."""
 
     def __init__(self) -> None:
         self.phase = Phase.HANDOVER
@@ -60,7 +60,7 @@ class Turns:
         self.num_sampling -= 1
 
     def begin(self, phase: Phase) -> None:
-        """Nobody may sample until `end`; the change itself waits until nobody does."""
+        """No sampling may begin until `end`; the change itself waits for sampling to end."""
         assert not self.is_changing, f"{phase} begins while another change from {self.phase} is under way"
         assert NEXT[self.phase] is phase, f"{phase} does not follow {self.phase}"
         self.is_changing = True
@@ -139,7 +139,7 @@ class GpuLease:
     async def hand_over(self) -> None:
         """Both hold their weights, so that a push can go from one to the other."""
         if self.phase is Phase.HANDOVER:
-            return  # the first push of a run: nobody has left yet
+            return  # the first push of a run: no role has left yet
         async with self._change(Phase.HANDOVER):
             await self._learner.offload("optimizer")
             await self._each(lambda engine: engine.wake_up("weights"))

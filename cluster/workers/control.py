@@ -130,7 +130,7 @@ class ControlLoop:
             status = await self._status()
             try:
                 await self._visit(status)
-            except Exception as error:  # whatever befell it, the run does not need it; the next visit makes another
+            except Exception as error:  # whatever the cause, the run does not need it; the next visit makes another
                 await self._lose_panel(error)
             await asyncio.sleep(self._interval_s)
 

@@ -60,11 +60,11 @@ class RestartableRole:
         self._is_over = False
 
     def end(self) -> None:
-        """The role is closed: whoever still calls it meets the loss."""
+        """The role is closed: later calls raise the loss."""
         self._is_over = True
 
     def lose(self, error: Exception) -> None:
-        """Somebody found the role dead or silent: calls under way end now instead of at their deadline.
+        """The role was found dead or silent: calls under way end now instead of at their deadline.
 
         Nothing is to be learned from it while the role is restored.
         """
@@ -77,10 +77,10 @@ class RestartableRole:
         A patient call waits for others behind the role, so that its own deadline says nothing of the role.
         """
         while True:
-            async with self._under_way:  # nobody calls while the role is restored
+            async with self._under_way:  # no call runs while the role is restored
                 generation, lost = self._generation, self._lost
             try:
-                if lost.done():  # noticed while nobody called, or whoever restored it was cancelled
+                if lost.done():  # noticed between calls, or the call that restored it was cancelled
                     lost.result()
                 return await _unless(lost, call())
             except ROLE_LOST as error:
@@ -127,7 +127,7 @@ class RestartableRole:
 
 async def _unless(lost: asyncio.Future[None], call: Awaitable[T]) -> T:
     task = asyncio.ensure_future(call)
-    task.add_done_callback(_look_at)  # nobody else may: another call may have found the loss first
+    task.add_done_callback(_look_at)  # no other place does: another call may have found the loss first
     try:
         await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():

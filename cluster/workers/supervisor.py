@@ -1,6 +1,6 @@
 """Supervisor: watches every role while the run lasts and closes all of them at its end.
 
-A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can, whoever
+A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can, the pool that
 replaces it is told: `on_lost`. Roles with many interchangeable workers are tended by their own pools.
 """
 

@@ -22,7 +22,7 @@ RECIPE = "recipe"  # stands for a component where a response has no recipe, or i
 
 
 class ComponentError(RewardError):
-    """A component could not score a response, so nobody can: a sum without one of its parts is another reward."""
+    """A component could not score a response, so it has no reward: a sum without one of its parts is another reward."""
 
     def __init__(self, component: str, kind: FailureKind, reason: str) -> None:
         super().__init__(component, kind, reason)

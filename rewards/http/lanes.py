@@ -102,7 +102,7 @@ class Lanes:
             lane.busy_since = time.monotonic()
             try:
                 future.set_result(lane.scorer.score(requests, deadline))
-            except BaseException as error:  # whoever waits for it is told
+            except BaseException as error:  # the waiting call gets it
                 future.set_exception(error)
             finally:
                 lane.busy_since = None

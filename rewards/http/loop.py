@@ -33,7 +33,7 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # whoever was waiting is gone, e.g. by an interrupt; harmless once it is done
+            future.cancel()  # the waiting call is gone, e.g. by an interrupt; harmless once it is done
 
 
 def _serve(loop: asyncio.AbstractEventLoop, closers: list[Closer]) -> None:

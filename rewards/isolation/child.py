@@ -45,7 +45,7 @@ def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
     try:
         connection.send(reply)
     except (BrokenPipeError, ConnectionResetError):
-        raise SystemExit(0) from None  # nobody waits for it any more
+        raise SystemExit(0) from None  # it is not awaited any more
     except Exception as error:  # pickling runs code of the result's own class
         connection.send((False, f"a result that cannot be pickled, {type(error).__name__}: {error}"))
 

@@ -21,7 +21,7 @@ class InTime:
     """Runs work in a thread, each response with `timeout_s`, all of it until `deadline` (on `time.monotonic`'s clock).
 
     A thread cannot be ended. One that is late is left behind, and `num_stuck` counts those that are still at it:
-    whoever owns the process is to replace it. Without a timeout and a deadline everything happens in the thread that
+    the owner of the process has to replace it. Without a timeout and a deadline everything happens in the thread that
     asks.
 
     Example:
@@ -81,5 +81,5 @@ class _Thread:
             future, work = self._jobs.get()
             try:
                 future.set_result(work())
-            except BaseException as error:  # whoever waits for it is told
+            except BaseException as error:  # the waiting call gets it
                 future.set_exception(error)

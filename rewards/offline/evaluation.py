@@ -82,4 +82,6 @@ def _read(part: Part, with_metadata: bool, piece_records: int | None) -> Iterato
             for batch in part.batches(with_metadata=with_metadata):
                 yield from batch.pieces(piece_records)
     except OSError as error:  # of this generator alone: what scores the batch raises past it
-        raise BrokenSourceError(f"{part} cannot be read ({error}): give a whole file that nobody changes") from error
+        raise BrokenSourceError(
+            f"{part} cannot be read ({error}): give a whole file that is not being changed"
+        ) from error

@@ -126,7 +126,7 @@ class _WorkerProcesses:
     def _ready(self) -> list[Connection]:
         asked = time.monotonic()
         while not (ready := wait(list(self._busy), timeout=max(0.0, self._left_s(asked)))):
-            if self._left_s(asked) > 0:  # somebody got on meanwhile
+            if self._left_s(asked) > 0:  # another process made progress meanwhile
                 continue
             names = ", ".join(str(self._tasks[place]) for place in self._busy.values())
             raise DeadlineError(f"no process finished within {self._timeout_s:g} s: {names}; look for what hangs there")

@@ -63,7 +63,7 @@ class RewardPool:
 
     @property
     def failures(self) -> Counter[str]:
-        """How often what befell a response or a worker, since the pool was built."""
+        """How often each failure of a response or a worker occurred since the pool was built."""
         return self._losses.failures
 
     async def start(self) -> None:

@@ -68,7 +68,7 @@ class ScoringAhead:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _said(self, ended: EndedResponse) -> Said | None:
-        """What befalls workers here is counted where it happens; the group tries again, and only then has a policy."""
+        """Failures of workers are counted where they happen; the group tries again, and only then has a policy."""
         try:
             return await self._score(ended)
         except (RewardError, LostObjectError, WorkerDiedError) as error:

@@ -152,7 +152,7 @@ def _texts(value: Any, name: str) -> list[str] | None:
 
 
 def _says_text(value: Any) -> bool:
-    """Whether a value is a text or a number; of anything else, Python's way to write it is nobody's answer."""
+    """Whether a value is a text or a number; of anything else, Python's way to write it is not an answer."""
     return isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
 
 

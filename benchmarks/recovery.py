@@ -81,7 +81,7 @@ class _Watch:
     def observe(self) -> None:
         try:
             self._observe()
-        except Exception as error:  # it is raised where somebody waits for the result
+        except Exception as error:  # it is raised where the result is awaited
             self.error = error
         finally:
             os.kill(os.getpid(), signal.SIGINT)
@@ -92,7 +92,7 @@ class _Watch:
             self._steps_more(self.num_steps)
         with self._idle("recovering"):
             self._kill()
-            self._wait(lambda: self._says(" is lost ("), "somebody to notice the kill")
+            self._wait(lambda: self._says(" is lost ("), "the kill to be noticed")
             self.noticed_at = time.monotonic()
             self._wait(lambda: self._says(" serves version "), "the new engine to serve")
             self.serving_at = time.monotonic()

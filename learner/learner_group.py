@@ -51,7 +51,7 @@ class LearnerGroup:
         await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
 
     async def respawn(self) -> None:
-        """End every rank at once, whatever it does, and start all of them anew, on version 0.
+        """End every rank at once, whatever it does, and start all of them again, on version 0.
 
         Raises:
             WorkerDiedError: there is no place for them now.
@@ -160,7 +160,7 @@ class LearnerGroup:
         """A rank that has got at the groups waits for the others in the middle of its update.
 
         Raises:
-            WorkerDiedError: there is one; the ranks can only be started anew.
+            WorkerDiedError: there is one; the ranks can only be started again.
         """
         timeout_s = self._timeouts.object_s
         waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))

@@ -82,7 +82,7 @@ def problems(findings: Findings, baseline: Findings) -> list[str]:
         if not claim.holds:
             found.append(f"{claim.what}: {claim.ratio:.3f}, the target is {target_text(claim)}")
         if claim.target is not None and claim.what not in known:
-            found.append(f"{claim.what}: the committed baseline lacks it, measure and commit it anew")
+            found.append(f"{claim.what}: the committed baseline lacks it, measure and commit it again")
         elif claim.target is not None and claim.is_worse_than(known[claim.what], TOLERANCE):
             found.append(f"{claim.what}: {claim.ratio:.3f}, the committed baseline is {known[claim.what].ratio:.3f}")
     return found

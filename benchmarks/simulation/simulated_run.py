@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds a step if nobody ever waited for anybody: of engines or learner, whoever has more to do."""
+        """Seconds a step without any waiting: those of engines or learner, the larger of both."""
         return max(self.decoding_s, self.update_s + self.push_s)
 
 
@@ -265,7 +265,7 @@ class _Push:
         return nullcontext()
 
     async def settled(self) -> None:
-        """Whoever publishes waits for every engine."""
+        """A push waits for every engine."""
 
     async def publish(self, version: int) -> int:
         for engine in self._engines:
@@ -311,7 +311,7 @@ class _Observer:
 
 
 class _Adapting:
-    """The supervisor of a run in which nobody fails."""
+    """The supervisor of a run without failures."""
 
     def __init__(self, adaptive: Adaptive, engines: Sequence[SimulatedEngine], gate: StalenessGate) -> None:
         limit = AimdLimit(adaptive.policy, start=adaptive.start)

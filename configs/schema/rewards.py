@@ -71,7 +71,7 @@ class RewardPoolConfig(Section):
     batches_in_flight: PositiveInt
     """Calls that one worker has at a time: one that it works on, and full batches that it finds when that is done."""
     max_queued_groups: PositiveInt
-    """Groups that wait for a worker of one service; whoever brings more waits with them."""
+    """Groups that wait for a worker of one service; a caller with more waits with them."""
 
 
 class RewardsConfig(Section):

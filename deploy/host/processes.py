@@ -119,7 +119,7 @@ def _holder(pid: int, folder: Path) -> MarkedProcess | None:
             return None
         files = [os.readlink(file) for file in (place / "fd").iterdir()]
         command = _command(pid)
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # it has ended, or belongs to another user
         return None
     process = ProcessId.of(pid) if any(file.startswith(f"{folder}/") for file in files) else None
     return None if process is None else MarkedProcess(process, {}, command)
@@ -133,7 +133,7 @@ def _marked(pid: int, variable: str) -> MarkedProcess | None:
     try:
         words = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
         command = _command(pid)
-    except OSError:  # it has ended, or belongs to somebody else
+    except OSError:  # it has ended, or belongs to another user
         return None
     pairs = (word.decode(errors="replace").partition("=") for word in words)
     environment = {name: value for name, separator, value in pairs if separator}

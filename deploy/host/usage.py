@@ -232,7 +232,7 @@ class UsageSampler:
             while not self._is_over.wait(self._period_s):
                 self._sample()
             self._sample()
-        except Exception as error:  # it travels to whoever stops us
+        except Exception as error:  # it is raised in the call that stops this thread
             self._error = error
 
     def _sample(self) -> None:

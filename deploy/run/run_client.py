@@ -72,7 +72,7 @@ def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
     """What the run says of itself now.
 
     Raises:
-        RunOverError: nobody answers for it.
+        RunOverError: no process answers for it.
         DeadlineError: it did not answer in time.
     """
     return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
@@ -82,7 +82,7 @@ def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple
     """Have the run change its numbers of workers, role by role; what became of each.
 
     Raises:
-        RunOverError: nobody answers for it.
+        RunOverError: no process answers for it.
         DeadlineError: it did not answer in time; it may still do what it was asked for.
     """
     request = ScaleRequest(uuid4().hex, dict(wanted))

@@ -143,7 +143,7 @@ def _placement_groups(address: str) -> Iterator[Leftover]:
     what = f"the cluster at {address} to list its placement groups"
     for group_id, name in in_side_process(_dead_groups, CLUSTER_TIMEOUT_S, what, address):
         matched = GROUP_NAME.fullmatch(name)
-        if matched is not None:  # else it is somebody else's
+        if matched is not None:  # else it belongs to another run
             what = f"what was reserved for {matched['worker']}"
             yield Leftover(f"group-{group_id}", matched["run"], what, partial(_remove_group, address, group_id))
 

@@ -65,7 +65,7 @@ class RewardScorer:
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
         self.is_stuck = self._in_time.num_stuck >= MAX_STUCK
         if self.is_stuck:
-            reason = f"{MAX_STUCK} computations hang since earlier requests: start the server anew"
+            reason = f"{MAX_STUCK} computations hang since earlier requests: restart the server"
             return [ScoringFailure(FailureKind.TIMED_OUT, reason)] * len(requests)
         self._isolated.deadline = self._in_time.deadline = deadline
         return [_outcome(reward) for reward in self._scoring.rewards(requests)]

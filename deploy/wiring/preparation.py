@@ -153,7 +153,7 @@ def _refuse_broken_config(folder: Path) -> None:
 
 
 def require_model(config: RunConfig) -> None:
-    """Whoever judges `policy.model` as it is must not have a tiny model of random weights written in its place.
+    """A command that evaluates `policy.model` as it is must not get a tiny model of random weights in its place.
 
     Raises:
         PreflightError: it is no checkpoint folder.

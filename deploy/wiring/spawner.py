@@ -166,7 +166,7 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
 def _allocator_environment(config: RunConfig) -> dict[str, str]:
     """How glibc's malloc is to behave in a worker that computes on CPU: it keeps the memory that a step frees for the
     next one. By default the heap of any thread but the first is given back as soon as it is free at its end, so that
-    every step of an engine had its buffers cleared and mapped anew by the kernel: thousands of page faults a second.
+    every step of an engine had its buffers cleared and mapped again by the kernel: thousands of page faults a second.
     """
     if config.resources.device == "cuda":
         return {}

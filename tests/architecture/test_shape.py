@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from sources import ROOT, Source, parse, sources
 
-ROOMS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "learner", "rewards", "tests"}
+ROOMS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "examples", "learner", "rewards", "tests"}
 
 
 def ignored_folders() -> set[str]:

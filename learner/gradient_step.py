@@ -9,7 +9,6 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Backend, Optimizer
-from learner.optim import set_learning_rate
 from learner.policies.batch import TokenSequence
 from learner.policies.packing import split_microbatches
 
@@ -45,7 +44,8 @@ class GradientStep:
         shares = self.shares(rows)
         for n, share in enumerate(shares):
             self._backend.backward(loss(share), is_last=n == len(shares) - 1)
-        set_learning_rate(self._optimizer, learning_rate)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
         return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
 
     def shares(self, rows: Sequence[R]) -> list[list[R]]:

@@ -18,9 +18,9 @@ from typing import Protocol
 from cluster.controller import RunMetrics
 from cluster.errors import JournalError, SkippedSample
 from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.recording_learner import StepJournal
 from cluster.replay.journal import Journal, Recovered, TrainedStep
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import StepJournal
 from cluster.roles import ReplayStats, UpdateReport
 from cluster.rollout.dispatcher import OVER_AGE
 from cluster.rollout.staleness import AgeLimit

@@ -13,11 +13,11 @@ from actors.datasets.prompts import PromptSource
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.recovery.checkpoints import Recovery
+from cluster.recovery.recording_learner import DurableLearner, RecordingLearner
 from cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
 from cluster.replay.journal import Journal, journal_identity
 from cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import DurableLearner, RecordingLearner
 from cluster.replay.trajectory_log import TrajectoryLog
 from cluster.rollout.dispatcher import RolloutDispatcher
 from cluster.rollout.staleness import AgeLimit

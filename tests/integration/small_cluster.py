@@ -27,13 +27,13 @@ from actors.rollout.client import RolloutClient
 from cluster.controller import Controller, RunMetrics
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.recovery.resume import JournalRecovery
 from cluster.replay.client import ReplayClient, ReplayDeadlines
 from cluster.replay.journal import Journal
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import RecordingLearner
 from cluster.replay.restartable_replay import RestartableReplay
 from cluster.roles import SamplingSettings
 from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher

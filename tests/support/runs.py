@@ -24,12 +24,12 @@ from fakes import (
 from cluster.controller import Controller
 from cluster.records.trajectory import GroupSummary
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.recovery.resume import JournalRecovery
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.journal import Journal
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import RecordingLearner
 from cluster.roles import Rewards, Rollouts
 from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests

@@ -9,9 +9,9 @@ from fakes import FakeLearner, make_scored
 from metrics_data import FakeClock, make_metrics
 
 from cluster.metrics.definitions import CounterName
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.recovery.resume import JournalRecovery, NoRecovery
 from cluster.replay.journal_writer import JournalWriter, NoJournal
-from cluster.replay.recording_learner import RecordingLearner
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.wiring.persistence import Records, build_journal_writer, build_records, reached_version, trajectory_log

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from learner.learner import Learner
-from learner.muon import MuonWithAdamW
-from learner.optim import OPTIMIZERS, set_learning_rate
+from learner.optim import OPTIMIZERS
+from learner.optim.muon import MuonWithAdamW
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -87,7 +87,8 @@ def test_muon_steps_hidden_matrices_along_a_nearly_orthogonal_direction() -> Non
 def test_the_learning_rate_of_both_parts_is_set_at_once() -> None:
     parameters = named()
     optimizer = build(parameters)
-    set_learning_rate(optimizer, 0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     before = [p.detach().clone() for _, p in parameters]
     for _, p in parameters:
         p.grad = torch.randn_like(p)

@@ -14,11 +14,11 @@ from runs import AtOnce
 from cluster.errors import JournalError, LostObjectError
 from cluster.records.trajectory import Reward, ScoredGroup
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.journal import Journal, finished, trained
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import RecordingLearner
 from cluster.roles import UpdateReport
 from cluster.rollout.scored_sampling import MAX_NODES_LOST
 from cluster.runtime.object_store import fetch

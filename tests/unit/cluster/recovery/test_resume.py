@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from cluster.errors import JournalError, SkippedSample
 from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.recovery.resume import JournalRecovery, NoRecovery
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.journal import Journal
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import RecordingLearner
 from cluster.roles import Learner as LearnerRole
 from cluster.roles import UpdateReport
 from cluster.rollout.staleness import AgeLimit

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from cluster.errors import ChangedDataError, PreflightError
 from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.recording_learner import RecordingLearner
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.recording_learner import RecordingLearner
 from cluster.replay.trajectory_log import TrajectoryLog
 from cluster.replay.trajectory_replay import train_again
 from cluster.roles import UpdateReport

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Optimizer
-from learner.muon import MuonWithAdamW
+from learner.optim.muon import MuonWithAdamW
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -83,8 +82,3 @@ def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
             return config.learning_rate * (1 - progress)
         case "cosine":
             return config.learning_rate * (1 + math.cos(math.pi * progress)) / 2
-
-
-def set_learning_rate(optimizer: Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value

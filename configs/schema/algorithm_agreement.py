@@ -115,7 +115,7 @@ def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
     if learner.optimizer == "adamw" or learner.backend != "deepspeed":
         return None
     return (
-        f"learner.optimizer={learner.optimizer} needs whole tensors of its own, and learner.backend=deepspeed flattens "
+        f"learner.optimizer={learner.optimizer} reads matrices, and learner.backend=deepspeed flattens "
         "them: use learner=fsdp2, or set learner.optimizer=adamw"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,11 +16,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `learner.optimizer` names, over what is trained; vectors (biases, norms) are not decayed.
-
-    Raises:
-        ValueError: it needs a package that is not installed.
-    """
+    """The optimizer that `learner.optimizer` names, over what is trained; vectors (biases, norms) are not decayed."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     return OPTIMIZERS[config.optimizer](trained, config)
 
@@ -31,18 +26,6 @@ def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_decay_groups(trained, config), **_adam_settings(config), fused=True)
 
 
-def _adamw_8bit(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW whose moments are quantised block by block to 8 bits. Source: arXiv:2110.02861."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(
-            "learner.optimizer=adamw_8bit needs the package torchao, which is not installed: install mobula[quantized] "
-            "or torchao, or set learner.optimizer=adamw"
-        )
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(_decay_groups(trained, config), **_adam_settings(config))
-
-
 def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     decay = config.weight_decay
     return MuonWithAdamW(trained, weight_decay=decay, momentum=config.muon_momentum, **_adam_settings(config))
@@ -50,7 +33,6 @@ def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Named, LearnerConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
-    "adamw_8bit": _adamw_8bit,
     "muon": _muon,
 }
 

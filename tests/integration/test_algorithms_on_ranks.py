@@ -30,21 +30,32 @@ WORDS = (
 TWO = ("learner=fsdp2", "resources.learner.num_workers=2")
 
 
-def _rank(rank: int, model: Path, out: Path) -> None:
+MUON = ("learner.optimizer=muon",)  # torch iterates in bfloat16: rounding is of the order of 1e-2 of a step
+
+
+def _rank(rank: int, model: Path, words: tuple[str, ...], out: Path) -> None:
     torch.set_num_threads(1)
-    train(config_of(model, *WORDS, *TWO), rank, 2, out)
+    train(config_of(model, *words, *TWO), rank, 2, out)
 
 
-def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path) -> None:
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference of all weights."""
+    return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
+
+
+@pytest.mark.parametrize(("words", "share"), [(WORDS, 0.01), (MUON, 0.05)], ids=["algorithm", "muon"])
+def test_two_ranks_train_as_one_process_does_and_resume_exactly(
+    tmp_path: Path, words: tuple[str, ...], share: float
+) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    train(config_of(model, *WORDS), 0, 1, tmp_path / "one")
+    train(config_of(model, *words), 0, 1, tmp_path / "one")
     multiprocessing.set_forkserver_preload(["backend_run"])
-    mp.start_processes(_rank, args=(model, tmp_path / "two"), nprocs=2, start_method="forkserver")
+    mp.start_processes(_rank, args=(model, words, tmp_path / "two"), nprocs=2, start_method="forkserver")
     one, two = (torch.load(tmp_path / name / "seen.pt") for name in ("one", "two"))
-    assert equal(one["weights"], two["weights"], atol=5e-6) and not equal(one["weights"], one["before"], atol=1e-4)
+    assert distance(one["weights"], two["weights"]) < share * distance(one["weights"], one["before"])
     for step in range(2):
-        assert two["metrics"][step] == pytest.approx(one["metrics"][step], rel=1e-3, abs=1e-4)
+        assert two["metrics"][step] == pytest.approx(one["metrics"][step], rel=share, abs=1e-3)
     assert equal(two["third_again"], two["third"], atol=0), "the moments came back with the checkpoint"
     assert two["metrics_again"] == two["metrics"], "and began again with the first one"

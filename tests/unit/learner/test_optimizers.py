@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ from learner.learner import Learner
 from learner.optim import OPTIMIZERS
 from learner.optim.muon import MuonWithAdamW
 from learner.policies.tiny import write_tiny_qwen2_5_vl
-
-HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +34,6 @@ def largest_difference(a: Learner, b: Learner) -> float:
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_an_optimizer_trains_and_a_resumed_run_goes_on_bit_for_bit(folder, tmp_path, name: str) -> None:
-    if name == "adamw_8bit" and not HAS_TORCHAO:
-        pytest.skip("torchao is not installed")
     groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 4)
     first, untrained = (connected(folder, f"learner.optimizer={name}") for _ in range(2))
     first.update(groups, 1)
@@ -50,12 +45,6 @@ def test_an_optimizer_trains_and_a_resumed_run_goes_on_bit_for_bit(folder, tmp_p
     second.load(tmp_path / "state")
     second.update(groups, 2)
     assert largest_difference(first, second) == 0
-
-
-@pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
-def test_8_bit_without_torchao_is_refused_by_name(folder) -> None:
-    with pytest.raises(ValueError, match="torchao, which is not installed: .* or set learner.optimizer=adamw"):
-        connected(folder, "learner.optimizer=adamw_8bit")
 
 
 def named() -> list[tuple[str, nn.Parameter]]:

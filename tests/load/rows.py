@@ -47,6 +47,11 @@ class Row:
         return "-".join(f"{value}" for value in astuple(self))
 
     @property
+    def keeps_old_kv(self) -> bool:
+        """Whether a response goes on after a push on keys and values of the weights before it."""
+        return self.kv_cache == "keep" and self.staleness > 0
+
+    @property
     def prompts_per_step(self) -> int:
         """So many that the staleness bound lets `in_flight` prompts run at once."""
         return ceil(self.in_flight / (self.staleness + 1))

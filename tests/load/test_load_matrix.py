@@ -28,6 +28,7 @@ SCRIPT = Path(__file__).with_name("load_job.py")
 RESULTS = "MOBULA_LOAD_RESULTS"  # environment: append each row's figures to this file
 DEADLINE_S = 2100.0
 LOOK_S = 2.0
+KEPT_KV_GAP_MEAN = 1e-2  # at the learning rate of these runs
 MEMORY_GROWTH = 0.05  # of a run's memory between its second quarter and its last
 COMMON = (
     "data=jsonl",
@@ -103,8 +104,11 @@ def test_a_run_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Pat
     assert summary.response_length > (75 if row.max_tokens == 1024 else 0.9 * row.max_tokens)
     assert max(summary.staleness) <= row.staleness
     assert summary.logprob_gap_mean is not None and summary.logprob_gap_max is not None
-    assert summary.logprob_gap_mean <= 1e-5
-    assert summary.logprob_gap_max <= 1e-3
+    if row.keeps_old_kv:  # how far that is from the learner's weights is a figure of the table
+        assert summary.logprob_gap_mean <= KEPT_KV_GAP_MEAN
+    else:
+        assert summary.logprob_gap_mean <= 1e-5
+        assert summary.logprob_gap_max <= 1e-3
     if row.num_steps == MANY_STEPS:
         assert _growth(memory) <= MEMORY_GROWTH, memory
 

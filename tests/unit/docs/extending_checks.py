@@ -90,7 +90,7 @@ def test_correction(model: Path) -> None:
     proximal = torch.tensor([[0.1, 0.1], [1.0, 5.0]])
     found = CORRECTIONS["mis_geometric"](proximal, behavior, mask, cap=1.2)
     assert found.tolist() == [pytest.approx([math.exp(0.1)] * 2), [0.0, 0.0]]
-    updated(model, "algorithm.correction=mis_geometric")
+    updated(model, "algorithm.correction=mis_geometric", "algorithm.old_logprobs=recomputed")
 
 
 @pytest.fixture

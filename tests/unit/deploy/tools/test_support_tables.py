@@ -1,0 +1,59 @@
+"""The support tables of README.md are those of the registries, and every entry can be chosen in a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from configs.load import load_config
+from deploy.tools import support_tables
+from deploy.tools.support_tables import BEGIN, END, choices, rewritten
+from learner.algorithms.advantages import ADVANTAGES
+from learner.algorithms.aggregation import AGGREGATIONS
+from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.optim import OPTIMIZERS
+
+
+def test_the_readme_has_the_generated_tables() -> None:
+    page = support_tables.TARGET.read_text(encoding="utf-8")
+    assert rewritten(page) == page, "run `python -m deploy.tools.support_tables`"
+
+
+@pytest.mark.parametrize(
+    ("key", "registry"),
+    [
+        ("algorithm.advantage", ADVANTAGES),
+        ("algorithm.loss", POLICY_LOSSES),
+        ("algorithm.loss_aggregation", AGGREGATIONS),
+        ("algorithm.kl.estimator", KL_ESTIMATORS),
+        ("algorithm.old_logprobs", OLD_LOGPROBS),
+        ("algorithm.correction", CORRECTIONS),
+        ("learner.optimizer", OPTIMIZERS),
+    ],
+)
+def test_what_a_registry_holds_is_what_its_key_takes(key: str, registry: Iterable[str]) -> None:
+    assert set(choices(key)) == set(registry)
+
+
+@pytest.mark.parametrize("key", ["learner.backend", "resources.transport", "weight_sync.payload", "resources.dtype"])
+def test_keys_without_a_registry_have_their_values_in_the_schema(key: str) -> None:
+    section, name = key.split(".")
+    config = load_config(["experiment=digits"])
+    assert getattr(getattr(config, section), name) in choices(key) and len(choices(key)) > 1
+
+
+def test_an_edited_table_is_written_again_and_the_text_around_it_stays() -> None:
+    page = f"# Head\n\n{BEGIN}\n| `made_up` |\n{END}\n\ntail\n"
+    again = rewritten(page)
+    assert again.startswith("# Head\n\n") and again.endswith("\n\ntail\n")
+    assert "made_up" not in again and "`qwen2_5_vl`" in again
+    assert rewritten(again) == again
+
+
+@pytest.mark.parametrize("page", ["no markers", f"{END}\n{BEGIN}", f"{BEGIN}\n{END}\n{BEGIN}\n{END}"])
+def test_a_page_without_one_block_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="add them"):
+        rewritten(page)

@@ -72,7 +72,7 @@ class Parts:
         self.losses: list[str] = []
 
     def control(self) -> ControlLoop:
-        roles, metrics = {"reward": self.rewards.services["reward"]}, FakeMetrics(self.losses)
+        roles, metrics = {"reward": self.rewards.services["reward"].pool}, FakeMetrics(self.losses)
         return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics)
 
     async def status(self) -> RunStatus:

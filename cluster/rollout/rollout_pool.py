@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ from cluster.workers.status import WorkerState, WorkerStatus
 from cluster.workers.supervisor import background_tasks
 from cluster.workers.suspects import Suspects
 from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
+
+_logger = logging.getLogger(__name__)
 
 
 class Engine(Receiver, Protocol):
@@ -299,6 +302,7 @@ class RolloutPool:
             version = await member.engine.weight_version()
         member.version = version
         member.last_sign_s = time.monotonic()
+        _logger.info("%s joins with version %d of the weights", name, version)
 
     async def _check(self, name: str, member: _Member) -> None:
         await member.engine.is_alive()

@@ -79,7 +79,7 @@ def test_an_engine_that_is_killed_is_replaced_and_gets_the_learners_adapters(job
     found = read_run_folder(job.run_folder)
     assert found.summary.restarts == 1
     assert found.steps[-1].counters["restarts"] == {"rollout_died": 1}
-    assert re.search("rollout/0 serves version [12]", (job.run_folder / "run.log").read_text())
+    assert re.search("rollout/0 joins with version [12] ", (job.run_folder / "run.log").read_text())
 
 
 def test_the_run_ends_and_every_push_of_adapters_brought_the_engine_to_the_learner(job: Job) -> None:

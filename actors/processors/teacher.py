@@ -34,13 +34,12 @@ def check_teacher(config: RunConfig, teacher: Path) -> None:
     """
     policy = config.policy.model
     _check_vocabulary(policy, teacher)
-    with_pictures = takes_pictures(str(teacher), TEACHER)
-    if with_pictures != takes_pictures(policy):
-        raise PreflightError(
-            f"{TEACHER}={teacher} takes {'pictures and ' if with_pictures else ''}text and policy.model={policy} does "
-            f"not take the same: {NAME_ANOTHER}"
-        )
-    if with_pictures:
+    sees = takes_pictures(str(teacher), TEACHER)
+    if takes_pictures(policy):
+        if not sees:
+            raise PreflightError(
+                f"{TEACHER}={teacher} takes no pictures and policy.model={policy} does: {NAME_ANOTHER}"
+            )
         _check_pictures(policy, teacher)
     most, wanted = max_positions(str(teacher)), config.sampler.max_model_len
     if most is not None and wanted > most:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from learner_data import tiny_config
 from rich.console import Console
+from tiny_text_models import write_text_policy
 
 from cluster.errors import DatasetError, PreflightError
 from cluster.records.media import MediaHandle
@@ -246,49 +247,34 @@ def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Pa
 
     edit(teacher / "tokenizer.json", swap)
     said = (
-        r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens differ, "
-        r"e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
+        r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
+        r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
     )
     with pytest.raises(PreflightError, match=said):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 
 
 def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_path: Path) -> None:
-    teacher = write_tiny_text_model(tmp_path / "teacher", "qwen2")
+    teacher = write_text_policy(tmp_path / "teacher", "qwen2")
     with pytest.raises(
-        PreflightError, match=r"algorithm\.distillation\.teacher=.*set algorithm\.distillation\.teacher to"
+        PreflightError, match=r"takes no pictures and policy\.model=.* does: set algorithm\.distillation\.teacher to"
     ):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "section", "change", "said"),
     [
-        (
-            "preprocessor_config.json",
-            {"image_mean": [0.1, 0.1, 0.1]},
-            r"takes pictures with image_mean=\[0\.1, 0\.1, 0\.1\]",
-        ),
-        (
-            "config.json",
-            {"max_position_embeddings": 64},
-            r"more than the 64 positions of algorithm\.distillation\.teacher",
-        ),
-        (
-            "config.json",
-            {"vocab_size": 100},
-            r"computes 100 logits and policy\.model=.* \d+, so the policy could sample",
-        ),
+        ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"pictures with image_mean=\[0\.1, "),
+        ("config.json", "text_config", {"max_position_embeddings": 64}, r"more than the 64 positions of algorithm"),
+        ("config.json", "text_config", {"vocab_size": 100}, r"computes 100 logits and policy\.model=.* so the policy"),
     ],
 )
 def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(
-    shared: Path, tmp_path: Path, name: str, change: dict, said: str
+    shared: Path, tmp_path: Path, name: str, section: str, change: dict, said: str
 ) -> None:
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
-    edit(
-        teacher / name,
-        lambda content: (content.get("text_config", content) if "image" not in said else content).update(change),
-    )
+    edit(teacher / name, lambda content: content[section].update(change))
     with pytest.raises(PreflightError, match=said):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 

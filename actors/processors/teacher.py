@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
@@ -69,14 +70,20 @@ def _check_vocabulary(policy: str, teacher: Path) -> None:
 
 
 def _check_pictures(policy: str, teacher: Path) -> None:
-    ours, theirs = (AutoImageProcessor.from_pretrained(source).to_dict() for source in (policy, teacher))
-    differing = [name for name in PICTURE_SETTINGS if ours.get(name) != theirs.get(name)]
+    ours, theirs = (_picture_settings(source) for source in (policy, teacher))
+    differing = [name for name in PICTURE_SETTINGS if ours[name] != theirs[name]]
     if differing:
         name = differing[0]
         raise PreflightError(
-            f"{TEACHER}={teacher} takes pictures with {name}={theirs.get(name)} and policy.model={policy} with "
-            f"{ours.get(name)}: {NAME_ANOTHER}"
+            f"{TEACHER}={teacher} takes pictures with {name}={theirs[name]} and policy.model={policy} with "
+            f"{ours[name]}: {NAME_ANOTHER}"
         )
+
+
+def _picture_settings(source: str | Path) -> dict[str, str]:
+    """As text: some classes keep a list where others keep a tuple."""
+    settings = AutoImageProcessor.from_pretrained(source).to_dict()
+    return {name: json.dumps(settings.get(name)) for name in PICTURE_SETTINGS}
 
 
 def _shown(token_id: int | None) -> str:

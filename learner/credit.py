@@ -13,6 +13,7 @@ from torch import Tensor
 from configs.schema import AlgorithmConfig, KLConfig, RewardsConfig, RunConfig
 from configs.schema.rewards import DEFAULT_RECIPE
 from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, GroupStatistics, StepRewards, whitened
+from learner.algorithms.distillation import teacher_advantage
 from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
 from learner.algorithms.kl.base import capped
 from learner.algorithms.moments import RunningMoments
@@ -39,7 +40,9 @@ class Credit:
     2. running moments, 3. reward clip
     4. advantage of each response (`algorithm.advantage`)
     5. return of each token: discount, and the KL where `algorithm.kl.place=reward`
-    6. whitening over the step's trained tokens, 7. advantage clip
+    6. distillation where `algorithm.distillation.teacher` is set: the returns times `reward_weight`, and the teacher's
+       advantage where `place=advantage`
+    7. whitening over the step's trained tokens, 8. advantage clip
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -58,7 +61,9 @@ class Credit:
         shaped_rewards = replace(rewards, values=shaped)
         options = AdvantageOptions(self._config.std, self._config.pass_k, self._config.solved_reward)
         scalars = self._advantage(shaped_rewards, options).tolist()
-        returns = [self._returns(item, scalar) for item, scalar in zip(items, scalars, strict=True)]
+        returns = [
+            self._with_teacher(item, self._returns(item, scalar)) for item, scalar in zip(items, scalars, strict=True)
+        ]
         advantages, advantage_clip_fraction = self._finished(items, returns)
         credited = iter(replace(item, advantages=a) for item, a in zip(items, advantages, strict=True))
         included = rewards.included
@@ -112,6 +117,20 @@ class Credit:
             costs = self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
         return credit_by_token(advantage, costs, item.loss_mask, self._config.gamma)
 
+    def _with_teacher(self, item: LearnerItem, returns: np.ndarray) -> np.ndarray:
+        """float32 [T]"""
+        distillation = self._config.distillation
+        if not distillation.is_on:
+            return returns
+        weighed = distillation.reward_weight * returns
+        if distillation.place == "loss":
+            return weighed
+        if item.reference_logprobs is None:
+            raise ValueError(missing_reference(self._config))
+        behavior, teacher = (torch.from_numpy(a) for a in (item.behavior_logprobs, item.reference_logprobs))
+        advantages = teacher_advantage(behavior, teacher, distillation.token_cap).numpy()
+        return weighed + np.where(item.loss_mask, distillation.coef * advantages, 0.0).astype(np.float32)
+
     def _finished(self, items: Sequence[LearnerItem], returns: list[np.ndarray]) -> tuple[list[np.ndarray], float]:
         """Whitened and clipped advantages, and the share of trained tokens that the clip changed."""
         shaping = self._config.shaping
@@ -129,7 +148,12 @@ class Credit:
 
 
 def missing_reference(config: AlgorithmConfig) -> str:
-    """What to do about groups that were not scored by the reference."""
+    """What to do about groups that were not scored by the reference, or by the teacher in its place."""
+    if config.distillation.is_on:
+        return (
+            f"algorithm.distillation.teacher={config.distillation.teacher} but these groups carry no log-probs of it: "
+            "set resources.reference.num_workers=1, or leave the teacher out"
+        )
     return (
         f"algorithm.kl.coef={config.kl.coef:g} but these groups carry no reference log-probs: "
         "set resources.reference.num_workers=1, or algorithm.kl.coef=0"

@@ -1,4 +1,4 @@
-"""The RL objective: policy loss, KL term and entropy bonus, and the numbers that describe them."""
+"""The RL objective: policy loss, KL and distillation terms and entropy bonus, and the numbers that describe them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from learner.algorithms.distillation import reverse_kl
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.kl.base import capped
 from learner.algorithms.over_age import by_age, truncated_importance
@@ -21,7 +22,7 @@ from learner.policies.token import PolicyOutput
 
 
 class PolicyObjective:
-    """loss = policy loss + KL coefficient * KL - entropy.bonus * entropy, each aggregated to one number.
+    """loss = policy loss + KL coefficient * KL + distillation - entropy.bonus * entropy, each aggregated to one number.
 
     The policy loss of a token is `algorithm.loss` times the weight of `algorithm.correction`. Tokens older than
     `algorithm.max_staleness` have a loss of their own, and none beyond `algorithm.max_trained_age`. A token without a
@@ -49,6 +50,7 @@ class PolicyObjective:
         entropy = torch.where(batch.kept_mask, output.entropy, 0.0)
         bonus = self._config.entropy.bonus
         loss = policy_loss + self._kl_term(output, batch, totals, meter, kl_coef)
+        loss = loss + self._distillation_term(output, batch, totals)
         if bonus > 0:
             loss = loss - bonus * self._aggregate(entropy, mask, totals)
         meter.add(
@@ -80,12 +82,25 @@ class PolicyObjective:
                 raise ValueError(missing_reference(self._config))
             return 0.0
         by_token = self._kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs)
-        is_left_out = (batch.ages > self._config.max_trained_age) | ~batch.kept_mask
-        kl = torch.where(is_left_out, 0.0, capped(by_token, config.token_cap))
+        kl = torch.where(self._is_left_out(batch), 0.0, capped(by_token, config.token_cap))
         meter.add(kl=token_mean(kl, batch.loss_mask, totals))
         if config.coef == 0 or config.place == "reward":
             return 0.0
         return coef * self._aggregate(kl, batch.loss_mask, totals)
+
+    def _distillation_term(self, output: PolicyOutput, batch: LearnerBatch, totals: Totals) -> Tensor | float:
+        config = self._config.distillation
+        if not config.is_on or config.place == "advantage":
+            return 0.0
+        if batch.reference_logprobs is None:
+            raise ValueError(missing_reference(self._config))
+        by_token = reverse_kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs, config.token_cap)
+        kept = torch.where(self._is_left_out(batch), 0.0, by_token)
+        return config.coef * self._aggregate(kept, batch.loss_mask, totals)
+
+    def _is_left_out(self, batch: LearnerBatch) -> Tensor:
+        """bool [B, T]: tokens without a term of the loss."""
+        return (batch.ages > self._config.max_trained_age) | ~batch.kept_mask
 
 
 def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:

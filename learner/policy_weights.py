@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from transformers import PreTrainedModel
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import RunConfig
 from learner.backends.base import Backend
-from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
-from learner.policies.loading import checkpoint_names
+from learner.backends.sharded import load_weights
+from learner.backends.single import SingleBackend
+from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
+from learner.policies.loading import checkpoint_names, load_policy_model, save_policy
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
+from learner.policies.token import TokenPolicy
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -66,6 +70,25 @@ class PolicyWeights:
     def _described(self, state: Iterable[tuple[str, Tensor]], dtype: str) -> Manifest:
         specs = (TensorSpec(self._names[n], tuple(t.shape), dtype) for n, t in state if n in self._names)
         return Manifest(tuple(specs))
+
+
+def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool) -> None:
+    """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it.
+
+    It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
+    these alone, in PEFT's layout.
+
+    Raises:
+        CheckpointError: there is no complete state in `state`.
+    """
+    model = load_policy_model(config.policy, torch.float32)
+    weights = PolicyWeights(model, config)
+    backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
+    load_weights(state, backend.wrap(TokenPolicy(model)))
+    if config.policy.lora.is_on and not merge:
+        save_adapters(folder, model, config.policy.lora, config.policy.model)
+    else:
+        save_policy(model, config.policy.model, folder, dict(weights.plain_state(backend)))
 
 
 def _module(weight: str) -> str:

@@ -308,6 +308,22 @@ def newest_learner_state(folder: Path) -> tuple[int, Path] | None:
     return None if latest is None else (_version(latest), latest / _LEARNER)
 
 
+def learner_state_of(folder: Path, version: int) -> Path:
+    """The learner folder of the checkpoint of `version`.
+
+    Raises:
+        PreflightError: there is none, or it is not complete.
+    """
+    path = folder / f"step-{version:06d}"
+    if not path.is_dir():
+        steps = ", ".join(str(_version(found)) for found in reversed(_newest_first(folder)))
+        raise PreflightError(f"{folder} has no checkpoint of step {version}: there are {steps or 'none'}")
+    fault = _fault(path, with_hashes=True)
+    if fault is not None:
+        raise PreflightError(f"{path} is not complete, {fault}: use another step")
+    return path / _LEARNER
+
+
 def _newest_first(folder: Path) -> list[Path]:
     found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=_version, reverse=True)

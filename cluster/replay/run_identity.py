@@ -9,6 +9,7 @@ from configs.schema.run import RunConfig
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """The dotted keys that must not change between the parts of one run, with their values as JSON."""
+    teacher = config.algorithm.distillation.teacher
     return {
         "seed": config.seed,
         "policy.model": config.policy.model,
@@ -17,4 +18,5 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "data.path": str(config.data.path),
         "learner.backend": config.learner.backend,
         "resources.dtype": config.resources.dtype,
+        **({"algorithm.distillation.teacher": teacher} if teacher else {}),
     }

@@ -83,7 +83,8 @@ class PlanRow:
 
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
-    """The roles that this run starts: no reference without a KL term, no shared reward workers without a component."""
+    """The roles that this run starts: no reference without a KL term or a teacher, no shared reward workers without a
+    component."""
     idle = set() if config.needs_reference else {"reference"}
     idle |= set() if SHARED_SERVICE in config.rewards.services else {SHARED_SERVICE}
     return tuple(role for role in config.resources.roles if role not in idle)

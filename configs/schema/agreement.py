@@ -230,6 +230,11 @@ def _replay_is_one(config: RunConfig) -> str | None:
 def _reference_has_a_scorer(config: RunConfig) -> str | None:
     if not config.needs_reference or config.resources.reference.num_workers > 0:
         return None
+    if config.algorithm.distillation.is_on:
+        return (
+            f"algorithm.distillation.teacher={config.algorithm.distillation.teacher} is served by reference scorers "
+            "but resources.reference.num_workers=0: set resources.reference.num_workers=1, or leave the teacher out"
+        )
     return (
         f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "
         "resources.reference.num_workers=0: set resources.reference.num_workers=1, or algorithm.kl.coef=0"

@@ -37,6 +37,27 @@ class KLConfig(Section):
     """Largest magnitude of one token's KL; 0 sets no bound."""
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher judges each token that the policy samples."""
+
+    teacher: str
+    """A checkpoint whose tokenizer has the vocabulary of `policy.model`: a local folder or a hub name. The reference
+    scorers serve it. Empty for none."""
+    place: Literal["advantage", "loss"]
+    """`advantage`: the log-ratio of teacher and policy is added to the advantage of each token; `loss`: the reverse KL
+    is a term of the loss, with a gradient."""
+    coef: NonNegativeFloat
+    """Weight of the teacher; 0 for none, and the other keys are then not read."""
+    reward_weight: NonNegativeFloat
+    """The advantages that follow from rewards are multiplied by this beside a teacher; 0 leaves the teacher alone."""
+    token_cap: NonNegativeFloat
+    """Largest magnitude of the log-ratio of one token; 0 sets no bound."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.coef > 0
+
+
 class OverAgeConfig(Section):
     """Tokens that are more than `max_staleness` versions behind when their step trains."""
 
@@ -242,6 +263,8 @@ class AlgorithmConfig(Section):
     """Parameters of each correction."""
     kl: KLConfig
     """Distance to the reference policy."""
+    distillation: DistillationConfig
+    """A teacher beside rewards, or in their place."""
     entropy: EntropyConfig
     """Entropy bonus and selection of tokens by entropy."""
     shaping: ShapingConfig

@@ -100,6 +100,44 @@ def _loss_gradient_is_that_of_the_kl(config: RunConfig) -> str | None:
     )
 
 
+def _teacher_has_a_name_and_a_weight(config: RunConfig) -> str | None:
+    teacher, coef = config.algorithm.distillation.teacher, config.algorithm.distillation.coef
+    if (teacher != "") == (coef > 0):
+        return None
+    if teacher:
+        return (
+            f"algorithm.distillation.teacher={teacher} has no weight: set algorithm.distillation.coef=1 or use "
+            "algorithm=distill, or leave the teacher out"
+        )
+    return (
+        f"algorithm.distillation.coef={coef:g} is the weight of a teacher, and there is none: give "
+        "algorithm.distillation.teacher=CHECKPOINT, a folder or hub name with the tokenizer of policy.model, or set "
+        "algorithm.distillation.coef=0"
+    )
+
+
+def _scorers_serve_one_checkpoint(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if not algorithm.distillation.is_on or algorithm.kl.coef == 0:
+        return None
+    return (
+        f"algorithm.distillation.teacher={algorithm.distillation.teacher} takes the place of the reference policy, and "
+        f"algorithm.kl.coef={algorithm.kl.coef:g} needs that: set algorithm.kl.coef=0, or leave the teacher out"
+    )
+
+
+def _teacher_sees_uniform_groups(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    distillation = algorithm.distillation
+    if not distillation.is_on or distillation.reward_weight > 0 or not algorithm.drop_uniform_groups:
+        return None
+    return (
+        "algorithm.drop_uniform_groups=true rejects groups of equal rewards, and with "
+        "algorithm.distillation.reward_weight=0 rewards train nothing: set algorithm.drop_uniform_groups=false, or "
+        "algorithm.distillation.reward_weight=1"
+    )
+
+
 def _epochs_have_a_ratio(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.loss != "reinforce" or algorithm.num_epochs == 1:
@@ -129,6 +167,9 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _rejection_keeps_something,
     _adaptive_kl_has_a_start,
     _loss_gradient_is_that_of_the_kl,
+    _teacher_has_a_name_and_a_weight,
+    _scorers_serve_one_checkpoint,
+    _teacher_sees_uniform_groups,
     _epochs_have_a_ratio,
     _optimizer_fits_the_backend,
 )

@@ -52,7 +52,7 @@ class ResourcesConfig(Section):
     learner: WorkerResources
     """The learner ranks; they are placed together."""
     reference: WorkerResources
-    """The scorers of the frozen policy; unused when `algorithm.kl.coef` is 0."""
+    """The scorers of the frozen policy; unused when `algorithm.kl.coef` and `algorithm.distillation.coef` are 0."""
     reward: WorkerResources
     """The reward workers that all components share which need none of their own."""
     reward_services: dict[str, WorkerResources]

@@ -228,8 +228,8 @@ class RunConfig(Section):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether some loss reads reference log-probs."""
-        return self.algorithm.kl.coef > 0
+        """Whether something reads the log-probs of the reference, or of the teacher in its place."""
+        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

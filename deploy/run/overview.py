@@ -10,7 +10,7 @@ from math import prod
 from actors.datasets.jsonl import count_by_reason
 from cluster.runtime.placement import PlacementPlan
 from cluster.weight_sync.manifest import Manifest
-from configs.schema import PolicyConfig, RunConfig
+from configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from deploy.wiring.preparation import Prepared
 from learner.policies.lora import adapter_manifest
 
@@ -48,11 +48,10 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"
     yield "trained", _trained(config, parameters)
     yield "data", _data(prepared)
-    kl = f"KL {algorithm.kl.coef:g} ({algorithm.kl.estimator}) to the reference" if config.needs_reference else "no KL"
     yield (
         "algorithm",
         f"{algorithm.advantage}, {algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} responses a "
-        f"step, max_staleness {algorithm.max_staleness}, {kl}",
+        f"step, max_staleness {algorithm.max_staleness}, {_reference(algorithm)}",
     )
     yield (
         "learning rate",
@@ -75,6 +74,14 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
 
 def _steps(config: RunConfig, version: int) -> str:
     return f"{config.num_steps} steps" + (f", of which {version} are done" if version else "")
+
+
+def _reference(algorithm: AlgorithmConfig) -> str:
+    if algorithm.distillation.is_on:
+        teacher = algorithm.distillation
+        return f"teacher {teacher.teacher} x {teacher.coef:g} ({teacher.place}), rewards x {teacher.reward_weight:g}"
+    kl = algorithm.kl
+    return f"KL {kl.coef:g} ({kl.estimator}) to the reference" if kl.coef > 0 else "no KL"
 
 
 def _trained(config: RunConfig, parameters: Parameters) -> str:

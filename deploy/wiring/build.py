@@ -105,7 +105,8 @@ def spawn_training(
         on_lost=on_lost,
     )
     replay = replay_buffer(config, spawner, on_lost)
-    reference = reference_pool(config, spawner, banned, on_lost=on_lost, on_retry=on_rescore)
+    frozen = prepared.teacher_folder or reference_folder(config)
+    reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
     scorers = (
         [watched_pool("reference", reference.pool.check, reference.pool.close)]
         if isinstance(reference, ReferencePool)

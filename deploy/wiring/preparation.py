@@ -16,6 +16,7 @@ from actors.datasets.digits import write_digits
 from actors.datasets.jsonl import Skipped, Split, read_split
 from actors.datasets.prompts import PreflightReport, preflight
 from actors.processors.chat import ChatProcessor
+from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
@@ -30,7 +31,6 @@ _logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
-NAME_ANOTHER = "set policy.model to a folder in the Hugging Face layout, or to a hub name that can be reached"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Prepared:
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
+    teacher_folder: Path | None = None  # the files of the teacher, if there is one
 
     @property
     def folder(self) -> Path:
@@ -81,13 +82,14 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     _check_trained(checkpoint, config.policy)
     takes_pictures(config.policy.model)
     _check_positions(config)
+    teacher_folder = _checked_teacher(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
     splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
-    return Prepared(config, model_folder, checkpoint, processor, media, splits)
+    return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
@@ -112,6 +114,14 @@ def _check_positions(config: RunConfig) -> None:
         )
 
 
+def _checked_teacher(config: RunConfig) -> Path | None:
+    if not config.algorithm.distillation.is_on:
+        return None
+    folder = checkpoint_folder(TEACHER, config.algorithm.distillation.teacher)
+    check_teacher(config, folder)
+    return folder
+
+
 def ensure_model(config: RunConfig) -> Path:
     """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
 
@@ -120,26 +130,39 @@ def ensure_model(config: RunConfig) -> Path:
             hub gives.
     """
     folder = Path(config.policy.model)
-    if (folder / "config.json").is_file():
-        _refuse_broken_config(folder)
-        return folder
-    if config.policy.tiny != "none":
+    if config.policy.tiny != "none" and not (folder / "config.json").is_file():
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         with _writing("policy.model", folder):
             return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+    return checkpoint_folder("policy.model", config.policy.model)
+
+
+def checkpoint_folder(key: str, name: str) -> Path:
+    """The folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name, which is downloaded.
+
+    Raises:
+        PreflightError: the folder is there and holds no checkpoint, or the name is none that the hub gives.
+    """
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        _refuse_broken_config(key, folder)
+        return folder
     if folder.exists():
-        raise PreflightError(f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is")
+        raise PreflightError(f"{key}={folder} is no checkpoint folder (it has no config.json): name one that is")
     try:
-        return Path(snapshot_download(config.policy.model))
+        return Path(snapshot_download(name))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise PreflightError(
-            f"policy.model={config.policy.model} is no folder, and no hub name that can be had ({reason}): "
-            f"{NAME_ANOTHER}"
+            f"{key}={name} is no folder, and no hub name that can be had ({reason}): {_name_another(key)}"
         ) from error
 
 
-def _refuse_broken_config(folder: Path) -> None:
+def _name_another(key: str) -> str:
+    return f"set {key} to a folder in the Hugging Face layout, or to a hub name that can be reached"
+
+
+def _refuse_broken_config(key: str, folder: Path) -> None:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         reason = "" if isinstance(settings, dict) and "model_type" in settings else "it names no model_type"
@@ -147,8 +170,8 @@ def _refuse_broken_config(folder: Path) -> None:
         reason = str(error)
     if reason:
         raise PreflightError(
-            f"policy.model={folder} has a config.json that cannot be used ({reason}): download it again, "
-            f"or {NAME_ANOTHER}"
+            f"{key}={folder} has a config.json that cannot be used ({reason}): download it again, "
+            f"or {_name_another(key)}"
         )
 
 

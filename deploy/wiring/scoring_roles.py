@@ -81,12 +81,14 @@ def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: Loss
 def reference_pool(
     config: RunConfig,
     spawner: Spawner,
+    frozen: Path,
     banned: tuple[int, ...],
     *,
     on_lost: Callable[[str], None],
     on_retry: Callable[[str], None],
 ) -> ReferencePool | NullReference:
-    """Start the reference scorers, which never sample a `banned` id; the null object if the run needs none.
+    """Start the scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id; the null object if
+    the run needs none. The folder may be written later, before they load it.
 
     `on_lost` is told the kind of each loss, `on_retry` why a share of a step is sent out again.
     """
@@ -100,7 +102,7 @@ def reference_pool(
         return NullReference()
     return ReferencePool(
         scorers,
-        reference_folder(config),
+        frozen,
         hosts=RoleHosts(spawner, "reference", start, stop_s=timeouts.stop_s),
         restarts=restart_policy(config),
         alive_s=_alive_s(config),

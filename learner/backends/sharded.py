@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from cluster.errors import CheckpointError
 from learner.policies.token import TokenPolicy
@@ -44,14 +50,32 @@ def load_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optim
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
-    if not (folder / ".metadata").is_file():
-        raise CheckpointError(f"{folder} holds no complete learner state: resume from an older checkpoint")
+    _refuse_incomplete(folder)
     state = {**_trained_state(policy, optimizer), "version": 0}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(
         policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=PARTIAL
     )
     return int(state["version"])
+
+
+def load_weights(folder: Path, policy: TokenPolicy) -> int:
+    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it; returns
+    the version.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    _refuse_incomplete(folder)
+    state = {"model": _without_frozen(policy, get_model_state_dict(policy)), "version": 0}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(policy, state["model"], options=PARTIAL)
+    return int(state["version"])
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"{folder} holds no complete learner state: use an older checkpoint")
 
 
 def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -61,5 +85,9 @@ def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dic
         for moments in optimizer.state.values():
             if "step" in moments:  # Muon's state has none
                 moments["step"].zero_()
+    return {"model": _without_frozen(policy, model_state), "optimizer": optimizer_state}
+
+
+def _without_frozen(policy: TokenPolicy, state: dict[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return {"model": {n: t for n, t in model_state.items() if n not in frozen}, "optimizer": optimizer_state}
+    return {name: tensor for name, tensor in state.items() if name not in frozen}

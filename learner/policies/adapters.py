@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -13,6 +15,7 @@ from learner.policies.lora import WEIGHT, A, B, merged
 
 NAME = "default"  # PEFT's, of the only adapter
 BASE = ".base_layer."  # PEFT's, between a module and its own weight
+PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
@@ -40,6 +43,28 @@ def add_adapters(model: PreTrainedModel, modules: Collection[str], config: LoRAC
         inject_adapter_in_model(peft, model)
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert found == set(modules), "PEFT matches names by their ends, and these are whole names"
+
+
+def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, source: str) -> None:
+    """Write the adapters of `model` as PEFT does; `source` is the checkpoint that they belong to (`policy.model`)."""
+    from peft import LoraConfig
+
+    factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"{PEFT_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
+        folder / "adapter_model.safetensors",
+        metadata={"format": "pt"},
+    )
+    LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=0.0,
+        target_modules=sorted({module for module, _ in factors}),
+        base_model_name_or_path=source,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    ).save_pretrained(folder)
 
 
 def is_factor(name: str) -> bool:

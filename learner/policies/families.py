@@ -10,21 +10,21 @@ VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")  # one embedding a placeholder, and
 TEXT_FAMILIES = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 
 
-def takes_pictures(source: str) -> bool:
-    """Whether the checkpoint at `source` (`policy.model`) is of a vision-language family; else it is text-only.
+def takes_pictures(source: str, key: str = "policy.model") -> bool:
+    """Whether the checkpoint at `source` (the value of `key`) is of a vision-language family; else it is text-only.
 
     Raises:
-        ValueError: it is of a family that cannot be trained here.
+        ValueError: it is of a family that cannot be computed here.
     """
     try:
         kind = AutoConfig.from_pretrained(source).model_type
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"policy.model={source} has a config.json that transformers {transformers.__version__} cannot use "
+            f"{key}={source} has a config.json that transformers {transformers.__version__} cannot use "
             f"({str(error).splitlines()[0]}): {_known()}"
         ) from error
     if kind not in (*VISION_FAMILIES, *TEXT_FAMILIES):
-        raise ValueError(f"policy.model={source} is of the model type {kind}, which is not supported: {_known()}")
+        raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported: {_known()}")
     return kind in VISION_FAMILIES
 
 

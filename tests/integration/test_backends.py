@@ -13,8 +13,10 @@ import torch.multiprocessing as mp
 from backend_run import LORA, config_of, equal, train
 from safetensors.torch import load_file
 
+from cluster.errors import CheckpointError
 from learner.backends import fsdp2
 from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -123,6 +125,19 @@ def test_a_group_goes_back_to_where_rl_began(ran: Ran) -> None:
     for seen in (ran.one, ran.two):
         assert equal(seen["start_again"], seen["start"], atol=0)
         assert seen["metrics_again"] == seen["metrics"], "the optimizer is as fresh as it was"
+
+
+def test_one_process_exports_the_state_of_any_number_of_ranks(ran: Ran, tmp_path: Path) -> None:
+    """At the same weights the ranks wrote `export` themselves."""
+    config = config_of(ran.base, *MODELS[ran.variant.model])
+    for n, folder in enumerate(ran.folders):
+        if n == 1 and "learner=deepspeed" in ran.variant.overrides:
+            with pytest.raises(CheckpointError, match="holds no complete learner state"):
+                export_state(config, folder / "state", tmp_path / str(n), merge=True)
+            continue
+        export_state(config, folder / "state", tmp_path / str(n), merge=True)
+        found, expected = (load_file(at / "model.safetensors") for at in (tmp_path / str(n), folder / "export"))
+        assert equal(found, expected, atol=0)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(ran: Ran) -> None:

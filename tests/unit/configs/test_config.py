@@ -20,6 +20,7 @@ from configs.schema import DataKind, RunConfig, SamplerKind
 from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
+TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must say: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # keys that are not there
@@ -96,6 +97,12 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.kl.controller=adaptive", "algorithm.kl.coef=0"], ["algorithm.kl.coef to where it starts"]),
     (["algorithm.kl.estimator=k1"], ["expected gradient of 0", "algorithm.kl.place=reward"]),
     (["algorithm.loss=reinforce", "algorithm.num_epochs=2"], ["algorithm.num_epochs=2", "algorithm.loss=cispo"]),
+    ([*TEACHER, "algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "set algorithm.kl.coef=0, or leave the teacher"]),
+    ([*TEACHER, "resources.reference.num_workers=0"], ["teacher=some/model", "set resources.reference.num_workers=1"]),
+    ([*TEACHER, "algorithm.drop_uniform_groups=true"], ["reward_weight=0", "set algorithm.drop_uniform_groups=false"]),
+    (["algorithm=distill"], ["algorithm.distillation.coef=1", "give algorithm.distillation.teacher=CHECKPOINT"]),
+    (["algorithm.distillation.teacher=m"], ["algorithm.distillation.teacher=m", "set algorithm.distillation.coef=1"]),
+    (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
@@ -192,6 +199,8 @@ NEEDS: dict[str, list[str]] = {
     "data=jsonl": ["data.path=some/folder"],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],
     "learner=single": ["resources.learner.num_workers=1"],
+    "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
+    "experiment=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
 }
 
@@ -211,14 +220,15 @@ def test_every_option_of_every_group_loads(choice: str) -> None:
         assert value_at(values, name) == value
 
 
-PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo")
+PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_of_an_algorithm_is_short_and_trains_the_digits(name: str) -> None:
     path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}.yaml"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
-    config, digits = load_config([f"experiment={name}"]), load_config(["experiment=digits"])
+    chosen = f"experiment={name}"
+    config, digits = load_config([chosen, *NEEDS.get(chosen, [])]), load_config(["experiment=digits"])
     assert config.name == name and config.data == digits.data and config.warm_start == digits.warm_start
     assert config.algorithm != digits.algorithm
 

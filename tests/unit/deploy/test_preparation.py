@@ -6,12 +6,14 @@ import io
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from learner_data import tiny_config
 from rich.console import Console
+from tiny_text_models import write_text_policy
 
 from cluster.errors import DatasetError, PreflightError
 from cluster.records.media import MediaHandle
@@ -26,6 +28,7 @@ from deploy.run.runtime import evaluate
 from deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
 from learner.learner import Learner
 from learner.policies.loading import load_model
+from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +219,70 @@ def test_a_broken_model_config_is_named_with_the_next_action(tmp_path: Path, con
     said = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
     with pytest.raises(PreflightError, match=said):
         prepare(run, lambda media: media)
+
+
+def taught(shared: Path, tmp_path: Path, teacher: Path) -> RunConfig:
+    return config(shared, tmp_path, "algorithm=distill", f"algorithm.distillation.teacher={teacher}")
+
+
+def edit(file: Path, change: Callable[[dict], None]) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def test_a_teacher_of_the_same_family_is_served_in_the_place_of_the_reference(shared: Path, tmp_path: Path) -> None:
+    run = taught(shared, tmp_path, write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1))
+    assert run.needs_reference
+    assert prepare(run, lambda media: media).teacher_folder == tmp_path / "teacher"
+    assert prepare(config(shared, tmp_path), lambda media: media).teacher_folder is None
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Path) -> None:
+    teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
+
+    def swap(content: dict) -> None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    edit(teacher / "tokenizer.json", swap)
+    said = (
+        r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
+        r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
+    )
+    with pytest.raises(PreflightError, match=said):
+        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+
+
+def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_path: Path) -> None:
+    teacher = write_text_policy(tmp_path / "teacher", "qwen2")
+    with pytest.raises(
+        PreflightError, match=r"takes no pictures and policy\.model=.* does: set algorithm\.distillation\.teacher to"
+    ):
+        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "change", "said"),
+    [
+        ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"pictures with image_mean=\[0\.1, "),
+        ("config.json", "text_config", {"max_position_embeddings": 64}, r"more than the 64 positions of algorithm"),
+        ("config.json", "text_config", {"vocab_size": 100}, r"computes 100 logits and policy\.model=.* so the policy"),
+    ],
+)
+def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(
+    shared: Path, tmp_path: Path, name: str, section: str, change: dict, said: str
+) -> None:
+    teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
+    edit(teacher / name, lambda content: content[section].update(change))
+    with pytest.raises(PreflightError, match=said):
+        prepare(taught(shared, tmp_path, teacher), lambda media: media)
+
+
+def test_a_teacher_that_cannot_be_had_is_named(shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "teacher").mkdir()
+    with pytest.raises(PreflightError, match=r"^algorithm\.distillation\.teacher=.*teacher is no checkpoint folder"):
+        prepare(taught(shared, tmp_path, tmp_path / "teacher"), lambda media: media)
 
 
 def test_weights_that_are_cut_off_are_refused_before_anything_starts(tmp_path: Path) -> None:

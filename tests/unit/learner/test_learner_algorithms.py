@@ -23,6 +23,7 @@ from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.state import ALGORITHM_FILE
 
 BANNED = (250, 251)
+TAUGHT = ("algorithm.distillation.teacher=a/teacher",)
 REFERENCE = ("algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
 Gradient = dict[str, torch.Tensor]
 
@@ -91,7 +92,7 @@ def truncated(scored: ScoredGroup, sibling: int) -> ScoredGroup:
 @pytest.mark.parametrize("name", config_groups()["algorithm"])
 def test_an_algorithm_has_a_gradient_that_does_not_depend_on_the_split(folder, scores, name: str) -> None:
     """LightRFT: `--use_gspo`, `--loss_agg_mode` and others changed nothing; `reinforce++` was an error."""
-    words = (f"algorithm={name}", *REFERENCE, "algorithm.pass_k=2")
+    words = (f"algorithm={name}", *(TAUGHT if name == "distill" else REFERENCE), "algorithm.pass_k=2")
     with_components = [
         dataclasses.replace(
             g, rewards=tuple(dataclasses.replace(r, components={"accuracy": r.value}) for r in g.rewards)

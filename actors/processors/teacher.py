@@ -1,0 +1,90 @@
+"""What a teacher must share with the policy that it teaches: vocabulary, pictures, length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+from cluster.errors import PreflightError
+from configs.schema import RunConfig
+from learner.policies.families import max_positions, takes_pictures
+
+TEACHER = "algorithm.distillation.teacher"
+NAME_ANOTHER = f"set {TEACHER} to a checkpoint of the family of policy.model"
+# What pictures become on their way into a model; size limits are not among it, since the policy's alone are applied.
+PICTURE_SETTINGS = (
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+)
+
+
+def check_teacher(config: RunConfig, teacher: Path) -> None:
+    """The teacher in the folder `teacher` reads the token ids and picture tensors that are made for `policy.model`.
+
+    Raises:
+        PreflightError: it reads others, or is made for shorter sequences.
+        ValueError: it is of a family that cannot be computed here.
+    """
+    policy = config.policy.model
+    _check_vocabulary(policy, teacher)
+    sees = takes_pictures(str(teacher), TEACHER)
+    if takes_pictures(policy):
+        if not sees:
+            raise PreflightError(
+                f"{TEACHER}={teacher} takes no pictures and policy.model={policy} does: {NAME_ANOTHER}"
+            )
+        _check_pictures(policy, teacher)
+    most, wanted = max_positions(str(teacher)), config.sampler.max_model_len
+    if most is not None and wanted > most:
+        raise PreflightError(
+            f"sampler.max_model_len={wanted} is more than the {most} positions of {TEACHER}={teacher}: set "
+            f"sampler.max_model_len={most} or less, or name a teacher for longer sequences"
+        )
+
+
+def _check_vocabulary(policy: str, teacher: Path) -> None:
+    """Ids must mean the same; how text is cut into tokens need not, since a teacher is given ids alone."""
+    ours, theirs = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (policy, teacher))
+    differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    if differing:
+        token = differing[0]
+        raise PreflightError(
+            f"{TEACHER}={teacher} has another vocabulary than policy.model={policy}: {len(differing)} tokens differ, "
+            f"e.g. {token!r} is {_shown(ours.get(token))} in the policy and {_shown(theirs.get(token))} in the "
+            f"teacher; {NAME_ANOTHER}"
+        )
+    widths = [AutoConfig.from_pretrained(source).get_text_config().vocab_size for source in (policy, teacher)]
+    if widths[1] < widths[0]:
+        raise PreflightError(
+            f"{TEACHER}={teacher} computes {widths[1]} logits and policy.model={policy} {widths[0]}, so the policy "
+            f"could sample ids that the teacher does not have: {NAME_ANOTHER} with at least as many"
+        )
+
+
+def _check_pictures(policy: str, teacher: Path) -> None:
+    ours, theirs = (_picture_settings(source) for source in (policy, teacher))
+    differing = [name for name in PICTURE_SETTINGS if ours[name] != theirs[name]]
+    if differing:
+        name = differing[0]
+        raise PreflightError(
+            f"{TEACHER}={teacher} takes pictures with {name}={theirs[name]} and policy.model={policy} with "
+            f"{ours[name]}: {NAME_ANOTHER}"
+        )
+
+
+def _picture_settings(source: str | Path) -> dict[str, str]:
+    """As text: some classes keep a list where others keep a tuple."""
+    settings = AutoImageProcessor.from_pretrained(source).to_dict()
+    return {name: json.dumps(settings.get(name)) for name in PICTURE_SETTINGS}
+
+
+def _shown(token_id: int | None) -> str:
+    return "absent" if token_id is None else f"id {token_id}"

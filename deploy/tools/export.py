@@ -1,0 +1,86 @@
+"""`mobula export`: the policy of a checkpoint of a run, as a Hugging Face checkpoint or a PEFT adapter."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from cluster.errors import PreflightError
+from cluster.metrics.report.run_folder import CONFIG_FILE
+from cluster.recovery.checkpoints import learner_state_of, newest_learner_state
+from configs.load import load_resolved
+from configs.schema import RunConfig
+from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.host.terminal import terminal
+from deploy.run.run_client import RUNS
+from learner.policy_weights import export_state
+
+EXPORT_FOLDER = "export"  # of the run folder
+
+
+def export(run: str, step: int | None, *, merge: bool, output: Path | None) -> int:
+    """Write the policy of a checkpoint, the newest one if `step` is None; returns the exit code. The run may go on.
+
+    Raises:
+        PreflightError: there is no such run or checkpoint, the output exists or cannot be written, or there is nothing
+            to merge.
+    """
+    folder = _find(run)
+    config = load_resolved(folder / CONFIG_FILE)
+    _check(config, folder, merge)
+    version, state = _state(folder / CHECKPOINTS_FOLDER, step)
+    is_adapter = config.policy.lora.is_on and not merge
+    target = output or folder / EXPORT_FOLDER / f"step-{version:06d}{'-adapter' if is_adapter else ''}"
+    if target.exists():
+        raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
+    _write(config, state, target, merge=merge)
+    what = f"a PEFT adapter of {config.policy.model}" if is_adapter else "a checkpoint in the Hugging Face layout"
+    terminal(soft_wrap=True).print(f"step {version} of {folder}: {target}, {what}", markup=False, highlight=False)
+    return 0
+
+
+def _find(run: str) -> Path:
+    """The folder of a run that is named by its folder, or by its name below `runs`."""
+    for folder in (Path(run), RUNS / run):
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+    raise PreflightError(f"there is no run in {run} or {RUNS / run}: give the run's FOLDER, or its NAME below {RUNS}")
+
+
+def _check(config: RunConfig, folder: Path, merge: bool) -> None:
+    if config.learner.backend == "deepspeed":
+        raise PreflightError(
+            f"{folder} was trained with learner.backend=deepspeed, whose states only its own ranks can read: use "
+            f"{folder / 'policy'}, which the run leaves at its end; resume=auto takes an unfinished run there"
+        )
+    if merge and not config.policy.lora.is_on:
+        raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
+
+
+def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
+    if step is not None:
+        return step, learner_state_of(checkpoints, step)
+    newest = newest_learner_state(checkpoints)
+    if newest is None:
+        raise PreflightError(
+            f"{checkpoints} holds no complete checkpoint: wait for the first one, after the warm start"
+        )
+    return newest
+
+
+def _write(config: RunConfig, state: Path, target: Path, *, merge: bool) -> None:
+    """The folder appears whole or not at all."""
+    draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
+    try:
+        draft.mkdir(parents=True)
+        export_state(config, state, draft, merge=merge)
+        os.rename(draft, target)
+    except OSError as error:
+        raise PreflightError(
+            f"{target} could not be written from {state} and policy.model={config.policy.model} ({error}): see that "
+            "both can be read from here (a run that goes on removes old checkpoints) and that the disk has room"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

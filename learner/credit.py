@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.schema import AlgorithmConfig, KLConfig, RewardsConfig, RunConfig
-from configs.schema.rewards import DEFAULT_RECIPE
+from configs.schema import AlgorithmConfig, KLConfig, RunConfig
+from configs.schema.rewards import for_label
 from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, GroupStatistics, StepRewards, whitened
 from learner.algorithms.distillation import teacher_advantage
 from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
@@ -47,7 +47,9 @@ class Credit:
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config.algorithm
-        self._rewards = config.rewards
+        self._label_of = config.rewards.label_of
+        self._weights = {label: config.rewards.weights_in(r) for label, r in config.rewards.active_recipes.items()}
+        self._components = [component.name for component in config.rewards.components]
         self._advantage = ADVANTAGES[config.algorithm.advantage]
         self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
         self._moments = RunningMoments()
@@ -56,7 +58,7 @@ class Credit:
     def assign(self, groups: Groups) -> Credited:
         """Advantages for every item. Changes the running moments, so call it once a step."""
         items = [item for group in groups for item in group]
-        rewards = _step_rewards(items, self._rewards)
+        rewards = self._step_rewards(items)
         shaped, clip_fraction = self._shaped(items, rewards)
         shaped_rewards = replace(rewards, values=shaped)
         options = AdvantageOptions(self._config.std, self._config.pass_k, self._config.solved_reward)
@@ -85,6 +87,20 @@ class Credit:
         self._moments.load(state["moments"])
         if self._config.kl.controller == "adaptive":
             self.kl.value = state["kl_coef"]
+
+    def _step_rewards(self, items: Sequence[LearnerItem]) -> StepRewards:
+        names, found = self._components, [item.reward for item in items]
+        weights = [for_label(self._weights, self._label_of(item.metadata)) or {} for item in items]
+        return StepRewards(
+            values=torch.tensor([0.0 if r is None else r.value for r in found], dtype=torch.float64),
+            included=torch.tensor([r is not None for r in found]),
+            group_ids=torch.tensor([item.group for item in items]),
+            lengths=torch.tensor([item.num_trained for item in items]),
+            components=torch.tensor(
+                [[0.0 if r is None else r.components.get(n, 0.0) for n in names] for r in found], dtype=torch.float64
+            ),
+            weights=torch.tensor([[w.get(n, 0.0) for n in names] for w in weights], dtype=torch.float64),
+        )
 
     def _shaped(self, items: Sequence[LearnerItem], rewards: StepRewards) -> tuple[Tensor, float]:
         """Rewards [N] after shaping, and the share that the clip changed."""
@@ -164,28 +180,3 @@ def _coefficient(config: KLConfig) -> KLCoefficient:
     if config.controller == "fixed":
         return FixedCoefficient(config.coef)
     return AdaptiveCoefficient(config.coef, target=config.target, horizon=config.horizon)
-
-
-def _step_rewards(items: Sequence[LearnerItem], rewards: RewardsConfig) -> StepRewards:
-    names = [component.name for component in rewards.components]
-    found = [item.reward for item in items]
-    weights = [_weights(item, rewards) for item in items]
-    return StepRewards(
-        values=torch.tensor([0.0 if r is None else r.value for r in found], dtype=torch.float64),
-        included=torch.tensor([r is not None for r in found]),
-        group_ids=torch.tensor([item.group for item in items]),
-        lengths=torch.tensor([item.num_trained for item in items]),
-        components=torch.tensor(
-            [[0.0 if r is None or n not in r.components else r.components[n] for n in names] for r in found],
-            dtype=torch.float64,
-        ),
-        weights=torch.tensor([[w[n] if n in w else 0.0 for n in names] for w in weights], dtype=torch.float64),
-    )
-
-
-def _weights(item: LearnerItem, rewards: RewardsConfig) -> dict[str, float]:
-    """Component -> weight in the recipe of the item's label, as the reward pool chose it."""
-    recipes = rewards.active_recipes
-    label = str(item.metadata.get(rewards.label_key, DEFAULT_RECIPE))
-    recipe = recipes.get(label) or recipes.get(DEFAULT_RECIPE)
-    return {} if recipe is None else rewards.weights_in(recipe)

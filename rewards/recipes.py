@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster.errors import RewardError
 from cluster.records.trajectory import Reward
-from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig
+from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig, for_label
 from configs.schema.rewards import Recipe as RecipeConfig
 from rewards.contract import FailureKind, Outcome, Score, ScoringFailure
 
@@ -88,16 +88,16 @@ class RecipeBook:
     """The recipes of a run, by label."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
-        self._label_key = rewards.label_key
+        self._rewards = rewards
         self._recipes = {label: _ready(rewards, recipe) for label, recipe in rewards.active_recipes.items()}
 
     def label(self, metadata: Mapping[str, Any]) -> str:
-        """What a row says that it is."""
-        return str(metadata.get(self._label_key, DEFAULT_RECIPE))
+        """The label that a row's metadata holds."""
+        return self._rewards.label_of(metadata)
 
     def find(self, label: str) -> BuiltRecipe | None:
         """The recipe of a label, or else the default one, if there is one."""
-        return self._recipes.get(label) or self._recipes.get(DEFAULT_RECIPE)
+        return for_label(self._recipes, label)
 
     def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
         """The reward of a response.

@@ -25,7 +25,7 @@ class Holdings:
 
 
 class ReplayLedger:
-    """Which groups are reserved, ready and leased. The buffer is told; a lost one is made again from it."""
+    """Which groups are reserved, ready and leased. A lost buffer is restored from it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -42,10 +42,10 @@ class RestartableRole:
     ) -> None:
         """`position()` is how far the role has come: losses with one cause at one position are a restart loop.
 
-        `bring_back(error)` ends what is left of the role and makes it as it was; it is told why that is needed.
+        `bring_back(error)` ends what is left of the role and restores its state; `error` is the loss.
 
         It raises WorkerDiedError or DeadlineError to be called again, NotRestartableError to end the run. `on_lost` is
-        told the kind of each loss: `<role>_died` or `<role>_hung`.
+        called with the kind of each loss: `<role>_died` or `<role>_hung`.
         """
         self._role = role
         self._bring_back = bring_back

@@ -1,7 +1,7 @@
 """Supervisor: watches every role while the run lasts and closes all of them at its end.
 
-A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can, the pool that
-replaces it is told: `on_lost`. Roles with many interchangeable workers are tended by their own pools.
+A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can,
+`on_lost` is called and its owner replaces it. Roles with many interchangeable workers check them in their own pools.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Watched:
     """One role's process as the supervisor sees it.
 
     `ping` returns while the process is alive, however busy: where it is an actor, the method runs in a concurrency
-    group of its own. `close` ends it in good order within a deadline of its own. `on_lost` is told of every ping that
-    fails, so it may hear of the same loss again before it has made it good: a DeadlineError of one that is silent, a
-    WorkerDiedError of one that is gone.
+    group of its own. `close` ends it in good order within a deadline of its own. `on_lost` is called for every ping
+    that fails, also again for a loss that is not repaired yet: with a DeadlineError where there was no answer, with a
+    WorkerDiedError where the process is gone.
     """
 
     name: str

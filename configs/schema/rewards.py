@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from configs.schema.base import Section
+
+T = TypeVar("T")
 
 SHARED_SERVICE = "reward"
 """The workers of `resources.reward`, where components run that need no workers of their own."""
@@ -74,6 +76,11 @@ class RewardPoolConfig(Section):
     """Groups that wait for a worker of one service; a caller with more waits with them."""
 
 
+def for_label(by_label: Mapping[str, T], label: str) -> T | None:
+    """What belongs to the recipe of a label, or else to the default recipe; None if there is neither."""
+    return by_label.get(label, by_label.get(DEFAULT_RECIPE))
+
+
 class RewardsConfig(Section):
     """The reward: components, and recipes over them."""
 
@@ -97,6 +104,10 @@ class RewardsConfig(Section):
         """The recipes, or the one that no recipe at all stands for."""
         everything = Recipe(components=tuple(c.name for c in self.components), weights={}, gates=(), normalise=False)
         return self.recipes or {DEFAULT_RECIPE: everything}
+
+    def label_of(self, metadata: Mapping[str, Any]) -> str:
+        """The label that a row's metadata holds."""
+        return str(metadata.get(self.label_key, DEFAULT_RECIPE))
 
     @property
     def services(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.terminal import terminal
 
 app = typer.Typer(
-    help="RL post-training of vision-language and visual generative models on a Ray actor/learner cluster.",
+    help="RL post-training of vision-language models on a Ray actor/learner cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.kl.base import MAX_LOG_RATIO, capped
+from learner.algorithms.kl.base import capped
+from learner.algorithms.ratios import log_ratio
 
 
 def teacher_advantage(behavior_logprobs: Tensor, teacher_logprobs: Tensor, cap: float) -> Tensor:
@@ -26,5 +27,5 @@ def reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, behavior_logprobs: Te
     Without a cap, value and gradient are unbiased for KL(p || q) over tokens that b sampled. The gradient of log p
     inside the bracket is left out: its expectation is 0.
     """
-    weight = (logprobs - behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = log_ratio(logprobs, behavior_logprobs).exp()
     return weight * capped(logprobs.detach() - teacher_logprobs, cap)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import MAX_LOG_RATIO
+from learner.algorithms.ratios import log_ratio
 
 
 def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float) -> Tensor:
@@ -26,7 +26,7 @@ def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
     Source: the truncated weights of IMPALA, arXiv:1802.01561, section 4.1; as a loss of tokens: CISPO,
     arXiv:2506.13585.
     """
-    ratio = (logprobs - old_logprobs).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = log_ratio(logprobs, old_logprobs).detach().exp()
     return -ratio.clamp(max=weight_cap) * advantages * logprobs
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # keeps the exponential finite where the two policies share no mass
-
 KLEstimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(logprobs, reference_logprobs, behavior_logprobs)`, all [B, T], to KL(policy || reference) a token [B, T]. Tokens
 were sampled by the behaviour policy. The first three estimators are those of Schulman, Approximating KL Divergence,

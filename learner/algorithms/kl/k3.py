@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.kl.base import MAX_LOG_RATIO
+from learner.algorithms.ratios import log_ratio
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     """q/p - 1 - log(q/p): unbiased, low variance, never negative; GRPO's choice (arXiv:2402.03300, equation 4)."""
-    log_ratio = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return log_ratio.expm1() - log_ratio
+    difference = log_ratio(reference_logprobs, logprobs)
+    return difference.expm1() - difference
 
 
 def k3_importance(logprobs: Tensor, reference_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
@@ -19,5 +19,5 @@ def k3_importance(logprobs: Tensor, reference_logprobs: Tensor, behavior_logprob
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
     """
-    weight = (logprobs - behavior_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weight = log_ratio(logprobs, behavior_logprobs).exp()
     return weight * k3(logprobs, reference_logprobs, behavior_logprobs)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0  # exp(20) is far outside every clip range and still finite
-
 
 class PolicyLoss(NamedTuple):
     """A policy loss, token by token. What lies outside the mask may be anything."""
@@ -24,11 +22,6 @@ PolicyLossFunction = Callable[..., PolicyLoss]
 `algorithm.losses.NAME`. `logprobs` are of the trained policy, `old_logprobs` of the policy that the ratio is taken
 to; `mask` is True on trained tokens.
 """
-
-
-def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """logprobs - old_logprobs, held within -MAX_LOG_RATIO and MAX_LOG_RATIO."""
-    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_mean_of(values: Tensor, mask: Tensor) -> Tensor:

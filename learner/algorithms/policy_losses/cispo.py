@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss, log_ratio
+from learner.algorithms.policy_losses.base import PolicyLoss
+from learner.algorithms.ratios import log_ratio
 
 
 def cispo(

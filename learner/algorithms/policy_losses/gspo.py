@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate, log_ratio, sequence_mean_of
+from learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate, sequence_mean_of
+from learner.algorithms.ratios import log_ratio
 
 
 def gspo(

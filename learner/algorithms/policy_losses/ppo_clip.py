@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate, log_ratio
+from learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate
+from learner.algorithms.ratios import log_ratio
 
 
 def ppo_clip(

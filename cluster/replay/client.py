@@ -94,7 +94,7 @@ class ReplayClient:
 
     async def is_alive(self) -> None:
         """Return while the process lives, however busy it is."""
-        what = "replay/0 to say that it lives"
+        what = "replay/0 to answer that it is alive"
         await answer(self._handle.is_alive.remote(), timeout_s=self._deadlines.sign_s, what=what)
 
     async def close(self) -> None:

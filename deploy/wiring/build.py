@@ -227,7 +227,7 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
         try:
-            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to answer that it is alive")
         except Exception:
             if ranks.workers[index] is handle:
                 raise

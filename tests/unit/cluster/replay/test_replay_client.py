@@ -62,7 +62,7 @@ async def test_a_buffer_that_keeps_no_journal_holds_no_references(is_journalled:
         (lambda c: c.abort([make_scored("0/0/s0")]), "replay/0 to take 1 groups back"),
         (lambda c: c.restore(Holdings()), "replay/0 to take over the groups of the buffer before it"),
         (lambda c: c.start(), r"replay/0 to start \(timeouts.start_s\)"),
-        (lambda c: c.is_alive(), "replay/0 to say that it lives"),
+        (lambda c: c.is_alive(), "replay/0 to answer that it is alive"),
         (lambda c: c.forget(4), "replay/0 to forget what led to version 4"),
     ],
 )

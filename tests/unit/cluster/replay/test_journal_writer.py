@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -208,8 +209,28 @@ async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_nobody(tmp_path: P
     assert finished_in(tmp_path) == ["0/1/s", "0/2/s"]
 
 
-def test_it_travels_to_another_process_before_it_is_used(tmp_path: Path) -> None:
-    writer = pickle.loads(pickle.dumps(JournalWriter(Journal(tmp_path / "journal", {}), timeout_s=5)))
-    assert not (tmp_path / "journal").exists()
-    asyncio.run(writer.rejected("0/0/s", "stale"))
-    assert Journal(tmp_path / "journal", {}).recover(0).rejected == ("0/0/s",)
+async def test_a_disk_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path) -> None:
+    journal = SlowJournal(tmp_path)
+    writer = JournalWriter(journal, timeout_s=5, write_s=0.05)
+    for call in (writer.rejected("0/0/s", "stale"), writer.read(["0/0/s"]), writer.forget(1)):
+        with pytest.raises(JournalError, match=rf"waited 0\.05 s for the journal below {tmp_path} .*object_s"):
+            await call
+    journal.go_on.set()
+
+
+def test_a_process_ends_while_its_disk_does_not_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    program = f"""
+import asyncio
+from pathlib import Path
+from cluster.replay.journal import Journal
+from cluster.replay.journal_writer import JournalWriter
+
+class StuckJournal(Journal):
+    def append(self, records):
+        open({str(tmp_path / "pipe")!r})  # no other process ever opens it
+
+asyncio.run(JournalWriter(StuckJournal(Path("unused"), {{}}), timeout_s=5, write_s=0.05).rejected("0/0/s", "stale"))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "JournalError: waited 0.05 s" in found.stderr

@@ -1,7 +1,7 @@
 """Driver overhead: CPU time of the driver process per trajectory, with 8 to 1,024 groups in flight.
 
 Once with every role but the driver's own parts faked in its process, and once through Ray: engines and reward workers
-answer from other processes, and groups stay behind as references to the object store. The replay buffer is the real one.
+answer from other processes, and groups stay behind as references to the object store. The buffer is the real one.
 CPU time of the whole process, all threads, so that waiting costs nothing and a busy machine little.
 """
 

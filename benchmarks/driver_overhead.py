@@ -25,7 +25,7 @@ from benchmarks.simulation.simulated_engines import summary
 from benchmarks.simulation.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
 from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
+from cluster.records.trajectory import Generated, GroupReport, GroupSummary, Prompt, TrajectoryGroup
 from cluster.replay.buffer import ReplayBuffer
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout.dispatcher import RolloutDispatcher
@@ -180,7 +180,7 @@ class _Engine(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         await asyncio.sleep(_sleep_s(prompt, self._mean_s))
         return replace(self._group, prompt=prompt), (_summary(prompt), self._responses)
 

@@ -55,9 +55,9 @@ class RolloutClient:
         await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """A reference to the group, which the caller owns and which outlives the actor, and what is told of it.
+        """A reference to the group, which the caller owns and which outlives the actor, and its report.
 
-        The actor goes on from what the in-flight request of the prompt knows, and its chunks go to it as they come. A
+        The actor continues from the chunks that the in-flight request of the prompt holds, and adds new ones to it. A
         prompt that needs the weights of a push has its time from the end of that push.
         """
         in_flight, patience = self._in_flight_requests.of(prompt, settings), self._patience(settings.min_version)
@@ -68,8 +68,8 @@ class RolloutClient:
 
         with self._prompts.asked(GroupRequest(prompt, settings, in_flight.next_attempt()), take) as answered:
             what = f"{self.name} to generate prompt {prompt.prompt_id}"
-            group, told = await patience.wait_for(answered, what)
-        return Generated.of(prompt, group, told)
+            group, report = await patience.wait_for(answered, what)
+        return Generated.of(prompt, group, report)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
@@ -94,8 +94,8 @@ class RolloutClient:
         self._version = version
 
     async def is_alive(self) -> None:
-        """Return while the process lives, however busy it is."""
-        what = f"{self.name} to say that it lives"
+        """Return while the process is alive, however busy it is."""
+        what = f"{self.name} to answer that it is alive"
         await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
 
     async def probe(self) -> None:

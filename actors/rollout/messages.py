@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.records.partial_response import Attempt, TokenChunk
-from cluster.records.trajectory import Prompt, Told
+from cluster.records.trajectory import GroupReport, Prompt
 from cluster.roles import SamplingSettings
 
 
@@ -25,10 +25,10 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a request ended: with a group, of which this much is told, or with an error."""
+    """How a request ended: with a group and its report, or with an error."""
 
     request_id: str
-    told: Told | None
+    report: GroupReport | None
     error: Exception | None = None
 
 

@@ -1,4 +1,4 @@
-"""PromptClient: all that a driver asks one rollout actor about prompts, and hears of them."""
+"""PromptClient: sends prompts of the driver to one rollout actor and receives groups and chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from actors.rollout.messages import Ended, GroupRequest, MessageBatch
 from cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
 from cluster.records.partial_response import TokenChunk
-from cluster.records.trajectory import Told
+from cluster.records.trajectory import GroupReport
 from cluster.runtime.ray_actors import on_failure, with_attachments
 
 Take = Callable[[TokenChunk], None]
@@ -25,7 +25,7 @@ class _Asked:
     """Who waits for one request."""
 
     take: Take
-    group: asyncio.Future[tuple[Any, Told]]
+    group: asyncio.Future[tuple[Any, GroupReport]]
 
     def fail(self, error: Exception) -> None:
         if not self.group.done():
@@ -47,8 +47,8 @@ class PromptClient:
         self._listening: asyncio.Task[None] | None = None
 
     @contextmanager
-    def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, Told]]]:
-        """A reference to the group and what is told of it, to be awaited in the body; `take` is given each chunk.
+    def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, GroupReport]]]:
+        """A reference to the group and its report, to be awaited in the body; `take` is given each chunk.
 
         Leaving the body before the request has ended cancels the request. The future raises:
             WorkerDiedError: the actor died, and all that it had reported has been taken; or it is ended.
@@ -81,7 +81,7 @@ class PromptClient:
         ids = [request.request_id for request in requests]
         try:
             call = self._handle.begin.remote(requests)
-        except Exception as error:  # what cannot be sent; each of those who wait is told
+        except Exception as error:  # it cannot be sent; every waiter gets the error
             self._fail(ids, error)
         else:
             on_failure(call, partial(self._fail, ids), what=f"{self._name} to take {len(ids)} prompts")
@@ -100,7 +100,7 @@ class PromptClient:
                 async for batch, groups in with_attachments(stream, _num_groups, what=what):
                     self._take(batch, groups)
                 stream = self._stream()
-        except Exception as error:  # each of those who wait is told
+        except Exception as error:  # every waiter gets the error
             self._fail(list(self._asked), error)
 
     def _take(self, batch: MessageBatch, groups: Sequence[Any]) -> None:
@@ -118,7 +118,7 @@ class PromptClient:
         if ended.error is not None:
             self._fail([ended.request_id], as_raised_by_role(ended.error))
         elif (waiting := self._asked.pop(ended.request_id, None)) is not None and not waiting.group.done():
-            waiting.group.set_result((group, ended.told))
+            waiting.group.set_result((group, ended.report))
 
     def _fail(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:

@@ -1,6 +1,7 @@
 """RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
 
-It knows the fate of every prompt it handed out: trained on, rejected for a reason, or pending (for the checkpoint).
+It keeps the state of every prompt that it handed out: trained on, rejected for a reason, or pending (for the
+checkpoint).
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class RetryingRollouts:
             try:
                 return await self._rollouts.generate(prompt, settings)
             except EngineDiedError as error:
-                # It says nothing about this prompt, which shared the engine with others: the pool bounds such losses.
+                # The prompt may not be the cause: it shared the engine with others: the pool bounds such losses.
                 self._on_retry(type(error).__name__)
             except self.RETRIED as error:
                 num_failed += 1
@@ -159,8 +160,8 @@ class RolloutDispatcher:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
-        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained
-        on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
+        than the gate's `max_staleness` is not trained. `on_rejected` is called with each finished group that is not
+        trained on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
         """
         self._prompts = prompts
         self._gate = gate
@@ -219,7 +220,7 @@ class RolloutDispatcher:
         self._begin(version, [])
 
     def is_open(self, prompt_id: str) -> bool:
-        """Whether a prompt may still be trained on, as far as the checkpoint knows that was restored."""
+        """Whether a prompt may still be trained on, according to the restored checkpoint."""
         return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
@@ -285,15 +286,16 @@ class RolloutDispatcher:
 
     async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
         settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
-        reference, summary, rewards = await sample_and_score(
+        generated, rewards = await sample_and_score(
             self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )
+        summary = generated.summary
         if len(rewards) != summary.num_trajectories:
             raise RewardError(
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool gives one a trajectory, None where it cannot"
             )
-        return ScoredGroup(summary, reference, tuple(rewards))
+        return ScoredGroup(summary, generated.group, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

@@ -69,7 +69,8 @@ class RestartableRole:
     async def outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, is_patient: bool = False) -> T:
         """The answer to `call`, made as often as that takes.
 
-        A patient call waits for others behind the role, so that its own deadline says nothing of the role.
+        A patient call waits for others behind the role, so that missing its own deadline does not mean that the role is
+        lost.
         """
         while True:
             async with self._under_way:  # no call runs while the role is restored

@@ -73,7 +73,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A whole run, now, as its driver says it."""
+    """The state of a whole run, as its driver reports it."""
 
     run: str
     progress: Progress

@@ -318,7 +318,8 @@ class SmallRun:
         async def ping() -> None:
             asked = self._ranks.workers[index]
             try:
-                await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=f"learner/{index} to say that it lives")
+                what = f"learner/{index} to answer that it is alive"
+                await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=what)
             except Exception:
                 if self._ranks.workers[index] is asked:
                     raise

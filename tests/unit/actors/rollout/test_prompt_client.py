@@ -20,7 +20,7 @@ from actors.rollout.prompt_client import PromptClient
 from actors.rollout.server import PromptServer
 from cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import Prompt, Told, TrajectoryGroup, WeightSpan
+from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup, WeightSpan
 from cluster.roles import SamplingSettings
 
 
@@ -54,7 +54,7 @@ class Server(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         for start in range(self._num_chunks):
             self.report([chunk(attempt.request_id, start)])
             await asyncio.sleep(0)

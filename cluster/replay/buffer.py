@@ -26,7 +26,7 @@ DUPLICATE = "duplicate"
 
 
 @dataclass
-class _Held:
+class _Entry:
     group: ScoredGroup
     since_s: float
     written: asyncio.Task[None]  # done once the journal has it on disk
@@ -67,7 +67,7 @@ class ReplayBuffer:
         self._take_s = take_s
         self._close_s = close_s
         self._clock = clock
-        self._held: dict[str, _Held] = {}  # by group, oldest first; each is reserved, ready or leased
+        self._held: dict[str, _Entry] = {}  # by group, oldest first; each is reserved, ready or leased
         self._reserved: set[str] = set()
         self._ready: dict[str, None] = {}  # in order
         self._leased: set[str] = set()
@@ -95,7 +95,7 @@ class ReplayBuffer:
         if not self._has_room_for(group):
             await self._wait_for_room(group)
         self._seen.add(group_id)
-        self._held[group_id] = _Held(group, self._clock(), self._write_down(group))
+        self._held[group_id] = _Entry(group, self._clock(), self._write_down(group))
         self._reserved.add(group_id)
         self._num_bytes += group.summary.num_bytes
 
@@ -256,7 +256,7 @@ class ReplayBuffer:
             )
         self._num_oversized += 1
 
-    def _leased_group(self, group_id: str) -> _Held:
+    def _leased_group(self, group_id: str) -> _Entry:
         if group_id not in self._leased:
             raise ValueError(f"group {group_id} has no lease: take() leases, and release() or abort() ends it once")
         return self._held[group_id]

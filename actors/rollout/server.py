@@ -11,13 +11,92 @@ import asyncio
 import pickle
 import traceback
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
-from actors.rollout.message_queue import MessageQueue
-from actors.rollout.messages import Ended, GroupRequest, MessageBatch
 from cluster.errors import RolloutError
 from cluster.records.partial_response import Attempt, TokenChunk
 from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
 from cluster.roles import SamplingSettings
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """One try at a prompt: sample all its siblings, from where an earlier try left them."""
+
+    prompt: Prompt
+    settings: SamplingSettings
+    attempt: Attempt
+
+    @property
+    def request_id(self) -> str:
+        return self.attempt.request_id
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a request ended: with a group and its report, or with an error."""
+
+    request_id: str
+    report: GroupReport | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class MessageBatch:
+    """What there is to say of all requests of an actor at one moment: first the chunks, then who has ended.
+
+    The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: a receiver of
+    the messages need not fetch them.
+    """
+
+    chunks: Sequence[TokenChunk]
+    ended: Sequence[Ended]
+
+    @property
+    def num_groups(self) -> int:
+        return sum(ended.error is None for ended in self.ended)
+
+
+class MessageQueue:
+    """One stream for all requests of an actor: what is put while messages are on their way travels together in the
+    next.
+
+    It keeps everything until a listener comes.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[TokenChunk] = []
+        self._ended: list[Ended] = []
+        self._groups: list[TrajectoryGroup] = []
+        self._has_messages = asyncio.Event()
+        self._num_listeners = 0  # that have come so far; the newest one gets everything
+
+    def put(self, chunks: Sequence[TokenChunk]) -> None:
+        self._chunks += chunks
+        self._has_messages.set()
+
+    def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
+        """A request is over; `group` is what came of it unless it failed."""
+        assert (group is None) == (ended.error is not None), f"{ended.request_id}: a group or an error"
+        self._ended.append(ended)
+        if group is not None:
+            self._groups.append(group)
+        self._has_messages.set()
+
+    async def messages(self) -> AsyncIterator[tuple[MessageBatch, list[TrajectoryGroup]]]:
+        """What is put, in order, with the groups that follow the messages; it ends when another listener comes."""
+        self._num_listeners += 1
+        listener = self._num_listeners
+        self._has_messages.set()  # who listened before learns that he is let go
+        while True:
+            while not (self._chunks or self._ended):
+                self._has_messages.clear()
+                await self._has_messages.wait()
+                if listener != self._num_listeners:
+                    return
+            batch, groups = MessageBatch(self._chunks, self._ended), self._groups
+            self._chunks, self._ended, self._groups = [], [], []
+            yield batch, groups
 
 
 class PromptServer:

@@ -18,9 +18,11 @@ from cluster.errors import (
     DependencyError,
     EngineDiedError,
     ExcludedPromptError,
+    LostObjectError,
     LostReplyError,
     RewardError,
     RolloutError,
+    UnscoredGroupError,
     WorkerDiedError,
 )
 from cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
@@ -28,7 +30,6 @@ from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.prefetch import PromptPrefetcher, Prompts
 from cluster.rollout.repeated_events import RepeatedEvents
-from cluster.rollout.scored_sampling import sample_and_score
 from cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.runtime.error_text import in_one_line
 from cluster.workers.supervisor import background_tasks
@@ -39,6 +40,7 @@ TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
 LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
+MAX_NODES_LOST = 8  # in a row, over one prompt or one step
 MAX_PREFETCHED = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -135,6 +137,32 @@ class RetryingRollouts:
                 if not isinstance(error, WorkerDiedError):
                     cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
                     self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
+
+
+async def sample_and_score(
+    rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
+) -> tuple[Generated, Sequence[Reward | None]]:
+    """A group of `prompt` and its rewards. A group that cannot be scored has no rewards.
+
+    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each.
+
+    Raises:
+        RolloutError: `MAX_NODES_LOST` groups were lost.
+    """
+    for _ in range(MAX_NODES_LOST):
+        generated = await rollouts.generate(prompt, settings)
+        try:
+            return generated, await rewards.score(generated.to_score, prompt.prompt_id)
+        except UnscoredGroupError as error:
+            _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
+            return generated, [None] * generated.summary.num_trajectories
+        except LostObjectError as error:
+            _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
+            on_lost(type(error).__name__)
+    raise RolloutError(
+        f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node before "
+        "it was scored: see which nodes come and go, then go on with resume=auto"
+    )
 
 
 class RolloutDispatcher:

@@ -79,7 +79,7 @@ class RunStatus:
     progress: Progress
     total_steps: int
     in_flight: InFlightSummary
-    replay: ReplayStats | None  # None while the buffer does not answer
+    replay: ReplayStats
     workers: tuple[WorkerStatus, ...]
     num_panels_lost: int  # how often what holds this status had to be started again
     driver_pid: int

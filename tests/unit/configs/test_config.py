@@ -220,7 +220,7 @@ def test_every_option_of_every_group_loads(choice: str) -> None:
         assert value_at(values, name) == value
 
 
-PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill")
+PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill", "ppo_gae")
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,4 +1,4 @@
-"""On-policy distillation as a whole run: real vLLM samples, the reference scorer serves the teacher, the policy follows."""
+"""On-policy distillation as a whole run: vLLM samples, the reference scorer serves the teacher, the policy follows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class PolicyWeights:
 
     Example:
         weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
-        backend.wrap(TokenPolicy(model))
+        backend.wrap(TokenPolicy(model, chunk_tokens))
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
@@ -84,7 +84,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool) -
     model = load_policy_model(config.policy, torch.float32)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    load_weights(state, backend.wrap(TokenPolicy(model)))
+    load_weights(state, backend.wrap(TokenPolicy(model, config.learner.logprob_chunk_tokens)))
     if config.policy.lora.is_on and not merge:
         save_adapters(folder, model, config.policy.lora, config.policy.model)
     else:

@@ -39,7 +39,7 @@ class ReferenceScorer:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": (), "gradient_checkpointing": False})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
-        self._policy = TokenPolicy(model).eval()
+        self._policy = TokenPolicy(model, config.learner.logprob_chunk_tokens).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
         """For each group one float32 [T] array a trajectory, in order.

@@ -38,6 +38,9 @@ class LearnerConfig(Section):
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt
     """Padded tokens in one forward and backward pass of one rank."""
+    logprob_chunk_tokens: PositiveInt
+    """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
+    backward pass computes them again."""
     zero_stage: Literal[2, 3]
     """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
 

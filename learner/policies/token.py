@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from learner.policies.batch import MediaBatch, PositionLayout, TokenBatch
 from learner.policies.families import VISION_FAMILIES
-from learner.policies.logprobs import Distribution, token_logprobs
+from learner.policies.head import ScoringHead
+from learner.policies.logprobs import Distribution
 
 
 class PolicyOutput(NamedTuple):
@@ -28,22 +29,24 @@ class TokenPolicy(nn.Module):
     equally often on every rank: a batch without pictures shows the tower a blank one and adds it with weight 0.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, logprob_chunk_tokens: int) -> None:
+        """From here on the model's output layer is a `ScoringHead`, for `logprob_chunk_tokens` tokens at a time."""
         super().__init__()
+        model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), logprob_chunk_tokens))
         self.model = model
         self.has_vision = model.config.model_type in VISION_FAMILIES
 
     def forward(
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
-        """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
+        """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
         hidden = self.model.get_decoder()(
             inputs_embeds=self._embed(batch), position_ids=self._positions(batch.layout), use_cache=False
         ).last_hidden_state  # [B, S, H]
-        logits = self.model.get_output_embeddings()(hidden[batch.hidden_rows, batch.hidden_columns])  # [N, V]
-        targets = batch.targets[batch.target_mask]
-        flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
         mask = batch.target_mask
+        scored = hidden[batch.hidden_rows, batch.hidden_columns]  # [N, H]
+        head = self.model.get_output_embeddings()
+        flat = head(scored, batch.targets[mask], distribution, entropy_has_gradient)
         return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))
 
     def _embed(self, batch: TokenBatch) -> Tensor:

@@ -50,7 +50,8 @@ def _rank(rank: int, variants: dict[str, Variant], models: Path, out: Path) -> N
     torch.set_num_threads(1)
     for name, variant in variants.items():
         fsdp2.MIN_UNIT_NUMEL = variant.min_unit_numel
-        words = ("resources.learner.num_workers=2", *variant.overrides, *MODELS[variant.model])
+        chunked = "learner.logprob_chunk_tokens=3"  # one process computes the logits of a micro-batch at once
+        words = ("resources.learner.num_workers=2", chunked, *variant.overrides, *MODELS[variant.model])
         train(config_of(models / variant.model, *words), rank, 2, out / name)
 
 

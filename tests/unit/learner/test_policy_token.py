@@ -40,7 +40,7 @@ def tokenizer(folder: Path):
 
 @pytest.fixture
 def policy(config: PolicyConfig) -> TokenPolicy:
-    return TokenPolicy(load_policy_model(config, torch.float32)).eval()
+    return TokenPolicy(load_policy_model(config, torch.float32), 4).eval()
 
 
 def reader() -> MediaReader:

@@ -79,15 +79,19 @@ def train(overrides: Overrides = None) -> None:
 
 
 @app.command()
-def evaluate(overrides: Overrides = None) -> None:
-    """Score a policy on the held-out split."""
+def evaluate(
+    overrides: Overrides = None,
+    scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
+) -> None:
+    """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     from configs.load import load_config
 
     with explained():
-        config = load_config(overrides or [])
+        config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
         from deploy.run import runtime
 
-        raise typer.Exit(runtime.evaluate(config))
+        raise typer.Exit(runtime.evaluate(config, output))
 
 
 @app.command()

@@ -22,32 +22,25 @@ class PolicyOutput(NamedTuple):
     is_argmax: Tensor  # bool [B, T]
 
 
-class TokenPolicy(nn.Module):
-    """Scores targets given everything before them.
+class TokenModel(nn.Module):
+    """A model that is read at the states before a batch's targets.
 
-    `forward` is the only way in, and it enters the vision tower exactly once, so that sharded parameters are gathered
-    equally often on every rank: a batch without pictures shows the tower a blank one and adds it with weight 0.
+    A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
+    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without pictures shows
+    the tower a blank one and adds it with weight 0.
     """
 
-    def __init__(self, model: PreTrainedModel, logprob_chunk_tokens: int) -> None:
-        """From here on the model's output layer is a `ScoringHead`, for `logprob_chunk_tokens` tokens at a time."""
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), logprob_chunk_tokens))
         self.model = model
         self.has_vision = model.config.model_type in VISION_FAMILIES
 
-    def forward(
-        self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
-    ) -> PolicyOutput:
-        """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
+    def states(self, batch: TokenBatch) -> Tensor:
+        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
         hidden = self.model.get_decoder()(
             inputs_embeds=self._embed(batch), position_ids=self._positions(batch.layout), use_cache=False
         ).last_hidden_state  # [B, S, H]
-        mask = batch.target_mask
-        scored = hidden[batch.hidden_rows, batch.hidden_columns]  # [N, H]
-        head = self.model.get_output_embeddings()
-        flat = head(scored, batch.targets[mask], distribution, entropy_has_gradient)
-        return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))
+        return hidden[batch.hidden_rows, batch.hidden_columns]
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         """Token embeddings with pictures in their places, [B, S, H]; a picture is encoded once, however often used."""
@@ -100,3 +93,21 @@ class TokenPolicy(nn.Module):
             image_grid_thw=grids if grids.shape[0] else None,
         )
         return positions[:, layout.row_layouts]
+
+
+class TokenPolicy(TokenModel):
+    """Scores targets given everything before them."""
+
+    def __init__(self, model: PreTrainedModel, logprob_chunk_tokens: int) -> None:
+        """From here on the model's output layer is a `ScoringHead`, for `logprob_chunk_tokens` tokens at a time."""
+        super().__init__(model)
+        model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), logprob_chunk_tokens))
+
+    def forward(
+        self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
+    ) -> PolicyOutput:
+        """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
+        mask = batch.target_mask
+        head = self.model.get_output_embeddings()
+        flat = head(self.states(batch), batch.targets[mask], distribution, entropy_has_gradient)
+        return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))

@@ -37,7 +37,7 @@ from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, load_policy_model, save_policy
+from learner.policies.loading import DTYPES, load_policy_model, recompute_blocks, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import PolicyOutput, TokenPolicy
 from learner.policy_weights import PolicyWeights
@@ -85,6 +85,7 @@ class Learner:
         torch.manual_seed(self._config.seed + self._rank)
         model = load_policy_model(self._config.policy, torch.float32)
         model.train()
+        recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._outgoing = PolicyWeights(model, self._config)
         if self._config.learner.backend != "single":
             self._rendezvous.join(

@@ -37,7 +37,7 @@ class ReferenceScorer:
     def load(self, folder: Path) -> None:
         """Take the frozen policy from a checkpoint folder; before the first `score`."""
         config = self._config
-        frozen = config.policy.model_copy(update={"model": str(folder), "freeze": (), "gradient_checkpointing": False})
+        frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
         self._policy = TokenPolicy(model, config.learner.logprob_chunk_tokens).eval()
 

@@ -41,6 +41,12 @@ class LearnerConfig(Section):
     logprob_chunk_tokens: PositiveInt
     """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
     backward pass computes them again."""
+    activation_checkpointing: Literal["none", "blocks", "blocks_offloaded"]
+    """`blocks` keeps the input of each text and vision block alone and computes the rest again in the backward pass;
+    `blocks_offloaded` keeps these inputs in host memory, which needs a GPU to make sense."""
+    offload: Literal["none", "optimizer", "parameters"]
+    """What lies in host memory between its uses, on a GPU alone: optimizer state, with the step taken on the CPU, or
+    parameters too. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
     zero_stage: Literal[2, 3]
     """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
 

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from cluster.errors import ExcludedPromptError, RewardError
+from cluster.metrics.evaluation_statistics import bootstrap_interval, ks, pass_at_k, reflection_ratios, wilson_interval
 from cluster.metrics.step_records import HELD_OUT
 from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout.evaluation_statistics import bootstrap_interval, ks, pass_at_k, reflection_ratios, wilson_interval
 from cluster.rollout.scored_sampling import sample_and_score
 from cluster.workers.supervisor import background_tasks
 

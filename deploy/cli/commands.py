@@ -95,6 +95,23 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas."),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON, too.")] = None,
+    by_epoch: Annotated[bool, typer.Option("--by-epoch", help="Draw over epochs instead of steps.")] = False,
+) -> None:
+    """Compare runs on one page: curves, intervals and a table."""
+    with explained():
+        from deploy.tools.compare import compare as write
+
+        write(runs, output, json, by_epoch, terminal())
+
+
+@app.command()
 def benchmark_model(
     models: Annotated[list[str], typer.Argument(metavar="MODEL[@IN_FLIGHT]...", help="Checkpoints to compare.")],
     override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for evaluate.")] = None,

@@ -51,7 +51,7 @@ from deploy.wiring.build import (
 from deploy.wiring.evaluation import build_evaluator
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.persistence import reached_version
-from deploy.wiring.preparation import Prepared, prepare, require_model, write_skipped
+from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
 from deploy.wiring.scaling import control_loop
 from deploy.wiring.spawner import Spawner
 
@@ -251,6 +251,7 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
         learner_backend=config.learner.backend,
         learner_ranks=config.resources.learner.num_workers,
         rollout_actors=config.resources.rollout.num_workers,
+        train_prompts=len(prepared.splits[TRAIN].rows),
     )
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
     summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)

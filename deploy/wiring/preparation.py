@@ -92,8 +92,9 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
 
 
-def _splits(evaluation: EvaluationConfig) -> set[str]:
-    return {TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values())}
+def _splits(evaluation: EvaluationConfig) -> list[str]:
+    used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
+    return list(dict.fromkeys(used))
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:

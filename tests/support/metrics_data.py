@@ -34,7 +34,7 @@ from cluster.records.trajectory import (
 )
 from cluster.roles import ReplayStats, UpdateReport
 
-FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2)
+FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.rollout.evaluation_statistics import (
+from cluster.metrics.evaluation_statistics import (
     bootstrap_interval,
     ks,
     pass_at_k,

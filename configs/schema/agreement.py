@@ -397,6 +397,24 @@ def _backend_can_offload(config: RunConfig) -> str | None:
     return None
 
 
+def _average_can_be_kept(config: RunConfig) -> str | None:
+    decay, resources = config.learner.ema_decay, config.resources
+    if decay == 0:
+        return None
+    key = f"learner.ema_decay={decay:g}"
+    if config.learner.backend == "deepspeed":
+        return (
+            f"{key} keeps an average that `mobula export` can read, which it cannot of learner.backend=deepspeed: use "
+            "learner=fsdp2, or set learner.ema_decay=0"
+        )
+    if resources.colocated and resources.device == "cuda":
+        return (
+            f"{key} keeps a copy of the weights on the GPU, which resources.colocated=true gives to the engines: set "
+            "learner.ema_decay=0, or use a preset with devices for both"
+        )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -428,6 +446,7 @@ RULES: tuple[Rule, ...] = (
     _activations_have_a_host_apart,
     _offload_has_a_host_apart,
     _backend_can_offload,
+    _average_can_be_kept,
     _suites_have_names,
     _greedy_suites_have_one_sample,
 )

@@ -34,6 +34,9 @@ class LearnerConfig(Section):
     """AdamW's term beside the root of the squared gradient; larger, and rounding moves small gradients less."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)]
     """Muon's decay of the gradient's mean."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)]
+    """Decay, with each optimizer step, of an average of the weights that is kept beside them, in checkpoints too;
+    `mobula export --ema` writes it. 0 keeps none."""
     max_grad_norm: PositiveFloat
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt

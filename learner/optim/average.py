@@ -34,7 +34,7 @@ class WeightAverage:
     """
 
     def __init__(self, policy: nn.Module, decay: float, copy: Copy) -> None:
-        """Of a policy as its backend has wrapped it. `copy(state, folder)` copies a state and returns what writes it."""
+        """Of a policy as its backend has wrapped it. `copy(state, folder)` returns what writes a copy."""
         self._decay = decay
         self._copy = copy
         self._weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}

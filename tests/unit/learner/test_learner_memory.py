@@ -1,4 +1,4 @@
-"""What the learner keeps where: recomputed blocks give the same gradient, and offload is refused where it is nothing."""
+"""What the learner keeps where: recomputed blocks give the same gradient; offload that would do nothing is refused."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
 from cluster.records.media import MediaReader
 from configs.load import load_config
+from configs.schema import LearnerConfig
 from configs.words import overridden
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.logprobs import PLAIN, token_logprobs
@@ -62,7 +63,7 @@ class Passes:
         self._device = torch.device(device)
         self._is_chunked = is_chunked
         self._model = _model().to(self._device)
-        self._policy = TokenPolicy(self._model, CHUNK_TOKENS) if is_chunked else None
+        self._policy = TokenPolicy(self._model, _config()) if is_chunked else None
         self._clock = time.perf_counter if self._device.type == "cuda" else time.process_time
 
     def __call__(self, job: Pass) -> Done:
@@ -99,6 +100,10 @@ class Passes:
         found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
         assert found is not None, f"{STATUS} has no VmHWM: run this benchmark on Linux"
         return int(found[1]) * 1024
+
+
+def _config() -> LearnerConfig:
+    return load_config(["experiment=digits", f"learner.logprob_chunk_tokens={CHUNK_TOKENS}"]).learner
 
 
 def _model() -> Qwen2ForCausalLM:

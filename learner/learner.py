@@ -99,7 +99,7 @@ class Learner:
                 timeout_s=self._config.timeouts.update_s,
             )
         self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
-        self._policy = self._backend.wrap(TokenPolicy(model, self._config.learner.logprob_chunk_tokens))
+        self._policy = self._backend.wrap(TokenPolicy(model, self._config.learner))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         scoring = ScoringPass(self._backend, self._step, lambda rows: self._forward(rows)[0])

@@ -30,7 +30,7 @@ class PolicyWeights:
 
     Example:
         weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
-        backend.wrap(TokenPolicy(model, chunk_tokens))
+        backend.wrap(TokenPolicy(model, config.learner))
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
@@ -85,7 +85,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     model = load_policy_model(config.policy, torch.float32)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    policy = backend.wrap(TokenPolicy(model, config.learner.logprob_chunk_tokens))
+    policy = backend.wrap(TokenPolicy(model, config.learner))
     load_weights(state, policy)
     if average:
         trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}

@@ -415,6 +415,15 @@ def _average_can_be_kept(config: RunConfig) -> str | None:
     return None
 
 
+def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
+    if not config.learner.packing or config.policy.attention != "eager":
+        return None
+    return (
+        "learner.packing=true keeps rows apart in sdpa and flash_attention_2 but policy.attention=eager: set "
+        "policy.attention=sdpa or learner.packing=false"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -447,6 +456,7 @@ RULES: tuple[Rule, ...] = (
     _offload_has_a_host_apart,
     _backend_can_offload,
     _average_can_be_kept,
+    _attention_keeps_rows_apart,
     _suites_have_names,
     _greedy_suites_have_one_sample,
 )

@@ -40,7 +40,13 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt
-    """Padded tokens in one forward and backward pass of one rank."""
+    """Tokens in one forward and backward pass of one rank; without `packing`, padding counts."""
+    packing: bool
+    """Compute rows of different lengths without padding; each attends to itself alone. Needs `policy.attention` of
+    `sdpa` or `flash_attention_2`."""
+    picture_token_cost: NonNegativeFloat
+    """What it takes to encode one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4
+    times the vision tower's parameters over the decoder's."""
     logprob_chunk_tokens: PositiveInt
     """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
     backward pass computes them again."""

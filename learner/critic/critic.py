@@ -113,7 +113,7 @@ class Critic:
     def _loaded(self) -> ValueModel:
         model = load_policy_model(self._config.policy, torch.float32)
         recompute_blocks(model, self._config.learner.activation_checkpointing)
-        return ValueModel(model, self._config.seed).train()
+        return ValueModel(model, self._config.seed, packs=self._config.learner.packing).train()
 
     def _wrap(self, critic: ValueModel) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them

@@ -22,6 +22,7 @@ from learner.policy_weights import export_state
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 AVERAGE, BLOCKS = "learner.ema_decay=0.5", "learner.activation_checkpointing=blocks"
+PACKED = "learner.packing=true"
 MODELS = {"untied": (), "tied": (), "adapters": LORA}  # name -> overrides that go with it
 
 
@@ -37,11 +38,11 @@ class Variant:
 VARIANTS = {
     "fsdp2": {
         "untied": Variant("untied", ("learner=fsdp2", AVERAGE, BLOCKS)),
-        "tied": Variant("tied", ("learner=fsdp2", AVERAGE), min_unit_numel=1 << 20),
+        "tied": Variant("tied", ("learner=fsdp2", AVERAGE, PACKED), min_unit_numel=1 << 20),
         "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
     },
     "deepspeed": {
-        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2")),
+        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", PACKED)),
         "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", BLOCKS)),
         "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3")),
     },

@@ -44,8 +44,6 @@ class PolicyConfig(Section):
     """Whether the tiny model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation of learner and reference."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass to save memory."""
     freeze: tuple[str, ...]
     """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
     lora: LoRAConfig

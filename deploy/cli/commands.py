@@ -194,13 +194,14 @@ def export(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
     output: Annotated[Path | None, typer.Option(help="The folder to write; else export/ in the run folder.")] = None,
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
         from deploy.tools import export as exporting
 
-        raise typer.Exit(exporting.export(run, step, merge=merge, output=output))
+        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, output=output))
 
 
 @app.command()

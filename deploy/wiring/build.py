@@ -96,7 +96,7 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),

@@ -70,6 +70,7 @@ class TokenBatch:
     """B rows of at most S tokens, of which at most T a row are scored. Padding is on the right."""
 
     input_ids: Tensor  # int64 [B, S]
+    row_lengths: tuple[int, ...]  # B
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
@@ -90,6 +91,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
+        row_lengths=tuple(s.num_tokens for s in sequences),
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),
         hidden_rows=_tensor(rows, device),

@@ -195,6 +195,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
 async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     """The warm start, and the frozen copy of its result that the reference scores with."""
     await warm_start(prepared, learner)
+    await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
 
 

@@ -79,8 +79,7 @@ def _fits(key: Key, parts: Sequence[str]) -> bool:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that `name` most likely meant: the least deep one that ends in it, a similar sibling, or a
-    similar name."""
+    """The known name that `name` most likely meant: the least deep that ends in it, or a similar sibling or name."""
     parent, _, last = name.rpartition(".")
     endings = [candidate for candidate in known if _flat(candidate).endswith(f".{_flat(name)}")]
     if endings:

@@ -123,7 +123,6 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
-    (["resources.replay.num_workers=2"], ["set resources.replay.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
     (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=gpu_2"]),
@@ -171,7 +170,12 @@ def test_every_time_of_a_run_is_bounded() -> None:
 def test_every_contradiction_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
-            ["experiment=digits", "sampler.top_p=0.5", "resources.replay.num_workers=3", "rewards.accuracy_component=x"]
+            [
+                "experiment=digits",
+                "sampler.top_p=0.5",
+                "resources.rollout.num_workers=0",
+                "rewards.accuracy_component=x",
+            ]
         )
     assert len(str(caught.value).splitlines()) == 3
 

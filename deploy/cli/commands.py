@@ -241,20 +241,21 @@ def plan(
     address: Annotated[
         str | None, typer.Option(help="Plan for this Ray cluster (HOST:PORT, or auto), not for this machine.")
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="NxGxMEMORY", help="Plan for nodes that are not there, e.g. 2x8x80GB.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes that a YAML file describes.")
+    ] = None,
 ) -> None:
-    """Show which worker would run where, and whether it fits."""
-    from cluster.runtime.placement import needed_roles, plan_placement, plan_table
+    """Show which worker would run where, what memory each one takes, and whether it fits."""
     from configs.load import load_config
-    from deploy.tools.plan_view import as_table, nodes_at
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        nodes = nodes_at(config, address)
-        placement = plan_placement(config.resources, nodes, needed_roles(config))
-    place = f"the cluster at {address}" if address else "this machine"
-    console = terminal()
-    console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
-    console.print(f"{len(placement.workers)} workers fit {place}.")
+        from deploy.planning.plan_command import show_plan
+
+        show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
 
 
 @app.command()

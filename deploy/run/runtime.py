@@ -37,6 +37,8 @@ from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
 from deploy.host.run_record import recorded
 from deploy.host.terminal import terminal
+from deploy.planning.nodes import joined_nodes, this_node
+from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.run.logs import log_to, set_up_logging
 from deploy.run.overview import overview
 from deploy.wiring.build import (
@@ -177,9 +179,13 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
     nodes = expected_nodes(config)
     if nodes is not None:
         plan_placement(config.resources, nodes, roles)
+        if "learner" in roles:
+            refuse_too_little_memory(config, (this_node(config.resources),))
     prepared = prepare(config, ray.put)
     with ray_session(config) as session:
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        if nodes is None and "learner" in roles:
+            refuse_too_little_memory(config, joined_nodes())
         yield _Cluster(prepared, session, plan)
 
 
@@ -259,7 +265,8 @@ def _write_plan(path: Path, plan: PlacementPlan) -> None:
             "index": worker.index,
             "cpus": worker.num_cpus,
             "gpus": worker.num_gpus,
-            "node": worker.node_id,
+            "node": worker.node_name,
+            "node_id": worker.node_id,
             "cores": list(worker.cores),
         }
         for worker in plan.workers

@@ -49,8 +49,8 @@ class PlacedWorker:
     """One worker of one role at its place.
 
     `cores` are positions in the list of cores that the node lets a process use; empty means not bound. `gpus` are the
-    GPUs of the node that the plan counts on, by position; Ray picks them itself, by the same rule (the fullest that holds
-    a share).
+    GPUs of the node that the plan counts on, by position; Ray picks them itself, by the same rule (the fullest that
+    holds a share).
     """
 
     role: str

@@ -87,7 +87,8 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
     raise PreflightError(
         "\n".join(
             [
-                f"resources={config.resources.preset} does not fit into memory with policy.model={config.policy.model}:",
+                f"resources={config.resources.preset} does not fit into memory with policy.model="
+                f"{config.policy.model}:",
                 *(f"  {line}" for line in lines),
                 "it would fit with" if found else "what would help:",
                 *ways,

@@ -141,8 +141,10 @@ def _state(
         case "fsdp2":
             root = shape.num_parameters - shape.num_in_blocks  # gathered while the policy's forward runs
             gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
-            kept = num_trained if has_unsharded_gradients(config, batch) else min(
-                num_trained, root + GATHERED_BLOCKS * shape.largest_block
+            kept = (
+                num_trained
+                if has_unsharded_gradients(config, batch)
+                else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
             )
             gradients = FLOAT32 * (num_trained / num_ranks + (kept if num_ranks > 1 else 0))
             return ceil(FLOAT32 * num_all / num_ranks) + gathered, ceil(gradients), ceil(moments / num_ranks)

@@ -107,9 +107,7 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
         shape = policy_shape(config)
         if shape is None:
             return Finding(name, Verdict.WARNING, "policy.model is not named yet", "give policy.model=CHECKPOINT")
-        node = PlannedNode(
-            as_node(machine, config.resources), machine.gpu_memory_bytes, machine.available_memory_bytes
-        )
+        node = PlannedNode(as_node(machine, config.resources), machine.gpu_memory_bytes, machine.available_memory_bytes)
         plan = plan_memory(config, shape, [node])
         refuse_shortfalls(config, shape, [node], plan)
     except PlacementError:
@@ -149,7 +147,7 @@ def check_gpus(config: RunConfig, machine: Machine) -> Finding:
         action = "install the NVIDIA driver, look at CUDA_VISIBLE_DEVICES, or use resources=laptop"
         return Finding("CUDA", Verdict.MISSING, detail, action)
     if config.resources.device == "cpu" and machine.num_gpus > 0:
-        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=gpu_2")
+        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=two_gpu")
     return Finding("CUDA", Verdict.OK, detail)
 
 

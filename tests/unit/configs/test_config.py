@@ -114,7 +114,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.replay.num_workers=2"], ["set resources.replay.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
-    (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=gpu_2"]),
+    (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=two_gpu"]),
     (["resources=gpu_2", "resources.reference.num_gpus=0"], ["resources.reference.num_gpus=0", "device=cpu"]),
     (["resources=gpu_2", "resources.rollout.num_gpus=0.5"], ["NCCL", "resources.rollout.num_gpus=1"]),
     (["resources=gpu_2", "resources.learner.num_gpus=1.5"], ["resources.learner.num_gpus=1 or 2"]),

@@ -41,8 +41,8 @@ def kept_bytes(forward: Callable[[], object], parameters: Iterable[torch.Tensor]
 
 
 def config(dtype: str, *words: str) -> RunConfig:
-    own = ["experiment=own", "policy.gradient_checkpointing=false", *words]
-    return load_config([*own, f"resources.dtype={dtype}"], is_complete=False)
+    words = words or ("policy.gradient_checkpointing=false",)
+    return load_config(["experiment=own", *words, f"resources.dtype={dtype}"], is_complete=False)
 
 
 def vision_model() -> Qwen2_5_VLForConditionalGeneration:
@@ -128,7 +128,7 @@ def test_recomputed_blocks_keep_their_inputs_alone() -> None:
     batch = Microbatch(1, TOKENS, TOKENS, 0)
     with_blocks = config("float32", "policy.gradient_checkpointing=true")
     assert (checkpointing(config("float32")), checkpointing(with_blocks)) == ("none", "blocks")
-    assert training_bytes(with_blocks, shape, batch)[0] < training_bytes(config("float32"), shape, batch)[0] / 4
+    assert training_bytes(with_blocks, shape, batch)[0] < training_bytes(config("float32"), shape, batch)[0] / 2
 
 
 def test_the_largest_microbatch_shares_pictures_between_siblings() -> None:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli.errors import FAILED, explained
+from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.terminal import terminal
 
@@ -59,6 +61,16 @@ class Compatible(StrEnum):
     """Whose published results `score` reproduces."""
 
     AERORL = "aerorl"
+
+
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """RL post-training of vision-language models on a Ray actor/learner cluster."""
+    if version:
+        terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
+        raise typer.Exit
 
 
 def main() -> None:
@@ -361,6 +373,10 @@ def doctor(
 
 
 app.command()(lmms_eval)
+app.command()(submit)
+app.command()(stop)
+app.command()(logs)
+app.command("list")(list_jobs)
 
 
 def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
@@ -100,6 +101,22 @@ def knock(address: str, consequence: str) -> None:
         socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise RunOverError(f"{consequence}: no Ray cluster answers at {address} ({error})") from error
+
+
+def knock_http(address: str) -> None:
+    """Fail at once where no HTTP server listens at `address`, http://HOST:PORT.
+
+    Raises:
+        PreflightError: none does.
+    """
+    found = urlsplit(address)
+    port = found.port or (443 if found.scheme == "https" else 80)
+    try:
+        socket.create_connection((found.hostname, port), timeout=KNOCK_TIMEOUT_S).close()
+    except OSError as error:
+        raise PreflightError(
+            f"no Ray dashboard answers at {address} ({error}): give --address http://HEAD:8265 of a cluster that runs"
+        ) from error
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.run.logs import log_to, set_up_logging
 from deploy.run.overview import overview
+from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
     build_controller,
@@ -184,8 +185,10 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
     prepared = prepare(config, ray.put)
     with ray_session(config) as session:
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
-        if nodes is None and "learner" in roles:
-            refuse_too_little_memory(config, joined_nodes())
+        if nodes is None:
+            check_on_all_nodes(config)
+            if "learner" in roles:
+                refuse_too_little_memory(config, joined_nodes())
         yield _Cluster(prepared, session, plan)
 
 

@@ -91,6 +91,7 @@ class ControlLoop:
         replay: Callable[[], Awaitable[ReplayStats]],
         roles: Mapping[str, Scalable],
         on_panel_lost: Callable[[str], None],
+        on_status: Callable[[RunStatus], None],
         interval_s: float,
         deadline_s: float,
         scale_s: float,
@@ -106,6 +107,7 @@ class ControlLoop:
         self._replay = replay
         self._roles = roles
         self._on_panel_lost = on_panel_lost
+        self._on_status = on_status
         self._interval_s = interval_s
         self._deadline_s = deadline_s
         self._scale_s = scale_s
@@ -128,6 +130,7 @@ class ControlLoop:
     async def _visit_for_ever(self) -> None:
         while True:
             status = await self._status()
+            self._on_status(status)
             try:
                 await self._visit(status)
             except Exception as error:  # whatever the cause, the run does not need it; the next visit makes another

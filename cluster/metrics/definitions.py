@@ -180,9 +180,7 @@ LIVE: Mapping[str, Metric] = {
 SPLIT: Mapping[str, Metric] = {
     SplitName.SECONDS: Metric("s", "Seconds of one step by phase; `total` is the whole step", "phase"),
     SplitName.REWARD_COMPONENT: Metric("", "Mean of a reward component over the responses of one step", "component"),
-    SplitName.STALENESS_TOKENS: Metric(
-        "tokens", "Tokens of one step by the age of the weights that sampled them", "lag"
-    ),
+    SplitName.STALENESS_TOKENS: Metric("tokens", "Tokens of one step by the age of their weights", "lag"),
     SplitName.EVALUATION_ACCURACY: Metric("", "Held-out accuracy of the newest evaluation"),
     SplitName.EVALUATION_VERSION: Metric("", "Weight version of the newest evaluation"),
 }

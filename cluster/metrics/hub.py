@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.metrics.definitions import CounterName, MetricName
@@ -162,8 +163,13 @@ class Metrics:
     def progress(self) -> Progress:
         """What the loop does now: a phase of its step, or `starting` before the first and `ending` after the last."""
         if self._scope is not None:
-            return self._scope.progress()
-        return Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+            found = self._scope.progress()
+        else:
+            found = Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+        if self.totals.num_steps == 0:
+            return found
+        step_s = self.totals.seconds["total"] / self.totals.num_steps
+        return replace(found, step_s=step_s, tokens_per_s=self.totals.last_values[MetricName.TOKENS_PER_S])
 
     def post(self, status: RunStatus) -> None:
         """Hand the run's status to what shows it."""

@@ -137,6 +137,24 @@ def status(
 
 
 @app.command()
+def top(
+    name: RunName = None,
+    run: RunFolder = None,
+    address: RunCluster = None,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Watch a run that goes on: phase, speed, time left, queue, workers and their versions."""
+    with explained("the run goes on"):
+        from deploy.run.run_client import find_run
+        from deploy.tools.top import show_top
+
+        console = terminal()
+        ended = show_top(find_run(name, run, address), console, interval_s=interval, timeout_s=timeout)
+    console.print(ended, markup=False, highlight=False)
+
+
+@app.command()
 def scale(
     words: Annotated[
         list[str],

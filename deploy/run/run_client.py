@@ -79,6 +79,20 @@ def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
     return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
 
 
+def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
+    """What the run says of itself, as often as it is asked, over one connection of this process.
+
+    Raises:
+        RunOverError: no process answers for it, or no longer.
+        DeadlineError: it did not answer in time.
+    """
+    _check_goes_on(run)
+    with connected(run.address, run.namespace) as ray:
+        while True:
+            panel = _Panel(ray, run, timeout_s)
+            yield panel.ask_until_known(lambda handle: handle.status.remote(), "say its status")
+
+
 def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
     """Have the run change its numbers of workers, role by role; what became of each.
 

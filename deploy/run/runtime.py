@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -119,7 +121,9 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     set_up_logging(console)
     check_run_folder(config)
     with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
-        log_to(config.run_folder)
+        log_to(config.run_folder, as_json=config.metrics.json_log)
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        _logger.info("run %s starts at version %d: %s", config.name, version, place)
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
@@ -134,6 +138,9 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         finally:
             metrics.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+            _logger.info(
+                "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
+            )
     return summary
 
 

@@ -63,14 +63,19 @@ class Compatible(StrEnum):
     AERORL = "aerorl"
 
 
-@app.callback()
-def about(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
-) -> None:
-    """RL post-training of vision-language models on a Ray actor/learner cluster."""
-    if version:
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
         terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
         raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """RL post-training of vision-language models on a Ray actor/learner cluster."""
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -75,10 +76,22 @@ def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s:
     while True:
         try:
             return plan_placement(config, cluster_nodes(), roles)
-        except PlacementError:
+        except PlacementError as error:
             if time.monotonic() > deadline:
-                raise
+                raise PlacementError(f"{error}{_held()}") from error
         time.sleep(PLAN_INTERVAL_S)
+
+
+def holders(names: Iterable[str]) -> dict[str, int]:
+    """Run -> how many of these groups, named `RUN/ROLE/INDEX/...`, are its own; others are counted under their name."""
+    return dict(Counter(name.partition("/")[0] for name in names if name))
+
+
+def _held() -> str:
+    rows = placement_group_table().values()
+    found = holders(row["name"] for row in rows if row["state"] in ("CREATED", "PENDING", "RESCHEDULING"))
+    shown = ", ".join(f"{run} ({number} groups)" for run, number in found.items())
+    return f". What is not free is held by the runs {shown}" if shown else ""
 
 
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:

@@ -116,8 +116,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         MobulaError: it failed on the way; summary and report tell what was done until then.
         KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
     """
-    started = time.perf_counter()
     version = start_version(config)
+    started = time.perf_counter() - (earlier_wall_s(config) if version else 0.0)
     set_up_logging(console)
     check_run_folder(config)
     with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
@@ -244,6 +244,14 @@ async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, task.cancel)
     return await task
+
+
+def earlier_wall_s(config: RunConfig) -> float:
+    """Wall seconds of the run's earlier parts that ended in order; a part that was killed left none."""
+    try:
+        return json.loads((config.run_folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0.0
 
 
 def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:

@@ -176,9 +176,8 @@ class Metrics:
         for watcher in self._watchers:
             watcher.post(status)
 
-    def record_evaluation(self, version: int, accuracy: float, interval: tuple[float, float], num: int) -> None:
-        """State the held-out accuracy of `version` over `num` prompts with its 95 % `interval` (low, high)."""
-        record = EvaluationRecord(version, accuracy, *interval, num)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        """State the accuracy of one version on one suite."""
         self.totals.add_evaluation(record)
         self._sinks.emit_evaluation(record)
 

@@ -106,5 +106,5 @@ def _in_hosts(
 
 
 def driver_bytes(config: RunConfig) -> int:
-    """The driver: its libraries and the pictures that it keeps processed."""
-    return DRIVER_PROCESS + config.data.media_cache_bytes
+    """The driver: its libraries, the pictures that it keeps processed, and the replay buffer."""
+    return DRIVER_PROCESS + config.data.media_cache_bytes + config.replay.max_bytes

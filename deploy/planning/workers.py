@@ -39,7 +39,6 @@ PROCESS = {  # host memory of a process with its libraries, before it holds anyt
     "rollout": 1100 * MIB,
     "reference": 600 * MIB,
     "reward": 300 * MIB,
-    "replay": 250 * MIB,
 }
 
 Parts = Mapping[str, int]
@@ -74,8 +73,6 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _engine(config, shape)
         case "reference":
             found = _always(_reference(config, shape))
-        case "replay":
-            found = WorkerMemory(_phases({}), {"groups": config.replay.max_bytes})
         case _:
             found = WorkerMemory(_phases({}))
     return WorkerMemory(_with_context(config, found.device), {"process": PROCESS[kind], **found.host})
@@ -107,6 +104,11 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         "activations": activations,
         "logits": logits_bytes(config, shape, batch.targets),
     }
+    critic = critic_moments = 0
+    if config.algorithm.critic.is_on:  # a copy of the policy, all of it trained, with a state of its own
+        kept, exchanged, critic_moments = _state(config, shape, batch, list(shape.manifest.tensors), num_all)
+        critic = kept + exchanged
+        training["critic"] = critic + critic_moments
     share = config.resources.learner.num_workers if config.learner.backend != "single" else 1
     checkpoint = ceil(3 * FLOAT32 * num_trained / share)
     host = {"checkpoint": checkpoint, "activations": offloaded}
@@ -114,13 +116,13 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     whole = FLOAT32 * shape.num_parameters
     loading = {"weights": whole}
     staging = _staging(config, shape) + min(GATHER_BYTES, 2 * whole)
-    sync = {"weights": weights, "optimizer": moments, "sync": staging}
+    sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
     if config.resources.device == "cuda":
         host["loading"] = max(0, whole - checkpoint)
     if not config.resources.colocated:
         return WorkerMemory({TRAINING: training, SYNC: sync, "loading": loading}, host)
     if config.resources.device == "cuda":
-        host["moved"] = ceil(FLOAT32 * num_all / share) + moments
+        host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
     sync.pop("optimizer")
     away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)

@@ -13,7 +13,7 @@ from typing import Protocol
 from ray.util.metrics import Gauge
 
 from cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 from cluster.workers.status import RunStatus, WorkerState
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
@@ -79,6 +79,9 @@ class RaySink:
         self._publish({**gone, **_flat(record), (LiveName.LAST_STEP_TIME, ""): self._now()})
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
+        """Gauges of the run's own suite; the others are in metrics.jsonl and TensorBoard."""
+        if record.suite != HELD_OUT:
+            return
         accuracy, version = SplitName.EVALUATION_ACCURACY, SplitName.EVALUATION_VERSION
         self._publish({(accuracy, ""): record.accuracy, (version, ""): record.version})
 

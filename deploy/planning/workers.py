@@ -123,8 +123,8 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         return WorkerMemory({TRAINING: training, SYNC: sync, "loading": loading}, host)
     if config.resources.device == "cuda":
         host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
-    sync.pop("optimizer")
-    away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments}
+    sync.pop("optimizer")  # it is moved before engines wake up
+    away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of metrics in docs/operations.md from their definitions: `python -m deploy.grafana.metric_tables`."""
+"""Write the tables of metrics in docs/operations.md: `python -m deploy.grafana.metric_tables`."""
 
 from __future__ import annotations
 

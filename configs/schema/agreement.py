@@ -260,6 +260,18 @@ def _adapters_have_a_place(config: RunConfig) -> str | None:
     )
 
 
+def _nodes_are_counted(config: RunConfig) -> str | None:
+    resources = config.resources
+    roles = (resources.learner, resources.rollout)
+    if all(workers.num_workers % resources.num_nodes == 0 for workers in roles):
+        return None
+    return (
+        f"resources.num_nodes={resources.num_nodes} but resources.learner.num_workers={resources.learner.num_workers} "
+        f"and resources.rollout.num_workers={resources.rollout.num_workers}: choose resources=multi_node, which counts "
+        "its workers by nodes, or leave resources.num_nodes out"
+    )
+
+
 def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
     for role, workers in config.resources.roles.items():
         num_gpus = workers.num_gpus
@@ -284,7 +296,7 @@ def _device_has_its_gpus(config: RunConfig) -> str | None:
         if resources.device == "cpu" and num_gpus > 0:
             return (
                 f"resources.device=cpu but resources.{role}.num_gpus={num_gpus:g} would be booked for nothing: "
-                f"set resources.{role}.num_gpus=0, or use a GPU preset such as resources=gpu_2"
+                f"set resources.{role}.num_gpus=0, or use a GPU preset such as resources=two_gpu"
             )
     return None
 
@@ -437,6 +449,7 @@ RULES: tuple[Rule, ...] = (
     _single_learner_is_one,
     _adapters_can_travel,
     _adapters_have_a_place,
+    _nodes_are_counted,
     _gpus_are_whole_or_shares,
     _device_has_its_gpus,
     _transport_fits_device,

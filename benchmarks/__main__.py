@@ -40,6 +40,7 @@ class Name(StrEnum):
     REWARD_POOL = "reward_pool"
     SCORE_RECORDS = "score_records"
     HTTP_REWARDS = "http_rewards"
+    DATA_READING = "data_reading"
     ALL = "all"
 
 

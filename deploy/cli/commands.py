@@ -18,6 +18,7 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.data_commands import data
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.terminal import terminal
@@ -359,6 +360,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+app.add_typer(data, name="data")
 app.command()(lmms_eval)
 
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors import chat
 from actors.processors.chat import ChatProcessor
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaStore, ProcessedMedia
 from cluster.records.trajectory import Prompt
-from configs.schema.rollout import DataConfig, DataKind, SamplerConfig, SamplerKind
+from configs.schema.data import CurriculumConfig, DataConfig, DataKind
+from configs.schema.rollout import SamplerConfig, SamplerKind
 from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
@@ -30,6 +31,22 @@ def data_config(**changes: object) -> DataConfig:
     return DataConfig(
         kind=DataKind.JSONL,
         path=Path("data"),
+        row_format="question",
+        columns={},
+        splits={},
+        media_path="",
+        label="",
+        streamed_rows=0,
+        cache_path=Path("data/cache"),
+        shuffle_bytes=1,
+        max_checked_rows=0,
+        allowed_hosts=(),
+        max_redirects=0,
+        download_timeout_s=1,
+        sources={},
+        temperature=1.0,
+        weight_by_rows=False,
+        curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
         prompt_suffix=r" Answer in \boxed{}.",
         system_prompt="",
         max_prompt_tokens=512,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ class TableRows(LazyRows):
         row_format: RowFormat,
         pictures: PictureInputs,
         *,
-        split: str,
         columns: Mapping[str, str],
         label_key: str,
         label: str,
@@ -41,7 +41,6 @@ class TableRows(LazyRows):
         self._table = table
         self._format = row_format
         self._pictures = pictures
-        self._split = split
         self._columns = dict(columns)
         self._label_key = label_key
         self._label = label
@@ -79,7 +78,8 @@ class TableRows(LazyRows):
             draft = self._format.read(record)
             if self._label:
                 draft.label = self._label
-            default_id = f"{self._split}-{name.rpartition(':')[2]}"
+            file, _, number = name.rpartition(":")
+            default_id = f"{PurePath(file).stem}-{number}"
             return finish(draft, self._pictures, default_id=default_id, name=name, label_key=self._label_key)
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name

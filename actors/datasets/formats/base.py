@@ -129,17 +129,18 @@ def others(record: Record, *known: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same value of built-in types alone: numbers that keep their spelling become plain numbers."""
+    """The same value as JSON can hold it: numbers that keep their spelling become plain numbers, dates and decimals
+    text, and whole files are left out."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items() if not isinstance(item, bytes)}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
-    return value
+    return str(value)
 
 
 def refuse_other_media(record: Record) -> None:

@@ -89,6 +89,13 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
     )
 
 
+def without_nulls(value: Any) -> Any:
+    """Columnar files have every field in every record; one that is null is absent."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def read_one_by_one(num_records: int) -> np.ndarray:
     """The blocks of a table whose records are read one by one."""
     return np.array([[num_records, 0]], dtype=np.int64)

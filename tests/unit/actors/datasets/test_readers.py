@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,29 @@ def test_names_say_file_and_place(tmp_path: Path) -> None:
         "train-0000.tar:30",
         "train-0001.tar:1",
     ]
+
+
+def test_rows_without_ids_are_named_by_file_and_place_in_every_part(tmp_path: Path) -> None:
+    for part in range(2):
+        rows = [{"question": "q", "answer": "a", "extra": {"a": 1} if part else {"b": 2}}] * 2
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"train-{part}.parquet")
+    split = read_split(tmp_path, "train", "parquet")
+    assert [row.sample_id for row in split.rows] == ["train-0-1", "train-0-2", "train-1-1", "train-1-2"]
+    assert [row.metadata for row in split.rows[::2]] == [{"extra": {"b": 2}}, {"extra": {"a": 1}}]
+
+
+def test_values_that_json_does_not_have_become_text_and_files_are_no_metadata(tmp_path: Path) -> None:
+    row = {
+        "question": "q",
+        "answer": 7.5,
+        "day": date(2026, 1, 2),
+        "file": b"x",
+        "nested": {"file": b"x", "none": None},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    [found] = read_split(tmp_path, "train", "parquet").rows
+    assert found.answer == "7.5"
+    assert json.loads(json.dumps(found.metadata)) == {"day": "2026-01-02", "nested": {}}
 
 
 def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:

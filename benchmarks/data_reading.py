@@ -35,7 +35,7 @@ UNIT = "rows/s"
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """All sides in turn; the overrides say nothing here."""
     large, small = QUICK_ROWS if effort == QUICK else (NUM_ROWS, NUM_SMALL)
-    few = Effort(repeats=min(effort.repeats, 3), warmups=0, num_steps=0)
+    once = Effort(repeats=1, warmups=0, num_steps=0)  # each side takes a minute or two, and its rates differ little
     with tempfile.TemporaryDirectory(prefix="mobula-") as folder:
         bench = _Bench(Path(folder))
         sides = {
@@ -44,7 +44,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
             "one_group": bench.side("ours", large, large),
             "raw": bench.side("raw", large, GROUP_ROWS),
         }
-        found = asyncio.run(interleave(sides, few))
+        found = asyncio.run(interleave(sides, once))
     return _findings(found, bench, large, small)
 
 

@@ -40,6 +40,9 @@ class ParquetWriter:
         """Raises: ValueError: as `write`."""
         self._flush()
         self._sink.close()
+        if not self._schemas:
+            self._parts.unlink()
+            return
         try:
             schema = pa.unify_schemas(self._schemas, promote_options="permissive")
             with pa.memory_map(str(self._parts)) as parts, pq.ParquetWriter(self._path, schema) as writer:
@@ -55,8 +58,11 @@ class ParquetWriter:
     def _flush(self) -> None:
         if not self._records:
             return
+        columns = dict.fromkeys(column for record in self._records for column in record)
         try:
-            table = pa.Table.from_pylist(self._records)
+            table = pa.Table.from_pylist(
+                [{column: record.get(column) for column in columns} for record in self._records]
+            )
         except pa.ArrowException as error:
             raise ValueError(f"the columns do not fit into one schema ({error}): write jsonl") from error
         start = self._sink.tell()

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -48,14 +49,18 @@ def convert(config: RunConfig, output: Path, target: str, splits: Sequence[str],
     kind, row_format = targets()[target]
     ensure_data(config)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        for split in splits:
-            with closing(WRITERS[kind](output, split)) as writer:
-                num, skipped = _write(config, split, writer, row_format)
-            _say(console, f"{split}: {num:,} rows written to {output}", skipped)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as staging:
+            written = Path(staging) / "data"
+            written.mkdir()
+            for split in splits:
+                with closing(WRITERS[kind](written, split)) as writer:
+                    num, skipped = _write(config, split, writer, row_format)
+                _say(console, f"{split}: {num:,} rows written", skipped)
+            written.replace(output)  # whole or not at all; an empty folder is replaced
     except (OSError, ValueError) as error:
         raise PreflightError(f"{output} cannot be written: {error}") from error
-    console.print(f"read it with data={target} data.path={output}", markup=False, soft_wrap=True)
+    console.print(f"{output} is complete: read it with data={target} data.path={output}", markup=False, soft_wrap=True)
     return 0
 
 

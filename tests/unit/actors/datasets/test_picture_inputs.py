@@ -25,6 +25,7 @@ from actors.processors.image import ImageLimits, check_image, decode_image, read
 from cluster.errors import MediaError
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
 LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=10_000)
 DOWNLOADS = DownloadLimits(max_bytes=10_000, max_redirects=1, timeout_s=10)
 
@@ -160,8 +161,9 @@ def bomb() -> bytes:
         (b"not a picture", "is no PNG"),
         (bomb(), "decompression bomb|data.max_decoded_pixels"),
         (bytes(200_000), "data.max_image_bytes"),
-        (png()[:-20], "is corrupt"),
+        (png(NOISE)[:2000], "is corrupt"),
     ],
+    ids=["empty", "text", "bomb", "too many bytes", "half a file"],
 )
 def test_bad_content_is_refused_whether_it_is_a_file_or_bytes(root: Path, content: bytes, said: str) -> None:
     (root / "bad.png").write_bytes(content)

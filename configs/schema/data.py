@@ -90,7 +90,7 @@ class DataConfig(SourceConfig):
     """Hosts that pictures may be downloaded from; URLs of others, and redirects to others, are refused."""
     max_redirects: Annotated[int, Field(ge=0)]
     """Redirects that a download follows."""
-    download_timeout_s: PositiveFloat
+    download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
     """The longest download of one picture."""
     prompt_suffix: str
     """Text that is put behind every question."""

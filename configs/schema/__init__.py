@@ -1,6 +1,6 @@
 """The schema of a run's configuration."""
 
-from configs.schema.algorithm import AlgorithmConfig, KLConfig, OverAgeConfig
+from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.data import DataConfig, DataKind
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
@@ -28,6 +28,7 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConcurrencyConfig",
+    "CriticConfig",
     "DataConfig",
     "DataKind",
     "EvaluationConfig",

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
+from configs.schema.data import WRITTEN, DataKind
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
-from configs.schema.rollout import DataKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -170,6 +170,24 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
         f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
         f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
     )
+
+
+def _mixture_has_sources(config: RunConfig) -> str | None:
+    data = config.data
+    if data.kind is DataKind.MIXTURE and not data.sources:
+        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
+    if data.kind is not DataKind.MIXTURE and data.sources:
+        return (
+            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
+            "data.kind=mixture, or data.sources={}"
+        )
+    unfit = [name for name, source in data.sources.items() if source.kind in (*WRITTEN, DataKind.MIXTURE)]
+    if unfit:
+        return (
+            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
+            "huggingface or webdataset"
+        )
+    return None
 
 
 def _pixel_range_is_open(config: RunConfig) -> str | None:
@@ -442,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     _nothing_cuts_the_distribution,
     _pictures_of_the_task_fit,
     _pixel_range_is_open,
+    _mixture_has_sources,
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,

@@ -19,6 +19,7 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.data_commands import data
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -417,6 +418,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+app.add_typer(data, name="data")
 app.command()(lmms_eval)
 app.command()(submit)
 app.command()(stop)

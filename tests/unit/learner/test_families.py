@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_text_models import write_text_policy
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError, PromptError
 from cluster.records.media import MediaReader, MediaStore

@@ -25,7 +25,7 @@ from configs.schema import DataKind, PolicyConfig, RunConfig
 from learner.policies.families import max_positions, takes_pictures
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.tiny import TINY, write_tiny
 
 _logger = logging.getLogger(__name__)
 
@@ -131,9 +131,11 @@ def ensure_model(config: RunConfig) -> Path:
     """
     folder = Path(config.policy.model)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        if config.policy.tiny not in TINY:
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         with _writing("policy.model", folder):
-            return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+            return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     return checkpoint_folder("policy.model", config.policy.model)
 
 

@@ -74,8 +74,9 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("qwen3_vl", "is of the model type qwen3_vl, which is not supported"),
-        ("gemma2", "is of the model type gemma2, which is not supported"),
+        ("qwen3_vl_moe", "is of the model type qwen3_vl_moe, which is not supported .its experts lie transposed"),
+        ("gemma2", "is of the model type gemma2, which is not supported .its logits are capped"),
+        ("bert", "is of the model type bert, which is not supported"),
         ("no_such_family", "config.json that transformers .* cannot use"),
     ],
 )
@@ -83,7 +84,7 @@ def test_another_family_is_refused_by_its_name_with_those_that_there_are(tmp_pat
     model = write_tiny_qwen2_5_vl(tmp_path / "model")
     settings = json.loads((model / "config.json").read_text()) if kind == "no_such_family" else {}
     (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
-    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl, or .*qwen3"):
+    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl.* or .*qwen3"):
         prepare(config(model, tmp_path), lambda media: media)
 
 

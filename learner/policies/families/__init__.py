@@ -1,0 +1,12 @@
+"""Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
+
+from learner.policies.families.registry import (
+    TEXT_FAMILIES,
+    VISION_FAMILIES,
+    family_at,
+    family_of,
+    max_positions,
+    takes_pictures,
+)
+
+__all__ = ["TEXT_FAMILIES", "VISION_FAMILIES", "family_at", "family_of", "max_positions", "takes_pictures"]

@@ -48,7 +48,8 @@ class PolicyConfig(Section):
     gradient_checkpointing: bool
     """Recompute activations in the backward pass to save memory."""
     freeze: tuple[str, ...]
-    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
+    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`; so are those of a part
+    of the model's family: `vision` (the tower), `connector`, `language`."""
     lora: LoRAConfig
     """Adapters in place of full training."""
 
@@ -74,9 +75,10 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt
     """A longer prompt (vision tokens included) is skipped and counted, never cut."""
     min_pixels: PositiveInt
-    """Smaller pictures are scaled up to this many pixels by the model's image processor."""
+    """Smaller pictures are scaled up to this many pixels by the model's image processor. Families that cut pictures
+    into tiles of one size have no such bounds and follow the checkpoint's own rules."""
     max_pixels: PositiveInt
-    """Larger pictures are scaled down to this many pixels by the model's image processor."""
+    """Larger pictures are scaled down to this many pixels by the model's image processor; see `min_pixels`."""
     max_image_bytes: PositiveInt
     """A larger file is refused before it is read."""
     max_decoded_pixels: PositiveInt

@@ -1,6 +1,6 @@
 """Measure families and write docs/models.md: `python -m deploy.conformance [NAME ...]`.
 
-Without names all tiny models are measured, one process after the other; `NAME+tied` ties the embeddings. Reports are
+Without names all tiny models are measured; `NAME+tied` ties the embeddings. Reports are
 kept in data/conformance, and the page has all that lie there.
 """
 
@@ -11,33 +11,34 @@ import logging
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.conformance.measure import REPORT, read_report
+from deploy.conformance.measure import REPORT, TIED, Report, read_report
 from deploy.conformance.table import failures, page
 from learner.policies.tiny import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TIED = "+tied"
-TIMEOUT_S = 1200
+TIMEOUT_S = 600  # of one model
 
 log = logging.getLogger(__name__)
 
 
-def measure_apart(name: str, folder: Path) -> None:
-    """Measure the tiny model `name` in a process of its own, which writes `folder`.
+def measure_apart(names: Sequence[str], folder: Path) -> dict[str, Report]:
+    """Measure tiny models, one after the other, in a process of their own; `folder`/NAME has the files of each.
 
     Raises:
-        subprocess.CalledProcessError: it failed; `folder`/log says why.
+        subprocess.CalledProcessError: a measurement failed; `folder`/log says why.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    words = [name.removesuffix(TIED), str(folder), *(["--tied"] if name.endswith(TIED) else [])]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
     with (folder / "log").open("w", encoding="utf-8") as output:
         subprocess.run(
-            [sys.executable, "-m", "deploy.conformance.measure", *words],
-            stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=True,
+            [sys.executable, "-m", "deploy.conformance.measure", str(folder), *names],
+            stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S * len(names), check=True,
         )  # fmt: skip
+    return {name: read_report(folder / name / REPORT) for name in names}
 
 
 def main() -> int:
@@ -51,10 +52,8 @@ def main() -> int:
     unknown = [name for name in names if name.removesuffix(TIED) not in TINY]
     if unknown:
         parser.error(f"there is no tiny model {unknown[0]}: choose {', '.join(TINY)}")
-    for name in names:
-        measure_apart(name, asked.folder / name)
-        found = failures(read_report(asked.folder / name / REPORT))
-        log.info("%s: %s", name, "; ".join(found) or "conforms")
+    for name, report in (measure_apart(names, asked.folder) if names else {}).items():
+        log.info("%s: %s", name, "; ".join(failures(report)) or "conforms")
     reports = [read_report(file) for file in sorted(asked.folder.glob(f"*/{REPORT}"))]
     PAGE.write_text(page(reports), encoding="utf-8")
     log.info("wrote %s with %d rows", PAGE, len(reports))

@@ -1,6 +1,6 @@
-"""Measure one family: `python -m deploy.conformance.measure NAME FOLDER [--tied]` writes FOLDER/report.json.
+"""Measure families: `python -m deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
 
-One engine and one learner in this process, with a tiny checkpoint of the family. The engine samples every prompt and
+One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings. The engine samples every prompt and
 scores it; after each push of perturbed weights both must have moved, and together.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
@@ -37,7 +36,7 @@ from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
-from learner.policies.loading import load_policy_model, save_policy
+from learner.policies.loading import load_model, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.tiny import write_tiny
 from learner.policies.token import TokenPolicy
@@ -49,6 +48,7 @@ REPORT = "report.json"
 NUM_SAMPLES = 2
 MAX_TOKENS = 8
 NOISE = 0.05  # that is added to weights before a push
+TIED = "+tied"
 KV_CACHE_BYTES = 1 << 27
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -188,18 +188,18 @@ class Measurement:
         out = self._folder / "export"
         state = dict(self._weights.plain_state(self._backend))
         save_policy(self._policy.model, str(self.model), out, state)
-        auto = AutoModelForImageTextToText if self.family.takes_pictures else AutoModelForCausalLM
-        loaded = dict(auto.from_pretrained(out, dtype=torch.float32).named_parameters())
+        loaded = dict(load_model(str(out), torch.float32, self.config.policy.attention).named_parameters())
         ours = dict(self._policy.model.named_parameters())
         names = [_names(folder / "model.safetensors") for folder in (self.model, out)]
         return names[0] == names[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
 
 
-def measure(name: str, folder: Path, *, is_tied: bool) -> Report:
-    """Measure the family of the tiny model `name` in this process; `folder` must be new.
+def measure(words: str, folder: Path) -> Report:
+    """Measure the family of a tiny model, NAME or NAME+tied, in this process; `folder` must be new.
 
-    The environment of this process is changed for the engine: one process measures one family.
+    The environment of this process is changed for the engine.
     """
+    name, is_tied = words.removesuffix(TIED), words.endswith(TIED)
     measurement = Measurement(name, folder, is_tied=is_tied)
     worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
     os.environ.update(OFFLINE | engine_environment(measurement.config, worker))
@@ -246,12 +246,14 @@ def _names(file: Path) -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("names", nargs="+")
     asked = parser.parse_args()
-    report = measure(asked.name, asked.folder, is_tied=asked.tied)
-    (asked.folder / REPORT).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+    for name in asked.names:
+        folder = asked.folder / name
+        folder.mkdir(parents=True)
+        report = measure(name, folder)
+        (folder / REPORT).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
     sys.stdout.flush()
     os._exit(0)  # an interpreter that ends in order is aborted by threads of the engine's libraries
 

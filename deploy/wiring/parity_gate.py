@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-from transformers import AutoConfig
 
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
@@ -15,7 +14,7 @@ from cluster.weight_sync.interfaces import Receiver
 from cluster.weight_sync.weight_sync import Push
 from deploy.wiring.parity_prompts import cases
 from deploy.wiring.preparation import Prepared
-from learner.policies.families import family_of
+from learner.policies.families import family_at, model_type_at
 
 _logger = logging.getLogger(__name__)
 
@@ -79,14 +78,12 @@ class ParityGate:
 def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
     """The gate of a run, which compares nothing for a model type with a family file."""
     config = prepared.config
-    model = AutoConfig.from_pretrained(config.policy.model)
+    model_type = model_type_at(config.policy.model)
     prompts = {}
-    if family_of(model, config.policy.model).needs_gate:
-        _logger.warning(
-            "%s has no family file: engine and learner are compared before the first step", model.model_type
-        )
+    if family_at(config.policy.model).needs_gate:
+        _logger.warning("%s has no family file: engine and learner are compared before the first step", model_type)
         folder = config.run_folder / PICTURES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in found.items()}
-    return ParityGate(model.model_type, learner, receivers, prompts, config.weight_sync.canary_tolerance)
+    return ParityGate(model_type, learner, receivers, prompts, config.weight_sync.canary_tolerance)

@@ -22,7 +22,7 @@ from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import DataKind, PolicyConfig, RunConfig
-from learner.policies.families import max_positions, takes_pictures
+from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.tiny import TINY, write_tiny
@@ -80,7 +80,6 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
     _check_trained(checkpoint, config.policy)
-    takes_pictures(config.policy.model)
     _check_positions(config)
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
@@ -95,10 +94,10 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
     """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
     names = [spec.name for spec in checkpoint.tensors]
-    refuse_unknown_prefixes(policy.freeze, names)
+    refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
-    elif all(name.startswith(policy.freeze) for name in names):
+    elif all(name.startswith(frozen_prefixes(policy)) for name in names):
         raise PreflightError(
             f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
             "would be trained: take a prefix out of it"

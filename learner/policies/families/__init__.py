@@ -5,8 +5,19 @@ from learner.policies.families.registry import (
     VISION_FAMILIES,
     family_at,
     family_of,
+    frozen_prefixes,
     max_positions,
+    model_type_at,
     takes_pictures,
 )
 
-__all__ = ["TEXT_FAMILIES", "VISION_FAMILIES", "family_at", "family_of", "max_positions", "takes_pictures"]
+__all__ = [
+    "TEXT_FAMILIES",
+    "VISION_FAMILIES",
+    "family_at",
+    "family_of",
+    "frozen_prefixes",
+    "max_positions",
+    "model_type_at",
+    "takes_pictures",
+]

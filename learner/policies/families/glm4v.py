@@ -11,7 +11,7 @@ class Glm4v(GridFamily):
     model_types = ("glm4v",)
     media_tokens = r"<\|(image|video|begin_of_image|end_of_image|begin_of_video|end_of_video)\|>"
     parts = {
-        "vision": ("model.visual.", "visual."),
-        "connector": ("model.visual.merger.", "visual.merger."),
+        "vision": ("model.visual.",),
+        "connector": ("model.visual.merger.",),
         "language": ("model.language_model.", "lm_head."),
     }

@@ -18,9 +18,9 @@ class InternVL(VisionFamily):
     model_types = ("internvl",)
     media_tokens = r"<img>|</img>|<IMG_CONTEXT>|<video>"
     parts = {
-        "vision": ("vision_tower.", "model.vision_tower."),
-        "connector": ("multi_modal_projector.", "model.multi_modal_projector."),
-        "language": ("language_model.", "model.language_model.", "lm_head."),
+        "vision": ("vision_tower.",),
+        "connector": ("multi_modal_projector.",),
+        "language": ("language_model.",),
     }
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:

@@ -19,9 +19,9 @@ class LlavaOneVision(VisionFamily):
     model_types = ("llava_onevision",)
     media_tokens = r"<image>|<video>"
     parts = {
-        "vision": ("vision_tower.", "model.vision_tower."),
-        "connector": ("multi_modal_projector.", "image_newline", "model.multi_modal_projector.", "model.image_newline"),
-        "language": ("language_model.", "model.language_model.", "lm_head."),
+        "vision": ("vision_tower.",),
+        "connector": ("multi_modal_projector.", "image_newline"),
+        "language": ("language_model.",),
     }
     picture_inputs = ("pixel_values", "image_sizes")
 

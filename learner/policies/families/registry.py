@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from configs.schema import PolicyConfig
 from learner.policies.families.base import Family
 from learner.policies.families.gemma3 import Gemma3
 from learner.policies.families.glm4v import Glm4v
@@ -66,6 +67,11 @@ def family_at(source: str, key: str = "policy.model") -> Family:
     return family_of(config, source, key)
 
 
+def model_type_at(source: str) -> str:
+    """`model_type` of the checkpoint at `source`."""
+    return AutoConfig.from_pretrained(source).model_type
+
+
 def takes_pictures(source: str, key: str = "policy.model") -> bool:
     """Whether the checkpoint at `source` (the value of `key`) is of a vision-language family; else it is text-only.
 
@@ -73,6 +79,14 @@ def takes_pictures(source: str, key: str = "policy.model") -> bool:
         ValueError: it is of a family that cannot be computed here.
     """
     return family_at(source, key).takes_pictures
+
+
+def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
+    """`policy.freeze` as beginnings of checkpoint names; a part of the family stands for all of its own."""
+    if not policy.freeze:
+        return ()
+    parts = family_at(policy.model).parts
+    return tuple(start for entry in policy.freeze for start in parts.get(entry, (entry,)))
 
 
 def max_positions(source: str) -> int | None:

@@ -156,8 +156,9 @@ def test_checkpoint_names_are_those_of_the_file(folder, config) -> None:
         assert set(checkpoint_names(load_policy_model(config, torch.float32)).values()) == set(file.keys())
 
 
-def test_freezing_by_checkpoint_prefix(config) -> None:
-    model = load_policy_model(config.model_copy(update={"freeze": ("visual.",)}), torch.float32)
+@pytest.mark.parametrize("entry", ["visual.", "vision"])
+def test_freezing_by_checkpoint_prefix_or_part(config, entry: str) -> None:
+    model = load_policy_model(config.model_copy(update={"freeze": (entry,)}), torch.float32)
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     assert all(p.requires_grad for p in model.model.language_model.parameters())
 

@@ -1,7 +1,7 @@
 """Measure families: `python -m deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
 
-One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings. The engine samples every prompt and
-scores it; after each push of perturbed weights both must have moved, and together.
+One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings.
+The engine samples every prompt and scores it; after each push of perturbed weights both must have moved, and together.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class HuggingFaceSampler:
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=None if is_greedy else settings.top_p,
             max_new_tokens=settings.max_tokens,
             eos_token_id=list(self._settings.stop_ids),
             pad_token_id=self._settings.pad_id,

@@ -285,15 +285,16 @@ class RolloutDispatcher:
 
     async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
         settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
-        reference, summary, rewards = await sample_and_score(
+        generated, rewards = await sample_and_score(
             self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )
+        summary = generated.summary
         if len(rewards) != summary.num_trajectories:
             raise RewardError(
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool gives one a trajectory, None where it cannot"
             )
-        return ScoredGroup(summary, reference, tuple(rewards))
+        return ScoredGroup(summary, generated.group, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

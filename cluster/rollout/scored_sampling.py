@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from cluster.errors import LostObjectError, RolloutError, UnscoredGroupError
-from cluster.records.trajectory import GroupSummary, Prompt, Reward
+from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 
 _logger = logging.getLogger(__name__)
@@ -18,8 +17,8 @@ MAX_NODES_LOST = 8  # in a row, over one prompt or one step
 
 async def sample_and_score(
     rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
-) -> tuple[Any, GroupSummary, Sequence[Reward | None]]:
-    """A reference to a group of `prompt`, its summary and its rewards. A group that cannot be scored has no rewards.
+) -> tuple[Generated, Sequence[Reward | None]]:
+    """A group of `prompt` and its rewards. A group that cannot be scored has no rewards.
 
     A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each.
 
@@ -28,12 +27,11 @@ async def sample_and_score(
     """
     for _ in range(MAX_NODES_LOST):
         generated = await rollouts.generate(prompt, settings)
-        reference, summary, _ = generated
         try:
-            return reference, summary, await rewards.score(generated.to_score, prompt.prompt_id)
+            return generated, await rewards.score(generated.to_score, prompt.prompt_id)
         except UnscoredGroupError as error:
             _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
-            return reference, summary, [None] * summary.num_trajectories
+            return generated, [None] * generated.summary.num_trajectories
         except LostObjectError as error:
             _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
             on_lost(type(error).__name__)

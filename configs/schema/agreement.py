@@ -329,6 +329,26 @@ def _attention_fits_device(config: RunConfig) -> str | None:
     )
 
 
+def _suites_have_names(config: RunConfig) -> str | None:
+    unfit = [name for name in config.evaluation.suites if name == "held_out" or not name.replace("_", "").isalnum()]
+    if not unfit:
+        return None
+    return (
+        f"evaluation.suites has the name {unfit[0]!r}: use letters, digits and underscores, and another name than "
+        "held_out, which is the run's own suite"
+    )
+
+
+def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
+    for name, suite in config.evaluation.suites.items():
+        if suite.temperature == 0 and suite.num_samples > 1:
+            return (
+                f"evaluation.suites.{name} has num_samples={suite.num_samples} at temperature 0, whose responses are "
+                "all the same: set num_samples=1, or a temperature above 0"
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -357,4 +377,6 @@ RULES: tuple[Rule, ...] = (
     _transport_fits_device,
     _nccl_members_have_their_own_gpu,
     _attention_fits_device,
+    _suites_have_names,
+    _greedy_suites_have_one_sample,
 )

@@ -21,7 +21,7 @@ from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.schema import DataKind, PolicyConfig, RunConfig
+from configs.schema import DataKind, EvaluationConfig, PolicyConfig, RunConfig
 from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
@@ -87,8 +87,13 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     processor = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
-    splits = {name: _checked(config, processor, name) for name in (TRAIN, VALIDATION, config.evaluation.split)}
+    splits = {name: _checked(config, processor, name) for name in _splits(config.evaluation)}
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
+
+
+def _splits(evaluation: EvaluationConfig) -> list[str]:
+    used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
+    return list(dict.fromkeys(used))
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:

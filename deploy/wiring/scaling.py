@@ -89,6 +89,7 @@ def control_loop(
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
         interval_s=VISIT_INTERVAL_S,
+        start_s=config.timeouts.start_s,
         deadline_s=VISIT_DEADLINE_S,
         scale_s=BOOKING_S,
     )

@@ -42,7 +42,8 @@ class FakeRuntime:
             raise self.outcome
         return self.outcome
 
-    evaluate = train
+    def evaluate(self, config: RunConfig, output: Path | None) -> int:
+        return self.train(config)
 
 
 def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> FakeRuntime:

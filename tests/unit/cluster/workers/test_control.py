@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ def control(host: PanelHost, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "roles": {role.name: role for role in roles},
         "on_panel_lost": host.losses.append,
         "interval_s": 0.001,
+        "start_s": 0.2,
         "deadline_s": 0.2,
         "scale_s": 0.2,
     }
@@ -142,7 +144,7 @@ async def test_a_role_that_does_not_answer_is_refused_in_time() -> None:
 
     host = PanelHost()
     (refused,) = await outcome(host, control(host, Stuck("reward", 1), scale_s=0.02), reward=3)
-    assert "did not say within 0.02 s" in refused.refusal
+    assert "did not answer within 0.02 s" in refused.refusal
 
 
 async def test_a_panel_that_dies_is_counted_and_followed_by_another() -> None:
@@ -190,6 +192,19 @@ async def test_a_panel_that_cannot_be_made_does_not_end_the_run() -> None:
     async with control(host).running():
         await until(lambda: host.panels and host.panels[0].status())
     assert host.losses == ["ValueError"]
+
+
+async def test_the_start_of_a_panels_process_may_take_longer_than_a_call() -> None:
+    class SlowStart(ControlPanel):
+        async def exchange(self, status: Any, outcomes: Any) -> Any:
+            if self.status() is None:
+                await asyncio.sleep(0.1)
+            return super().exchange(status, outcomes)
+
+    host = PanelHost(SlowStart)
+    async with control(host, start_s=30.0, deadline_s=0.05).running():
+        status = await until(lambda: host.panels and host.panels[0].status())
+    assert status.num_panels_lost == 0 and host.losses == []
 
 
 @pytest.mark.parametrize("fail", [DeadlineError("late"), WorkerDiedError("dead"), None])

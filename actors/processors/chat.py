@@ -266,6 +266,7 @@ def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin
                 "data.max_pixels: choose another checkpoint of its family"
             )
     _refuse_unfit_tokenizer(processor, model)
+    family.refuse_unfit(processor, AutoConfig.from_pretrained(model))
     return processor
 
 

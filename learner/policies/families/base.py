@@ -67,6 +67,13 @@ class PictureFamily(Family):
         """Settings of `data` that the checkpoint's processor is loaded with."""
         return {}
 
+    def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:
+        """Check what the family needs of a checkpoint's processor.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+
     @abstractmethod
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         """int32 [N]: what a picture of this size becomes in a prompt, in the place of its one compact placeholder.

@@ -52,6 +52,18 @@ class UnknownFamily(VisionFamily):
         about = re.compile("image|img|video|vision|audio|frame|row_|col_", re.IGNORECASE)
         return tuple(i for i, token in added if token.special and about.search(token.content))
 
+    def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:
+        if type(processor).replace_image_token is ProcessorMixin.replace_image_token:
+            raise ValueError(
+                f"policy.model is of type {config.model_type}, which has no family file, and its "
+                f"{type(processor).__name__} does not say what a picture becomes in a prompt: choose a supported type"
+            )
+        if self.placeholder_id(config) not in self.media_token_ids(processor.tokenizer):
+            raise ValueError(
+                f"policy.model is of type {config.model_type}, which has no family file, and the token of its pictures "
+                f"({self.placeholder_id(config)}) is not a special one named after them: choose a supported type"
+            )
+
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
         made = processor.image_processor(images=[image], return_tensors="pt")
         tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}

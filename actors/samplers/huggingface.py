@@ -211,8 +211,8 @@ class HuggingFaceSampler:
             for span in prompt.media_spans:
                 is_placeholder[:, span.start : span.end] = True
             is_placeholder &= ids == self._family.placeholder_id(self._model.config)
-            arrays = {key: torch.from_numpy(joined([m.inputs[key] for m in media])) for key in media[0].inputs}
-            copied = {key: array.repeat(num_copies, *(1 for _ in array.shape[1:])) for key, array in arrays.items()}
+            arrays = {key: joined([m.inputs[key] for m in media] * num_copies) for key in media[0].inputs}
+            copied = {key: torch.tensor(array) for key, array in arrays.items()}
             inputs |= self._family.generate_inputs(self._model, is_placeholder.long()) | self._family.forward_inputs(
                 copied
             )

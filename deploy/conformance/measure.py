@@ -132,7 +132,8 @@ class Measurement:
             report.gaps = {name: Gap.of(await self._differences(case)) for name, case in self.cases.items()}
             for name, case in self.cases.items():
                 report.same_ids[name] = self._same_ids(case)
-            for part, starts in {**self.family.parts, ALL: ("",)}.items():
+            parts = self.family.parts if self.family.takes_pictures else {}
+            for part, starts in {**parts, ALL: ("",)}.items():
                 before = await self._scores()
                 self._perturb(starts, seed=len(report.pushes))
                 await self._push()

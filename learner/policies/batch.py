@@ -136,7 +136,7 @@ def _media_batch(
     indices = {key: index for index, key in enumerate(media)}
     names = next(iter(media.values())).inputs.keys() if media else ()
     return MediaBatch(
-        inputs={n: _tensor(joined([m.inputs[n] for m in media.values()]), device) for n in names},
+        inputs={n: _tensor(_own(joined([m.inputs[n] for m in media.values()])), device) for n in names},
         num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in media.values()),
         order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s)),
     )
@@ -164,6 +164,11 @@ def _sizes(medium: ProcessedMedia) -> list[bytes]:
 
 def _placed(sequence: TokenSequence) -> list[tuple[MediaHandle, MediaSpan]]:
     return list(zip(sequence.media, sequence.media_spans, strict=True))
+
+
+def _own(array: np.ndarray) -> np.ndarray:
+    """The array, copied if it must not be written to."""
+    return np.require(array, requirements="W")
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

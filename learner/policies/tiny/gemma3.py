@@ -31,8 +31,9 @@ TEMPLATE = """\
 """
 
 
-def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True) -> Path:
-    """Write a checkpoint of 0.5 M parameters into `folder`; embeddings are tied, as in every released one."""
+def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+    """Write a checkpoint of 0.5 M parameters into `folder`; embeddings are tied, as in every released one, whatever
+    `tie_word_embeddings` says."""
     special = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
     named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tokenizer = build_tokenizer(special, named, eos="<end_of_turn>", pad="<pad>", bos="<bos>")

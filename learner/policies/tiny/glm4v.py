@@ -56,7 +56,9 @@ def write_tiny_glm4v(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}
     config = Glm4vConfig(
         # Engines leave the biases of attention out, without an error, where the config does not have this.
-        text_config=decoder_config(tokenizer, rope_parameters=rope, attention_bias=True),
+        text_config=decoder_config(
+            tokenizer, rope_parameters=rope, attention_bias=True, tie_word_embeddings=tie_word_embeddings
+        ),
         vision_config={
             "depth": 2,
             "hidden_size": 64,

@@ -40,7 +40,7 @@ def write_tiny_internvl(name: str, folder: Path, *, seed: int = 0, tie_word_embe
     )
     config = InternVLConfig(
         vision_config=vision_config(attention_bias=True, image_size=[TILE, TILE], patch_size=[14, 14]),
-        text_config=decoder_config(tokenizer, **DECODERS[name]),
+        text_config=decoder_config(tokenizer, tie_word_embeddings=tie_word_embeddings, **DECODERS[name]),
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=TOKENS_PER_TILE,
         downsample_ratio=0.5,

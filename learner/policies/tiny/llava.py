@@ -29,7 +29,7 @@ def write_tiny_llava(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
         vision_config=vision_config(
             model_type="clip_vision_model", image_size=SIDE, patch_size=PATCH_SIZE, projection_dim=64
         ),
-        text_config=decoder_config(tokenizer, model_type="llama"),
+        text_config=decoder_config(tokenizer, model_type="llama", tie_word_embeddings=tie_word_embeddings),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=(SIDE // PATCH_SIZE) ** 2,
         tie_word_embeddings=tie_word_embeddings,

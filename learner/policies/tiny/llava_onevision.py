@@ -36,7 +36,7 @@ def write_tiny_llava_onevision(folder: Path, *, seed: int = 0, tie_word_embeddin
         vision_config=vision_config(
             model_type="siglip_vision_model", image_size=TILE, patch_size=14, vision_use_head=False
         ),
-        text_config=decoder_config(tokenizer, model_type="qwen2"),
+        text_config=decoder_config(tokenizer, model_type="qwen2", tie_word_embeddings=tie_word_embeddings),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=PINPOINTS,

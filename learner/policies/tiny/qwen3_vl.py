@@ -37,7 +37,9 @@ def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: boo
         "deepstack_visual_indexes": [0, 1],
     }
     config = Qwen3VLConfig(
-        text_config=decoder_config(tokenizer, head_dim=32, rope_parameters=rope),
+        text_config=decoder_config(
+            tokenizer, head_dim=32, rope_parameters=rope, tie_word_embeddings=tie_word_embeddings
+        ),
         vision_config=vision,
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",

@@ -42,7 +42,7 @@ def write_tiny_smolvlm(folder: Path, *, seed: int = 0, tie_word_embeddings: bool
     )
     config = SmolVLMConfig(
         vision_config=vision_config(image_size=TILE, patch_size=16),
-        text_config=decoder_config(tokenizer, model_type="llama"),
+        text_config=decoder_config(tokenizer, model_type="llama", tie_word_embeddings=tie_word_embeddings),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,

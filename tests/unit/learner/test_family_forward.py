@@ -9,8 +9,8 @@ import pytest
 import torch
 from family_prompts import FamilyPrompts, family_prompts
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt
+from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from cluster.records.trajectory import MediaSpan, Prompt
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
 from learner.policies.loading import checkpoint_names, load_model
@@ -110,6 +110,32 @@ def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
         p = policy.get_parameter(name)
         torch.testing.assert_close(grad, p.grad, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
     assert max(p.grad.abs().max() for p in tower.parameters() if p.grad is not None) > 0
+
+
+@pytest.mark.parametrize("folder", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"], indirect=True)
+def test_positions_of_pictures_are_those_of_the_papers(policy: TokenPolicy) -> None:
+    """M-RoPE (arXiv:2409.12191, section 2.1): text counts on in all three; a picture of t x h x w embeddings has the
+    time, row and column of each, from where the text stopped; what follows begins behind the largest of them."""
+    placeholder = policy.family.placeholder_id(policy.model.config)
+    grid = np.array([[1, 4, 6]])  # patches; 2 x 3 embeddings
+    pixels = np.zeros((24, policy.family.blank_picture(policy.model.config, CPU)["pixel_values"].shape[1]))
+    medium = ProcessedMedia("image", {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid})
+    handle = MediaHandle("k", "image", 0, medium)
+    ids = np.array([5, 6, 7, *[placeholder] * 6, 8, 9], dtype=np.int32)
+    rows = [
+        TokenSequence(ids, 10, (handle,), (MediaSpan(3, 9),)),
+        TokenSequence(np.arange(10, 21, dtype=np.int32), 2, (), ()),
+    ]
+    shown = batch(rows)
+    types = ((shown.input_ids == placeholder) & shown.in_media).long()
+    found = policy.family.decoder_inputs(policy.family.core(policy.model), shown, types)["position_ids"]
+    expected = [
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7],
+        [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7],
+        [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7],
+    ]
+    assert found[:, 0].tolist() == expected
+    assert found[:, 1].tolist() == [list(range(11))] * 3
 
 
 @pytest.mark.parametrize("folder", SHOWN, indirect=True)

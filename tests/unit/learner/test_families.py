@@ -19,7 +19,8 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.wiring.preparation import prepare
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import TEXT_FAMILIES, max_positions, takes_pictures
+from learner.policies.families import max_positions, takes_pictures
+from learner.policies.families.text import TextFamily
 from learner.policies.loading import load_model
 from learner.policies.logprobs import PLAIN
 from learner.policies.tiny import MAX_POSITIONS, write_tiny_qwen2_5_vl
@@ -35,7 +36,7 @@ def processor(run: RunConfig) -> ChatProcessor:
     return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", TextFamily.model_types)
 def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, family: str) -> None:
     model = load_model(str(write_text_policy(tmp_path, family)), torch.float32, "sdpa").eval()
     rows = [np.random.default_rng(n).integers(0, 250, size).astype(np.int32) for n, size in enumerate((50, 33))]

@@ -138,7 +138,7 @@ def test_positions_of_pictures_are_those_of_the_papers(policy: TokenPolicy) -> N
     assert found[:, 1].tolist() == [list(range(11))] * 3
 
 
-@pytest.mark.parametrize("folder", SHOWN, indirect=True)
+@pytest.mark.parametrize("folder", [name for name in SHOWN if name != "llava"], indirect=True)
 def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
     family = family_at(str(folder))
     names = list(checkpoint_names(policy.model).values())

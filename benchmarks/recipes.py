@@ -20,7 +20,7 @@ from cluster.metrics.report.comparison import Line, Row, render_comparison, tabl
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from cluster.metrics.step_records import HELD_OUT
 
-EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "distill")
+EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
 TARGETS = {"ppo_gae": 0.80}  # held-out accuracy after RL; of the others TARGET
 TARGET = 0.85
 TEACHER = "teacher"  # the run whose policy `distill` learns from

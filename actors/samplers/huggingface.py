@@ -166,7 +166,7 @@ class HuggingFaceSampler:
         siblings: Sequence[int],
         progress: GroupProgress,
     ) -> None:
-        """Sample these siblings side by side; `progress` hears of them as they grow."""
+        """Sample these siblings side by side; `progress` is updated as they grow."""
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]

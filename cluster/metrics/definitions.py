@@ -25,6 +25,10 @@ class MetricName(StrEnum):
     GRAD_NORM = "grad_norm"
     CLIP_FRACTION = "clip_fraction"
     LEARNING_RATE = "learning_rate"
+    VALUE_LOSS = "value_loss"
+    EXPLAINED_VARIANCE = "explained_variance"
+    VALUE_CLIP_FRACTION = "value_clip_fraction"
+    CRITIC_GRAD_NORM = "critic_grad_norm"
     LOGPROB_GAP_MEAN = "logprob_gap_mean"
     LOGPROB_GAP_MAX = "logprob_gap_max"
     LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
@@ -94,6 +98,10 @@ METRICS: Mapping[str, Metric] = {
     MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
     MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
     MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
+    MetricName.VALUE_LOSS: Metric("", "Loss of the critic"),
+    MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic predicted"),
+    MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens whose value was clipped"),
+    MetricName.CRITIC_GRAD_NORM: Metric("", "Global gradient norm of the critic before clipping"),
     MetricName.LOGPROB_GAP_MEAN: Metric(
         "nat", "Mean absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
     ),

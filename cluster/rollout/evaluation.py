@@ -14,7 +14,7 @@ from cluster.metrics.evaluation_statistics import bootstrap_interval, ks, pass_a
 from cluster.metrics.step_records import HELD_OUT
 from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout.scored_sampling import sample_and_score
+from cluster.rollout.dispatcher import sample_and_score
 from cluster.workers.supervisor import background_tasks
 
 REFLECTION = "reflection"  # the reward component that the reflection ratios are made of

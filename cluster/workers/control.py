@@ -97,8 +97,8 @@ class ControlLoop:
         scale_s: float,
     ) -> None:
         """`spawn_panel` returns the Ray handle of a `ControlPanel`. `start_s` bounds the first call to a panel, which
-        includes the start of its process, `deadline_s` each later call and each call to the replay buffer, `scale_s`
-        the time in which a role accepts or refuses a new number of workers."""
+        includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
+        refuses a new number of workers."""
         self._run = run
         self._total_steps = total_steps
         self._spawn_panel = spawn_panel
@@ -170,21 +170,12 @@ class ControlLoop:
             progress=self._progress(),
             total_steps=self._total_steps,
             in_flight=self._in_flight(),
-            replay=await self._replay_stats(),
+            replay=await self._replay(),
             workers=tuple(worker for role in self._roles.values() for worker in role.status()),
             num_panels_lost=self._num_panels_lost,
             driver_pid=os.getpid(),
             posted_at=time.time(),
         )
-
-    async def _replay_stats(self) -> ReplayStats | None:
-        """None if the buffer does not answer; its supervisor handles that."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._replay()
-        except (MobulaError, TimeoutError) as error:
-            _logger.info("the status has no queue depths: %s", error)
-            return None
 
     async def _scale_for_ever(self) -> None:
         while True:

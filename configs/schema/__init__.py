@@ -1,6 +1,6 @@
 """The schema of a run's configuration."""
 
-from configs.schema.algorithm import AlgorithmConfig, KLConfig, OverAgeConfig
+from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
@@ -29,6 +29,7 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConcurrencyConfig",
+    "CriticConfig",
     "DataConfig",
     "DataKind",
     "EvaluationConfig",

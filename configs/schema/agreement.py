@@ -218,15 +218,6 @@ def _roles_have_workers(config: RunConfig) -> str | None:
     return f"{keys} is 0, and no run works without these roles: set it to 1 or more"
 
 
-def _replay_is_one(config: RunConfig) -> str | None:
-    if config.resources.replay.num_workers == 1:
-        return None
-    return (
-        f"resources.replay.num_workers={config.resources.replay.num_workers}: there is one replay buffer, "
-        "because groups are taken in one order; set resources.replay.num_workers=1"
-    )
-
-
 def _reference_has_a_scorer(config: RunConfig) -> str | None:
     if not config.needs_reference or config.resources.reference.num_workers > 0:
         return None
@@ -367,7 +358,6 @@ RULES: tuple[Rule, ...] = (
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,
-    _replay_is_one,
     _reference_has_a_scorer,
     _single_learner_is_one,
     _adapters_can_travel,

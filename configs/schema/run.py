@@ -188,7 +188,7 @@ class TimeoutsConfig(Section):
     checkpoint_s: Seconds
     """Writing or reading one checkpoint."""
     object_s: Seconds
-    """Fetching one object from the object store."""
+    """Fetching one object from the object store, and one write of the journal."""
     backpressure_s: Seconds
     """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
     stop_s: Seconds

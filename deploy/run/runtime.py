@@ -43,6 +43,7 @@ from deploy.run.logs import log_to, set_up_logging
 from deploy.run.overview import overview
 from deploy.wiring.build import (
     Inference,
+    Training,
     build_controller,
     scalable_roles,
     spawn_inference,
@@ -205,14 +206,21 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         control = control_loop(
             cluster.prepared.config, spawner, roles, inference.in_flight_requests, training.replay, metrics
         )
-        async with control.running():
-            try:
-                await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
-            except ValueError as error:  # the configuration does not fit the model
-                raise PreflightError(str(error)) from error
-            controller = build_controller(cluster.prepared, inference, training, metrics)
-            tune_gc()
-            await controller.run()
+        try:
+            async with control.running():
+                await _start(training, inference)
+                controller = build_controller(cluster.prepared, inference, training, metrics)
+                tune_gc()
+                await controller.run()
+        finally:
+            await training.replay.close()
+
+
+async def _start(training: Training, inference: Inference) -> None:
+    try:
+        await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
+    except ValueError as error:  # the configuration does not fit the model
+        raise PreflightError(str(error)) from error
 
 
 async def _evaluate(output: Path | None, prepared: Prepared, inference: Inference) -> list[EvaluationResult]:

@@ -20,8 +20,8 @@ from cluster.records.trajectory import GroupSummary, Prompt
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.restartable_replay import RestartableReplay
 from cluster.replay.run_identity import run_identity
 from cluster.roles import Rollouts, SamplingSettings
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
@@ -72,7 +72,7 @@ class Training:
     ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
-    replay: RestartableReplay
+    replay: ReplayBuffer
     watched: tuple[Watched, ...]
 
 
@@ -92,7 +92,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
 def spawn_training(
     prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
 ) -> Training:
-    """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background.
+    """Start learner ranks and reference scorers, which build themselves in the background; make the replay buffer.
 
     `on_rescore` is called with the reason why groups are scored again.
     """
@@ -104,7 +104,6 @@ def spawn_training(
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    replay = replay_buffer(config, spawner, on_lost)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
     scorers = (
@@ -116,10 +115,9 @@ def spawn_training(
         ranks=ranks,
         learner=learner,
         reference=reference,
-        replay=replay,
+        replay=replay_buffer(config),
         watched=(
             *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
-            Watched("replay/0", replay.ping, replay.close, on_lost=replay.lose),
             *scorers,
         ),
     )
@@ -199,6 +197,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
 async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     """The warm start, and the frozen copy of its result that the reference scores with."""
     await warm_start(prepared, learner)
+    await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
 
 
@@ -229,7 +228,7 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
         try:
-            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to answer that it is alive")
         except Exception:
             if ranks.workers[index] is handle:
                 raise

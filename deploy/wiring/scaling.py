@@ -20,7 +20,7 @@ from configs.schema import RunConfig
 from deploy.wiring.spawner import BOOKING_S, Spawner
 
 VISIT_INTERVAL_S = 1.0
-VISIT_DEADLINE_S = 20.0  # of one call to the panel or the replay buffer
+VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
 
 class RoleHosts:

@@ -20,12 +20,12 @@ class PolicyOutput(NamedTuple):
     is_argmax: Tensor  # bool [B, T]
 
 
-class TokenPolicy(nn.Module):
-    """Scores targets given everything before them.
+class TokenModel(nn.Module):
+    """A model that is read at the states before a batch's targets.
 
-    `forward` is the only way in, and it enters the vision tower exactly once, so that sharded parameters are gathered
-    equally often on every rank: a batch without pictures shows the tower a blank one and adds it with weight 0. What
-    enters the decoder is the model family's (`learner.policies.families`).
+    A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
+    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without pictures shows
+    the tower a blank one and adds it with weight 0. What enters the decoder is the model family's.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -33,12 +33,20 @@ class TokenPolicy(nn.Module):
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
 
+    def states(self, batch: TokenBatch) -> Tensor:
+        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
+        hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
+        return hidden[batch.hidden_rows, batch.hidden_columns]
+
+
+class TokenPolicy(TokenModel):
+    """Scores targets given everything before them."""
+
     def forward(
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
         """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
-        hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
-        logits = self.model.get_output_embeddings()(hidden[batch.hidden_rows, batch.hidden_columns])  # [N, V]
+        logits = self.model.get_output_embeddings()(self.states(batch))  # [N, V]
         targets = batch.targets[batch.target_mask]
         flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
         mask = batch.target_mask

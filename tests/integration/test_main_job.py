@@ -130,7 +130,7 @@ def test_the_report_shows_curves_plan_and_samples(on_policy: Job, report: RunFol
     assert "http://" not in page.replace("http://www.w3.org", "")
     for worker in report.plan:
         assert worker.role in page
-    assert {worker.role for worker in report.plan} == {"learner", "rollout", "reference", "reward", "replay"}
+    assert {worker.role for worker in report.plan} == {"learner", "rollout", "reference", "reward"}
     assert "data:image/png;base64," in page
     assert len(report.samples.samples) > 0
     assert [e.version for e in report.evaluations] == [0, 4]

@@ -10,7 +10,7 @@ import pytest
 from handles import LocalHandle, never
 from waiting import until
 
-from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from cluster.errors import PlacementError, WorkerDiedError
 from cluster.roles import ReplayStats
 from cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
 from cluster.workers.status import (
@@ -205,20 +205,6 @@ async def test_the_start_of_a_panels_process_may_take_longer_than_a_call() -> No
     async with control(host, start_s=30.0, deadline_s=0.05).running():
         status = await until(lambda: host.panels and host.panels[0].status())
     assert status.num_panels_lost == 0 and host.losses == []
-
-
-@pytest.mark.parametrize("fail", [DeadlineError("late"), WorkerDiedError("dead"), None])
-async def test_a_buffer_that_does_not_answer_is_unknown(fail: Exception | None) -> None:
-    async def no_stats() -> ReplayStats:
-        if fail is not None:
-            raise fail
-        await never()
-        raise AssertionError
-
-    host = PanelHost()
-    async with control(host, replay=no_stats, deadline_s=0.02).running():
-        status = await until(lambda: host.panels and host.panels[0].status())
-    assert status.replay is None
 
 
 async def test_the_panel_is_ended_with_the_run_even_if_that_fails() -> None:

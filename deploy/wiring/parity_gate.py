@@ -1,4 +1,4 @@
-"""ParityGate: whether engines and learner agree on a model type without a family file, before its first step."""
+"""ParityGate: compares engines and learner before the first step of a model type that was never measured."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ class ParityGate:
         found = ", ".join(f"{name}: {gap:.2g}" for name, gap in gaps.items())
         if not all(gap <= self._tolerance for gap in gaps.values()):  # a NaN is wrong too
             raise CanaryError(
-                f"policy.model is of the model type {self._model_type}, which has no family file, and engine and "
-                f"learner compute other log-probs ({found}; weight_sync.canary_tolerance={self._tolerance:g}): it "
+                f"policy.model is of the model type {self._model_type}, and engine and learner "
+                f"compute other log-probs ({found}; weight_sync.canary_tolerance={self._tolerance:g}): it "
                 "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
             )
-        _logger.info("%s has no family file: it trains because engine and learner agree (%s)", self._model_type, found)
+        _logger.info(
+            "%s trains because engine and learner agree (%s); no conformance run covers it", self._model_type, found
+        )
         self._is_passed = True
 
     async def _gap(self, prompt: Prompt) -> float:
@@ -76,12 +78,14 @@ class ParityGate:
 
 
 def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
-    """The gate of a run, which compares nothing for a model type with a family file."""
+    """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
     config = prepared.config
     model_type = model_type_at(config.policy.model)
     prompts = {}
     if family_at(config.policy.model).needs_gate:
-        _logger.warning("%s has no family file: engine and learner are compared before the first step", model_type)
+        _logger.warning(
+            "no conformance run covers %s: engine and learner are compared before the first step", model_type
+        )
         folder = config.run_folder / PICTURES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))

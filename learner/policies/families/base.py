@@ -35,7 +35,7 @@ class Family(ABC):
     without_pictures = "policy.model is a text-only model"
     """Why a family without pictures takes none."""
     needs_gate = False
-    """Whether a run compares engine and learner before its first step, because the family is not known to agree."""
+    """Whether a run compares engine and learner before its first step. It does where no conformance run has done so."""
 
     @abstractmethod
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:

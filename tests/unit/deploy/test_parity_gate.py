@@ -1,4 +1,4 @@
-"""The gate in front of a model type without a family file: passes with a note, or refuses with the measured gap."""
+"""The gate in front of a model type that no conformance run covers: a note, or a refusal with the measured gap."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], cap
         await gate(PUSH)
         await gate(PUSH)
     assert (learner.num_asked, engine.num_asked) == (3, 3)
-    assert (
-        "llava has no family file: it trains because engine and learner agree (text: 0, one picture: 0" in caplog.text
-    )
+    assert "llava trains because engine and learner agree (text: 0, one picture: 0" in caplog.text
 
 
 @pytest.mark.parametrize("off", [0.03, np.nan])
@@ -63,7 +61,7 @@ async def test_a_gap_is_refused_with_its_size(prompts: dict[str, Prompt], off: f
         await gate(PUSH)
 
 
-async def test_a_family_with_a_file_is_not_asked(tmp_path: Path) -> None:
+async def test_a_measured_family_is_not_compared(tmp_path: Path) -> None:
     folder = write_tiny("qwen3", tmp_path / "model")
     assert not family_at(str(folder)).needs_gate
     learner = Scores()

@@ -57,8 +57,10 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
     others = [kind for kind in (*VISION_FAMILIES, *TEXT_FAMILIES) if kind not in measured]
     yield ""
     yield (
-        "Accepted, and compared with the forward pass of transformers or not measured at all, but never with an "
-        f"engine: {', '.join(f'`{kind}`' for kind in others)}."
+        "Accepted, compared with the forward pass of transformers in the tests, and never measured with an engine: "
+        f"{', '.join(f'`{kind}`' for kind in others)}. Of these, vision-language models and Gemma 3 pass a parity gate: "
+        "a run compares engine and learner on text, one picture and two before its first step, and is refused if they "
+        "differ. So does every other model that transformers loads as image-text-to-text."
     )
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())

@@ -8,6 +8,7 @@ from deploy.conformance.measure import ALL, Gap, Report
 from deploy.wiring.parity_prompts import CASES
 from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
+from learner.policies.families.registry import BY_MODEL_TYPE
 
 LIMIT = 1e-5  # nat, the mean of a case in float32
 
@@ -55,15 +56,20 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         yield from ("", "Notes:", "", *notes)
     measured = {report.model_type for report in reports}
     others = [kind for kind in (*VISION_FAMILIES, *TEXT_FAMILIES) if kind not in measured]
+    gated = [kind for kind in others if BY_MODEL_TYPE[kind].needs_gate]
     yield ""
     yield (
         "Accepted, compared with the forward pass of transformers in the tests, and never measured with an engine: "
-        f"{', '.join(f'`{kind}`' for kind in others)}. Of these, vision-language models and Gemma 3 pass a parity gate: "
-        "a run compares engine and learner on text, one picture and two before its first step, and is refused if they "
-        "differ. So does every other model that transformers loads as image-text-to-text."
+        f"{_names(others)}. Of these, {_names(gated)} pass a parity gate: a run compares engine and learner on text, "
+        "one picture and two before its first step, and is refused if they differ. So does every other model that "
+        "transformers loads as image-text-to-text."
     )
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
+
+
+def _names(kinds: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 def _cell(gap: Gap | None) -> str:

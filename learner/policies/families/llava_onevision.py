@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, ProcessorMixin
+from transformers.utils import ModelOutput
 
 from learner.policies.families.base import Size
 from learner.policies.families.vision import VisionFamily
@@ -30,6 +34,14 @@ class LlavaOneVision(VisionFamily):
         width, height = size
         [num_tokens] = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
         return np.full(num_tokens, processor.image_token_id, dtype=np.int32)
+
+    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        if core.image_newline.numel() == 0:  # it is held by the base itself, whose forward gathers it too late
+            raise ValueError(
+                f"learner.zero_stage=3 partitions image_newline of {type(core).__name__}, which is used outside of the "
+                "module that gathers it: set learner.zero_stage=2, or learner=fsdp2"
+            )
+        return super().encode(core, inputs)
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
         """One tile and the whole."""

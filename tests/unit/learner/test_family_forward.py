@@ -153,3 +153,12 @@ def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, po
     for span in prompt.media_spans:
         inside[span.start : span.end] = True
     assert not (prompt.expanded_ids[~inside] == placeholder).any()
+
+
+@pytest.mark.parametrize("folder", ["llava-onevision"], indirect=True)
+def test_a_partitioned_newline_is_refused(asked: FamilyPrompts, policy: TokenPolicy) -> None:
+    policy.model.model.image_newline.data = torch.empty(0)  # as ZeRO-3 leaves it between forward passes
+    with pytest.raises(
+        ValueError, match=r"learner\.zero_stage=3 partitions image_newline .*zero_stage=2, or learner=fsdp2"
+    ):
+        policy(batch(sequences(asked)), PLAIN)

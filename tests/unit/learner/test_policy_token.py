@@ -59,7 +59,7 @@ def mixed_sequences(tokenizer) -> list[TokenSequence]:
     image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     pictures = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
     asked = [prompt(tokenizer, f"p{n}", shown) for n, shown in enumerate(pictures)]
-    answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14], [20, image_pad, 21]]
+    answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14], [20, 21, image_pad]]
     prompts = [*asked, asked[2]]
     return [TokenSequence.of_response(p, np.array(a)) for p, a in zip(prompts, answers, strict=True)]
 
@@ -99,7 +99,7 @@ def test_a_whole_prompt_is_scored_like_transformers_scores_it(policy, folder, to
 
 @torch.no_grad()
 def test_a_batch_scores_each_row_as_if_it_were_alone(policy, tokenizer) -> None:
-    sequences = mixed_sequences(tokenizer)  # one row holds a sampled placeholder id: it is text, whatever its id says
+    sequences = mixed_sequences(tokenizer)  # one row ends in a sampled placeholder id, which no token looks at
     together = policy(collate(sequences, reader(), CPU), HOT)
     for row, sequence in enumerate(sequences):
         alone = policy(collate([sequence], reader(), CPU), HOT)
@@ -121,6 +121,16 @@ def test_text_only_batches_reach_every_parameter_and_move_no_vision_weight(polic
     policy(collate(mixed_sequences(tokenizer)[:1], reader(), CPU), PLAIN).logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.parameters())
     assert all(p.grad.abs().max() == 0 for p in policy.model.model.visual.parameters())
+
+
+def test_a_placeholder_that_no_picture_was_recorded_for_is_refused(policy, tokenizer) -> None:
+    image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    row = TokenSequence.of_response(prompt(tokenizer, "p", [picture(1)]), np.array([20, image_pad, 21]))
+    with pytest.raises(ValueError, match=f"placeholder {image_pad} outside of its recorded pictures"):
+        policy(collate([row], reader(), CPU), PLAIN)
+    foreign = TokenSequence(row.token_ids[:-2], row.num_context, (picture(1, 6, 4),), row.media_spans)
+    with pytest.raises(ValueError, match="spans hold 4 placeholders but the vision tower made 6 embeddings"):
+        policy(collate([foreign], reader(), CPU), PLAIN)
 
 
 def test_gradients_reach_the_vision_tower_through_shared_pictures(policy, tokenizer) -> None:
@@ -153,8 +163,9 @@ def test_checkpoint_names_are_those_of_the_file(folder, config) -> None:
         assert set(checkpoint_names(load_policy_model(config, torch.float32)).values()) == set(file.keys())
 
 
-def test_freezing_by_checkpoint_prefix(config) -> None:
-    model = load_policy_model(config.model_copy(update={"freeze": ("visual.",)}), torch.float32)
+@pytest.mark.parametrize("entry", ["visual.", "vision"])
+def test_freezing_by_checkpoint_prefix_or_part(config, entry: str) -> None:
+    model = load_policy_model(config.model_copy(update={"freeze": (entry,)}), torch.float32)
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     assert all(p.requires_grad for p in model.model.language_model.parameters())
 

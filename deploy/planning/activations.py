@@ -56,12 +56,12 @@ def checkpointing(config: RunConfig) -> str:
 
     The only place that reads the key.
     """
-    return "blocks" if config.policy.gradient_checkpointing else "none"
+    return config.learner.activation_checkpointing
 
 
 def logprob_rows(config: RunConfig, targets: int) -> int:
     """Targets whose logits exist at one time. The only place that bounds them."""
-    return targets
+    return min(targets, config.learner.logprob_chunk_tokens)
 
 
 def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:

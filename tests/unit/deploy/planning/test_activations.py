@@ -41,7 +41,7 @@ def kept_bytes(forward: Callable[[], object], parameters: Iterable[torch.Tensor]
 
 
 def config(dtype: str, *words: str) -> RunConfig:
-    words = words or ("policy.gradient_checkpointing=false",)
+    words = words or ("learner.activation_checkpointing=none",)
     return load_config(["experiment=own", *words, f"resources.dtype={dtype}"], is_complete=False)
 
 
@@ -126,7 +126,7 @@ def shape_text() -> object:
 def test_recomputed_blocks_keep_their_inputs_alone() -> None:
     shape = shape_of_config(text_model().config)
     batch = Microbatch(1, TOKENS, TOKENS, 0)
-    with_blocks = config("float32", "policy.gradient_checkpointing=true")
+    with_blocks = config("float32", "learner.activation_checkpointing=blocks")
     assert (checkpointing(config("float32")), checkpointing(with_blocks)) == ("none", "blocks")
     assert training_bytes(with_blocks, shape, batch)[0] < training_bytes(config("float32"), shape, batch)[0] / 2
 

@@ -44,7 +44,12 @@ ALIASES = {"gpu_2": "two_gpu", "gpu_1_colocated": "one_gpu_colocated", "node_8gp
 def config(preset: str, *words: str) -> RunConfig:
     if PRESETS.get(preset, ("", {}, []))[2] is None:
         return load_config(["experiment=digits", f"resources={preset}", *words])
-    base = ["experiment=own", f"resources={preset}", "algorithm.kl.coef=0.01", "learner.activation_checkpointing=blocks"]
+    base = [
+        "experiment=own",
+        f"resources={preset}",
+        "algorithm.kl.coef=0.01",
+        "learner.activation_checkpointing=blocks",
+    ]
     return load_config([*base, *words], is_complete=False)
 
 

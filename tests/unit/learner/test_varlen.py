@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_prompts import family_prompts
 from learner_data import picture, prompt, random_groups, tiny_config
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
@@ -23,7 +24,7 @@ from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import load_model
 from learner.policies.logprobs import Distribution
 from learner.policies.packing import split_microbatches
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from learner.policies.token import TokenPolicy
 from learner.policies.varlen import RowPacking
 
@@ -88,6 +89,18 @@ def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
     assert_equal(packed, scored(folder, False, [[row] for row in rows]))
     assert_equal(packed, scored(folder, True, [rows[:2], rows[2:]]))
     assert max(gradient.abs().max() for gradient in packed[1].values()) > 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.families
+@pytest.mark.parametrize("name", [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama", "gemma3")])
+def test_every_family_with_pictures_computes_packed_rows_as_padded_ones(tmp_path: Path, name: str) -> None:
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
+    at = write_tiny(name, tmp_path / name, seed=1)
+    asked = family_prompts(at, tmp_path).cases.values()
+    rows = [TokenSequence.of_response(case.prompt, np.arange(20, 24 + n)) for n, case in enumerate(asked)]
+    assert_equal(scored(at, True, [rows]), scored(at, False, [rows]))
 
 
 def test_the_decoder_computes_tokens_and_no_padding(folder: Path) -> None:

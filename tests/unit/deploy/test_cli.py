@@ -300,7 +300,7 @@ STATUS = RunStatus(
     Progress(3, "update", 1.5),
     10,
     InFlightSummary(0, None, 0.0),
-    None,
+    ReplayStats(0, 0, 0, 0.0),
     (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
     0,
     1,

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
+from cluster.roles import ReplayStats
 from cluster.workers.status import InFlightSummary, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
 from configs.errors import ConfigError
 from configs.load import dump_config, load_config, load_resolved

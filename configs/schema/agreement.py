@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
+from configs.schema.data import WRITTEN, DataKind
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
-from configs.schema.rollout import DataKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -170,6 +170,24 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
         f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
         f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
     )
+
+
+def _mixture_has_sources(config: RunConfig) -> str | None:
+    data = config.data
+    if data.kind is DataKind.MIXTURE and not data.sources:
+        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
+    if data.kind is not DataKind.MIXTURE and data.sources:
+        return (
+            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
+            "data.kind=mixture, or data.sources={}"
+        )
+    unfit = [name for name, source in data.sources.items() if source.kind in (*WRITTEN, DataKind.MIXTURE)]
+    if unfit:
+        return (
+            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
+            "huggingface or webdataset"
+        )
+    return None
 
 
 def _pixel_range_is_open(config: RunConfig) -> str | None:
@@ -352,6 +370,81 @@ def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
     return None
 
 
+def _activations_have_a_host_apart(config: RunConfig) -> str | None:
+    if config.learner.activation_checkpointing != "blocks_offloaded" or config.resources.device == "cuda":
+        return None
+    return (
+        f"learner.activation_checkpointing=blocks_offloaded moves activations to host memory but resources.device="
+        f"{config.resources.device}, where they are already: set learner.activation_checkpointing=blocks"
+    )
+
+
+def _offload_has_a_host_apart(config: RunConfig) -> str | None:
+    offload, resources = config.learner.offload, config.resources
+    if offload == "none":
+        return None
+    key = f"learner.offload={offload}"
+    if resources.device != "cuda":
+        return (
+            f"{key} moves state to host memory but resources.device={resources.device}, where it is already: "
+            "set learner.offload=none"
+        )
+    if resources.colocated:
+        return (
+            f"{key} keeps state in host memory and resources.colocated=true moves all of it there and back between "
+            "turns: set learner.offload=none, or a preset with devices for both"
+        )
+    return None
+
+
+def _backend_can_offload(config: RunConfig) -> str | None:
+    learner = config.learner
+    if learner.offload == "none":
+        return None
+    key = f"learner.offload={learner.offload}"
+    match learner.backend:
+        case "single":
+            return f"{key} is not done by learner.backend=single: use learner=fsdp2 or learner=deepspeed"
+        case "fsdp2" if learner.offload == "optimizer":
+            return (
+                f"{key}: FSDP2 offloads parameters, gradients and optimizer state together: set "
+                "learner.offload=parameters or none"
+            )
+        case "deepspeed" if learner.offload == "parameters" and learner.zero_stage != 3:
+            return (
+                f"{key} needs sharded parameters but learner.zero_stage={learner.zero_stage}: set learner.zero_stage=3 "
+                "or learner.offload=optimizer"
+            )
+    return None
+
+
+def _average_can_be_kept(config: RunConfig) -> str | None:
+    decay, resources = config.learner.ema_decay, config.resources
+    if decay == 0:
+        return None
+    key = f"learner.ema_decay={decay:g}"
+    if config.learner.backend == "deepspeed":
+        return (
+            f"{key} keeps an average that `mobula export` can read, which it cannot of learner.backend=deepspeed: use "
+            "learner=fsdp2, or set learner.ema_decay=0"
+        )
+    if resources.colocated and resources.device == "cuda":
+        return (
+            f"{key} keeps a copy of the weights on the GPU, which resources.colocated=true gives to the engines: set "
+            "learner.ema_decay=0, or use a preset with devices for both"
+        )
+    return None
+
+
+def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
+    if not config.learner.packing or config.policy.attention != "eager":
+        return None
+    return (
+        "learner.packing=true keeps rows apart in sdpa and flash_attention_2 but policy.attention=eager: set "
+        "policy.attention=sdpa or learner.packing=false"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -367,6 +460,7 @@ RULES: tuple[Rule, ...] = (
     _nothing_cuts_the_distribution,
     _pictures_of_the_task_fit,
     _pixel_range_is_open,
+    _mixture_has_sources,
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,
@@ -380,6 +474,11 @@ RULES: tuple[Rule, ...] = (
     _transport_fits_device,
     _nccl_members_have_their_own_gpu,
     _attention_fits_device,
+    _activations_have_a_host_apart,
+    _offload_has_a_host_apart,
+    _backend_can_offload,
+    _average_can_be_kept,
+    _attention_keeps_rows_apart,
     _suites_have_names,
     _greedy_suites_have_one_sample,
 )

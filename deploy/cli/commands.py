@@ -19,6 +19,7 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.data_commands import data
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -49,12 +50,6 @@ RunCluster = Annotated[
 ]
 Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
 DEADLINE_S = 60.0
-
-
-class TinyModel(StrEnum):
-    """Models that `init-model` writes."""
-
-    QWEN2_5_VL = "tiny-qwen2.5-vl"
 
 
 class Compatible(StrEnum):
@@ -229,13 +224,14 @@ def export(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
     output: Annotated[Path | None, typer.Option(help="The folder to write; else export/ in the run folder.")] = None,
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
         from deploy.tools import export as exporting
 
-        raise typer.Exit(exporting.export(run, step, merge=merge, output=output))
+        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, output=output))
 
 
 @app.command()
@@ -326,7 +322,7 @@ def show_config(overrides: Overrides = None) -> None:
 
 @app.command()
 def init_model(
-    model: Annotated[TinyModel, typer.Argument(help="The model to write.")],
+    model: Annotated[str, typer.Argument(help="tiny-FAMILY, the model to write; a wrong name lists all.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
@@ -335,13 +331,17 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
-        from learner.policies.tiny import write_tiny_qwen2_5_vl
+        from learner.policies.tiny import TINY, write_tiny
 
+        name = model.removeprefix("tiny-")
+        if name == model or name not in TINY:
+            names = ", ".join(f"tiny-{name}" for name in TINY)
+            raise ConfigError(f"there is no model {model} to write: choose {names}")
         try:
-            written = write_tiny_qwen2_5_vl(folder, seed=seed, tie_word_embeddings=tied)
+            written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    message = f"{model.value} written to {written}: use it with policy.model={written}"
+    message = f"{model} written to {written}: use it with policy.model={written}"
     terminal(soft_wrap=True).print(message, markup=False)
 
 
@@ -416,6 +416,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+app.add_typer(data, name="data")
 app.command()(lmms_eval)
 app.command()(submit)
 app.command()(stop)

@@ -20,7 +20,7 @@ from deploy.host.session import Session, expected_nodes, ray_session, run_record
 import ray
 from rich.console import Console
 
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from cluster.errors import PreflightError
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.files import write_atomically

@@ -212,7 +212,11 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 NEEDS: dict[str, list[str]] = {
     "policy=hf": ["policy.model=some/model"],
-    "data=jsonl": ["data.path=some/folder"],
+    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    "data=mixture": [
+        "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
+        "label: '', weight: 1.0}}"
+    ],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],

@@ -53,15 +53,13 @@ def step_rows(config: RunConfig) -> int:
 def checkpointing(config: RunConfig) -> str:
     """What the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
     `blocks_offloaded` keeps it in host memory.
-
-    The only place that reads the key.
     """
-    return "blocks" if config.policy.gradient_checkpointing else "none"
+    return config.learner.activation_checkpointing
 
 
 def logprob_rows(config: RunConfig, targets: int) -> int:
-    """Targets whose logits exist at one time. The only place that bounds them."""
-    return targets
+    """Targets whose logits exist at one time; the backward pass computes those of a chunk again."""
+    return min(targets, config.learner.logprob_chunk_tokens)
 
 
 def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:

@@ -111,4 +111,4 @@ def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-CHECKPOINTING: Setting = {"policy.gradient_checkpointing": True}
+CHECKPOINTING: Setting = {"learner.activation_checkpointing": "blocks"}

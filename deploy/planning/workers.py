@@ -82,7 +82,8 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
     """What the optimizer holds: adapters, or every weight that `policy.freeze` does not name."""
     if config.policy.lora.is_on:
         return list(adapter_manifest(shape.manifest, config.policy).tensors)
-    return [spec for spec in shape.manifest.tensors if not spec.name.startswith(config.policy.freeze)]
+    starts = shape.starts(config.policy.freeze)
+    return [spec for spec in shape.manifest.tensors if not spec.name.startswith(starts)]
 
 
 def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:

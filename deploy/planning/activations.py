@@ -17,7 +17,7 @@ FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product
 PATCH_CHANNELS = 6  # three colours of two frames: a still picture is shown twice
 WINDOW_COPIES = 3  # of the vision attention's width: queries, keys and values together, and the windows' outputs
-HEAD_COPIES = 4  # float32 tensors as large as the logits: scaled logits, log-probs, and two for the entropy
+HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-probs, and one for the entropy
 
 
 @dataclass(frozen=True)

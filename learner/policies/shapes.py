@@ -133,7 +133,7 @@ def _tower(text: PretrainedConfig) -> TowerShape:
 
 def _vision_tower(vision: PretrainedConfig) -> TowerShape:
     """Configurations of vision towers have no common names: the first one that is there."""
-    hidden = _first(vision, "embed_dim", "hidden_size")  # Qwen2-VL calls its output width hidden_size
+    hidden = _first(vision, "embed_dim", "hidden_size")  # some call their output width hidden_size
     heads = _first(vision, "num_heads", "num_attention_heads")
     ratio = getattr(vision, "mlp_ratio", None)
     intermediate = int(hidden * ratio) if ratio else vision.intermediate_size

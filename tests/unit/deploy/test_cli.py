@@ -309,7 +309,7 @@ STATUS = RunStatus(
     Progress(3, "update", 1.5),
     10,
     InFlightSummary(0, None, 0.0),
-    ReplayStats(0, 0, 0, 0.0),
+    ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id=None),
     (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
     0,
     1,

@@ -30,12 +30,12 @@ from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, conte
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
 from configs.schema.rollout import SamplerConfig
-from learner.policies.families import takes_pictures
+from learner.policies.families import family_at
+from learner.policies.families.base import PictureFamily
 
-# A policy that sampled one of these would claim a picture that is not there.
-MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
+NUM_CACHED_SIZES = 4096
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,18 @@ class ChatProcessor:
         self._max_images = sampler.max_images_per_prompt
         self._media = media
         self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
-        self.takes_pictures = takes_pictures(model)
-        self._processor = _load(model, data) if self.takes_pictures else _load_tokenizer(model)
+        self._family = family_at(model)
+        self.takes_pictures = self._family.takes_pictures
+        self._processor = _load(self._family, model, data) if self.takes_pictures else _load_tokenizer(model)
         self._tokenizer = self._processor.tokenizer if self.takes_pictures else self._processor
         added = self._tokenizer.added_tokens_decoder
         self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
+        if isinstance(self._family, PictureFamily):
+            self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
         self.fingerprint = _fingerprint(self._processor, self._tokenizer)
-        self.media_token_ids = tuple(i for i, token in added.items() if token.content in MEDIA_TOKENS)
+        self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
@@ -134,7 +137,7 @@ class ChatProcessor:
     def _check_row(self, row: Row) -> None:
         if row.images and not self.takes_pictures:
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} pictures, and policy.model is a text-only model: "
+                f"{row.sample_id} has {len(row.images)} pictures, and {self._family.without_pictures}: "
                 "remove the row, or choose a vision-language model"
             )
         if len(row.images) > self._max_images:
@@ -147,18 +150,18 @@ class ChatProcessor:
     def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
         """The row's tokens, given its pictures' (width, height)."""
         text, compact_ids = self._encode(row.history, row.question)
-        num_tokens = [self._num_tokens(size, path) for size, path in zip(sizes, row.images, strict=True)]
+        expansions = [self._expanded(size, path) for size, path in zip(sizes, row.images, strict=True)]
         image_token = self._processor.image_token_id if self.takes_pictures else None
         places = np.flatnonzero(compact_ids == image_token)
-        if len(places) != len(num_tokens):
+        if len(places) != len(expansions):
             raise PromptError(
-                f"{row.sample_id} has {len(num_tokens)} pictures and its rendered text {len(places)} placeholders: "
+                f"{row.sample_id} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "
                 f"write one {IMAGE_PLACEHOLDER} a picture into the question"
             )
-        expanded_ids, spans = expand(compact_ids, places, num_tokens)
+        expanded_ids, spans = expand(compact_ids, places, expansions)
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
-                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(num_tokens)} of them pictures), "
+                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures), "
                 f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels"
             )
         return _Layout(text, compact_ids, expanded_ids, spans)
@@ -167,7 +170,8 @@ class ChatProcessor:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
         turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
         for _, turn_text in turns:
-            self._refuse_special_tokens(turn_text)
+            for part in turn_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
+                self._refuse_special_tokens(part)
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         # Templates of text-only models know no parts.
@@ -177,15 +181,13 @@ class ChatProcessor:
         ids.flags.writeable = False  # shared by all prompts of this question
         return text, ids
 
-    def _num_tokens(self, size: tuple[int, int], source: Picture) -> int:
-        """Placeholders that a picture of (width, height) takes."""
-        width, height = size
-        images = self._processor.image_processor
+    def _expanded(self, size: tuple[int, int], source: Picture) -> np.ndarray:
+        """The ids that a picture of (width, height) becomes."""
         try:
-            num_patches = images.get_number_of_image_patches(height, width)
+            return self._expansion(size)
         except ValueError as error:
+            width, height = size
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
-        return num_patches // images.merge_size**2
 
     def _store(self, content: bytes, path: Picture) -> MediaHandle:
         key = content_key(content, self.fingerprint)
@@ -193,13 +195,9 @@ class ChatProcessor:
 
     def _process(self, content: bytes, path: Picture) -> ProcessedMedia:
         image = decode_image(content, path, self._limits)
-        inputs = self._processor.image_processor(images=[image], return_tensors="pt")
         return ProcessedMedia(
             modality="image",
-            inputs={
-                "pixel_values": inputs["pixel_values"].numpy(),  # float32 [num_patches, patch_dim]
-                "image_grid_thw": inputs["image_grid_thw"].numpy(),  # int64 [1, 3]
-            },
+            inputs=self._family.process(self._processor, image),
             thumbnail=_thumbnail(image),
             file=content if self._keep_files else b"",
         )
@@ -222,19 +220,22 @@ class ChatProcessor:
 
 
 def expand(
-    compact_ids: np.ndarray, places: np.ndarray, num_tokens: Sequence[int]
+    compact_ids: np.ndarray, places: np.ndarray, expansions: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, tuple[MediaSpan, ...]]:
-    """Repeat the placeholder at `places[i]` `num_tokens[i]` times; the expanded ids and where each run of them stands.
+    """Put `expansions[i]` in the place of the placeholder at `places[i]`; the expanded ids and where each one stands.
 
     Example:
-        >>> expand(np.array([1, 9, 2]), np.array([1]), [3])
+        >>> expand(np.array([1, 9, 2]), np.array([1]), [np.array([9, 9, 9])])
         (array([1, 9, 9, 9, 2]), (MediaSpan(start=1, end=4),))
     """
     repeats = np.ones(len(compact_ids), dtype=np.int64)
-    repeats[places] = num_tokens
+    repeats[places] = [len(ids) for ids in expansions]
     ends = np.cumsum(repeats)[places]
-    spans = tuple(MediaSpan(int(end) - num, int(end)) for end, num in zip(ends, num_tokens, strict=True))
-    return np.repeat(compact_ids, repeats), spans
+    spans = tuple(MediaSpan(int(end) - len(ids), int(end)) for end, ids in zip(ends, expansions, strict=True))
+    expanded = np.repeat(compact_ids, repeats)
+    for span, ids in zip(spans, expansions, strict=True):
+        expanded[span.start : span.end] = ids
+    return expanded, spans
 
 
 def _content(question: str) -> list[dict[str, str]]:
@@ -244,10 +245,10 @@ def _content(question: str) -> list[dict[str, str]]:
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def _load(model: str, data: DataConfig) -> ProcessorMixin:
-    """The model's processor with the pixel budget of `data`."""
+def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin:
+    """The model's processor, with the pixel budget of `data` where the family has one."""
     try:
-        processor = AutoProcessor.from_pretrained(model, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+        processor = AutoProcessor.from_pretrained(model, **family.processor_options(data))
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
@@ -258,13 +259,15 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
             f"policy.model={model} is of a vision-language type but has no image processor: download it again with its "
             "preprocessor_config.json"
         )
-    size = processor.image_processor.size
-    if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
-        raise ValueError(
-            f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
-            "data.max_pixels: choose a checkpoint of the Qwen2-VL or Qwen2.5-VL family"
-        )
+    if family.has_pixel_budget:
+        size = processor.image_processor.size
+        if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
+            raise ValueError(
+                f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
+                "data.max_pixels: choose another checkpoint of its family"
+            )
     _refuse_unfit_tokenizer(processor, model)
+    family.refuse_unfit(processor, AutoConfig.from_pretrained(model))
     return processor
 
 

@@ -37,16 +37,16 @@ class PolicyConfig(Section):
 
     model: Annotated[str, NOT_EMPTY]
     """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
-    tiny: Literal["none", "qwen2.5-vl"]
-    """If `model` is a folder that does not exist yet, write this random-weight model there first."""
+    tiny: Annotated[str, NOT_EMPTY]
+    """If `model` is a folder that does not exist yet, write this random-weight model there first: a name of
+    `mobula init-model` without `tiny-`. `none` writes nothing."""
     tiny_tied_embeddings: bool
     """Whether the tiny model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation of learner and reference."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass to save memory."""
     freeze: tuple[str, ...]
-    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
+    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`; so are those of a part
+    of the model's family: `vision` (the tower), `connector`, `language`."""
     lora: LoRAConfig
     """Adapters in place of full training."""
 

@@ -68,6 +68,7 @@ def _models() -> Iterator[Row]:
     by_model = "`policy.model`"
     yield "text and still pictures, by `model_type`", VISION_FAMILIES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model
+    yield "other image-text-to-text models of transformers", ("parity gate before the first step",), by_model
     yield "data", groups()["data"], "`data=`, `data.path`"
     yield "dataset readers", READERS, "`data.kind`"
     yield "row formats", FORMATS, "`data.row_format`"

@@ -38,6 +38,7 @@ from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
+from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
@@ -96,7 +97,7 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -155,6 +156,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
+    weights.on_published(parity_gate(prepared, training.learner, inference.rollouts.receivers))
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
     records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)

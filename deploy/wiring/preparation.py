@@ -24,10 +24,10 @@ from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
-from learner.policies.families import max_positions, takes_pictures
+from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.tiny import TINY, write_tiny
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
     _check_trained(checkpoint, config.policy)
-    takes_pictures(config.policy.model)
     _check_positions(config)
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
@@ -102,10 +101,10 @@ def _splits(evaluation: EvaluationConfig) -> list[str]:
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
     """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
     names = [spec.name for spec in checkpoint.tensors]
-    refuse_unknown_prefixes(policy.freeze, names)
+    refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
-    elif all(name.startswith(policy.freeze) for name in names):
+    elif all(name.startswith(frozen_prefixes(policy)) for name in names):
         raise PreflightError(
             f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
             "would be trained: take a prefix out of it"
@@ -138,9 +137,11 @@ def ensure_model(config: RunConfig) -> Path:
     """
     folder = Path(config.policy.model)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        if config.policy.tiny not in TINY:
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         with _writing("policy.model", folder):
-            return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+            return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     return checkpoint_folder("policy.model", config.policy.model)
 
 

@@ -374,11 +374,14 @@ def test_answers_end_in_eos_and_decode_to_their_text(processor: ChatProcessor) -
     assert processor.decode(ids) == r"\boxed{7}"
 
 
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
 def test_stop_pad_and_media_ids_are_those_of_the_checkpoint(model: str, processor: ChatProcessor) -> None:
     tokenizer = AutoProcessor.from_pretrained(model).tokenizer
     assert processor.eos_token_ids == tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     assert processor.pad_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert set(processor.media_token_ids) == set(tokenizer.convert_tokens_to_ids(chat.MEDIA_TOKENS))
+    assert set(processor.media_token_ids) == set(tokenizer.convert_tokens_to_ids(MEDIA_TOKENS))
     assert not set(processor.media_token_ids) & set(processor.eos_token_ids)
 
 

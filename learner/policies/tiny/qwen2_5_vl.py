@@ -8,9 +8,6 @@ CPU benchmarks train.
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     GenerationConfig,
     Qwen2_5_VLConfig,
@@ -21,61 +18,19 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+from learner.policies.tiny.tokenizer import (
+    INITIALIZER_RANGE,
+    MAX_POSITIONS,
+    VISION_TEMPLATE,
+    build_tokenizer,
+    media_token_ids,
+)
+
 PATCH_SIZE = 14
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 PIXELS_PER_TOKEN = (PATCH_SIZE * MERGE_SIZE) ** 2
 MAX_PICTURE_TOKENS = 64
-MAX_POSITIONS = 4096
-
-# About 1/sqrt(width). The usual 0.02 suits widths of thousands; at this width it leaves every block next to silent, and
-# learning starts several times slower.
-INITIALIZER_RANGE = 0.08
-
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-
-# The pre-tokenizer would part "\boxed" from "{", so the opening of an answer is an added token; it is not special, and
-# decoding therefore keeps it.
-ANSWER_OPENING = r"\boxed{"
-
-# One token each, which keeps prompts short; all other text falls back to single bytes.
-WORDS = (
-    "user", "assistant", "system",
-    "Which", "What", " digit", " digits", " is", " this", " the", " sum", " of", " in", " are", " these",
-    " Answer", " answer",
-)  # fmt: skip
-
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' or part['type'] == 'image_url' -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'video' -%}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 
 def write_tiny_qwen2_5_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
@@ -132,7 +87,7 @@ def build_config(tokenizer: Qwen2Tokenizer, *, tie_word_embeddings: bool) -> Qwe
         vision_config=_vision_config(out_hidden_size=text["hidden_size"]),
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",
-        **_media_token_ids(tokenizer),
+        **media_token_ids(tokenizer),
     )
 
 
@@ -149,44 +104,8 @@ def build_processor() -> Qwen2_5_VLProcessor:
         video_processor=Qwen2VLVideoProcessor(
             size=size, min_frames=2, max_frames=8, cap_pixels_per_frame=True, **patches
         ),
-        chat_template=CHAT_TEMPLATE,
+        chat_template=VISION_TEMPLATE,
     )
-
-
-def build_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer: any text round-trips, once brought to Unicode's NFC as every Qwen tokenizer does.
-
-    Ids: the 256 bytes, the merges of `WORDS`, the special tokens in Qwen's order, `ANSWER_OPENING`. Each digit is one.
-    """
-    vocab, merges = _byte_level_bpe(WORDS)
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab | {token: len(vocab) + i for i, token in enumerate(SPECIAL_TOKENS)},
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=list(SPECIAL_TOKENS),
-        model_max_length=MAX_POSITIONS,
-    )
-    tokenizer.add_tokens([AddedToken(ANSWER_OPENING, special=False, normalized=False)])
-    return tokenizer
-
-
-def _byte_level_bpe(words: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges under which each of `words` is one token.
-
-    A word is first split by the merges of the words before it and its pieces are then joined from the left, so that a
-    later word never breaks an earlier one: its merges rank lower.
-    """
-    vocab = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))}
-    merges: list[tuple[str, str]] = []
-    for word in words:
-        symbols = word.replace(" ", "Ġ")  # byte-level BPE writes a space as Ġ
-        left, *rest = (piece.value for piece in BPE(vocab=vocab, merges=merges).tokenize(symbols))
-        for right in rest:
-            merges.append((left, right))
-            left += right
-            vocab.setdefault(left, len(vocab))
-    return vocab, merges
 
 
 def _vision_config(*, out_hidden_size: int) -> dict[str, object]:
@@ -204,9 +123,3 @@ def _vision_config(*, out_hidden_size: int) -> dict[str, object]:
         "fullatt_block_indexes": [1],
         "out_hidden_size": out_hidden_size,
     }
-
-
-def _media_token_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
-    """The ids by which forward() finds the pictures and videos in a row of tokens."""
-    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import transformers
@@ -23,12 +22,14 @@ from transformers import (
     ProcessorMixin,
 )
 
-from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
+from actors.datasets.pictures import Picture
+from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, Turn
 from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
-from configs.schema.rollout import DataConfig, SamplerConfig
+from configs.schema.data import DataConfig
+from configs.schema.rollout import SamplerConfig
 from learner.policies.families import family_at
 from learner.policies.families.base import PictureFamily
 
@@ -148,7 +149,7 @@ class ChatProcessor:
 
     def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
         """The row's tokens, given its pictures' (width, height)."""
-        text, compact_ids = self._encode(row.question)
+        text, compact_ids = self._encode(row.history, row.question)
         expansions = [self._expanded(size, path) for size, path in zip(sizes, row.images, strict=True)]
         image_token = self._processor.image_token_id if self.takes_pictures else None
         places = np.flatnonzero(compact_ids == image_token)
@@ -165,13 +166,13 @@ class ChatProcessor:
             )
         return _Layout(text, compact_ids, expanded_ids, spans)
 
-    def _render_and_tokenize(self, question: str) -> tuple[str, np.ndarray]:
-        """The chat prompt as text and as ids, one placeholder a picture."""
-        user_text = question + self._data.prompt_suffix
-        for part in user_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
-            self._refuse_special_tokens(part)
-        turns = [("user", user_text)]
-        if self._data.system_prompt:
+    def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
+        """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
+        turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
+        for _, turn_text in turns:
+            for part in turn_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
+                self._refuse_special_tokens(part)
+        if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         # Templates of text-only models know no parts.
         messages = [{"role": r, "content": _content(text) if self.takes_pictures else text} for r, text in turns]
@@ -180,7 +181,7 @@ class ChatProcessor:
         ids.flags.writeable = False  # shared by all prompts of this question
         return text, ids
 
-    def _expanded(self, size: tuple[int, int], source: Path) -> np.ndarray:
+    def _expanded(self, size: tuple[int, int], source: Picture) -> np.ndarray:
         """The ids that a picture of (width, height) becomes."""
         try:
             return self._expansion(size)
@@ -188,11 +189,11 @@ class ChatProcessor:
             width, height = size
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
 
-    def _store(self, content: bytes, path: Path) -> MediaHandle:
+    def _store(self, content: bytes, path: Picture) -> MediaHandle:
         key = content_key(content, self.fingerprint)
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
-    def _process(self, content: bytes, path: Path) -> ProcessedMedia:
+    def _process(self, content: bytes, path: Picture) -> ProcessedMedia:
         image = decode_image(content, path, self._limits)
         return ProcessedMedia(
             modality="image",

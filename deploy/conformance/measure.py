@@ -110,7 +110,7 @@ class Measurement:
         model = load_policy_model(self.config.policy, torch.float32)
         self._weights = PolicyWeights(model, self.config)
         self._backend = SingleBackend(self._cpu, torch.float32, self.config.learner)
-        self._policy = self._backend.wrap(TokenPolicy(model))
+        self._policy = self._backend.wrap(TokenPolicy(model, self.config.learner))
         self._publisher = WeightPublisher(
             self._weights.manifest,
             partial(self._weights.pushed, self._backend),

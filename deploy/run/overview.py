@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from cluster.runtime.placement import PlacementPlan
 from cluster.weight_sync.manifest import Manifest
 from configs.schema import AlgorithmConfig, PolicyConfig, RunConfig

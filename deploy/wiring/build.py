@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.rows import count_by_reason
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName
@@ -97,7 +97,7 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),

@@ -13,15 +13,17 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from actors.datasets.digits import write_digits
-from actors.datasets.jsonl import Skipped, Split, read_split
+from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import PreflightReport, preflight
+from actors.datasets.rows import Skipped, Split
 from actors.processors.chat import ChatProcessor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.schema import DataKind, EvaluationConfig, PolicyConfig, RunConfig
+from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
+from configs.schema.data import WRITTEN
 from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
@@ -197,7 +199,7 @@ def require_model(config: RunConfig) -> None:
 
 def ensure_data(config: RunConfig) -> None:
     """Write the digits of `data.kind` if their folder is not there yet."""
-    if config.data.kind is not DataKind.JSONL:
+    if config.data.kind in WRITTEN:
         with _writing("data.path", config.data.path):
             write_digits(config.data.path, task=config.data.kind.value)
 
@@ -220,7 +222,11 @@ def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
 
 def _checked(config: RunConfig, processor: ChatProcessor, name: str) -> PreflightReport:
     report = preflight(
-        read_split(config.data.path, name), processor, max_skipped_fraction=config.data.max_skipped_fraction
+        open_split(config.data, name, config.rewards.label_key),
+        processor,
+        max_skipped_fraction=config.data.max_skipped_fraction,
+        max_checked_rows=config.data.max_checked_rows,
+        curriculum=curriculum_of(config.data) if name == TRAIN else None,
     )
     if report.skipped:
         _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)

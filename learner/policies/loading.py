@@ -30,10 +30,15 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `policy.model`, on the CPU, frozen parameters marked, ready to train."""
     model = load_model(config.model, dtype, config.attention)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     freeze(model, config.freeze)
     return model
+
+
+def recompute_blocks(model: PreTrainedModel, kind: str) -> None:
+    """Set what a model in training mode keeps for the backward pass; `kind` is `learner.activation_checkpointing`."""
+    if kind != "none":
+        reentrant = {"use_reentrant": False}  # so that blocks whose inputs have no gradient are trained too
+        model.gradient_checkpointing_enable(reentrant, offload=kind == "blocks_offloaded")
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from configs.schema import LearnerConfig
 from learner.policies.batch import TokenBatch
 from learner.policies.families import family_of
-from learner.policies.logprobs import Distribution, token_logprobs
+from learner.policies.head import ScoringHead
+from learner.policies.logprobs import Distribution
+from learner.policies.varlen import RowPacking
 
 
 class PolicyOutput(NamedTuple):
@@ -28,26 +32,33 @@ class TokenModel(nn.Module):
     the tower a blank one and adds it with weight 0. What enters the decoder is the model family's.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, packs: bool) -> None:
+        """With `packs` the decoder computes rows without their padding (`learner.packing`)."""
         super().__init__()
         self.model = model
+        self._packing = RowPacking(model) if packs else None
         self.family = family_of(model.config, model.config.name_or_path)
 
     def states(self, batch: TokenBatch) -> Tensor:
         """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
-        hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
+        with self._packing.rows(batch.row_lengths) if self._packing is not None else nullcontext():
+            hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
         return hidden[batch.hidden_rows, batch.hidden_columns]
 
 
 class TokenPolicy(TokenModel):
     """Scores targets given everything before them."""
 
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig) -> None:
+        """From here on the model's output layer is a `ScoringHead`."""
+        super().__init__(model, packs=config.packing)
+        model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), config.logprob_chunk_tokens))
+
     def forward(
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
-        """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
-        logits = self.model.get_output_embeddings()(self.states(batch))  # [N, V]
-        targets = batch.targets[batch.target_mask]
-        flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
+        """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
         mask = batch.target_mask
+        head = self.model.get_output_embeddings()
+        flat = head(self.states(batch), batch.targets[mask], distribution, entropy_has_gradient)
         return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))

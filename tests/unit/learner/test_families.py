@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_text_models import write_text_policy
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError, PromptError
 from cluster.records.media import MediaReader, MediaStore
@@ -43,7 +44,7 @@ def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, fa
     reader = MediaReader(timeout_s=1, max_items=1)
     batch = collate([TokenSequence(row, 10, (), ()) for row in rows], reader, torch.device("cpu"))
     with torch.no_grad():
-        found = TokenPolicy(model)(batch, PLAIN).logprobs
+        found = TokenPolicy(deepcopy(model), load_config(["experiment=digits"]).learner)(batch, PLAIN).logprobs
         for row, ids in zip(found, map(torch.from_numpy, rows), strict=True):
             logits = model(ids.long()[None]).logits[0, 9:-1]
             expected = logits.log_softmax(-1).gather(-1, ids.long()[10:, None])[:, 0]

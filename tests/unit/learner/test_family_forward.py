@@ -11,6 +11,7 @@ from family_prompts import FamilyPrompts, family_prompts
 
 from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
+from configs.load import load_config
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
 from learner.policies.loading import checkpoint_names, load_model
@@ -51,7 +52,7 @@ def policy(folder: Path) -> TokenPolicy:
         for parameter in model.parameters():  # so that norms and biases matter
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    return TokenPolicy(model)
+    return TokenPolicy(model, load_config(["experiment=digits"]).learner)
 
 
 def sequences(asked: FamilyPrompts) -> list[TokenSequence]:

@@ -11,7 +11,8 @@ from learner_data import picture, prompt, tiny_config
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from cluster.records.media import MediaReader
-from configs.schema import PolicyConfig
+from configs.load import load_config
+from configs.schema import LearnerConfig, PolicyConfig
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import checkpoint_names, freeze, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution, token_logprobs
@@ -40,7 +41,13 @@ def tokenizer(folder: Path):
 
 @pytest.fixture
 def policy(config: PolicyConfig) -> TokenPolicy:
-    return TokenPolicy(load_policy_model(config, torch.float32)).eval()
+    return TokenPolicy(
+        load_policy_model(config, torch.float32), learner_config("learner.logprob_chunk_tokens=4")
+    ).eval()
+
+
+def learner_config(*overrides: str) -> LearnerConfig:
+    return load_config(["experiment=digits", *overrides]).learner
 
 
 def reader() -> MediaReader:
@@ -187,7 +194,7 @@ def rows_of(lengths: list[int]) -> list[TokenSequence]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: int) -> None:
     lengths = np.random.default_rng(num_ranks).integers(2, 60, size=37).tolist()
-    plan = split_microbatches(rows_of(lengths), 100, num_ranks)
+    plan = split_microbatches(rows_of(lengths), learner_config("learner.tokens_per_microbatch=100"), num_ranks)
     assert len({len(share) for share in plan}) == 1
     assert sorted(i for share in plan for batch in share for i in batch) == list(range(37))
     batches = [batch for share in plan for batch in share if len(batch) > 1]
@@ -197,4 +204,5 @@ def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: i
 
 
 def test_one_row_longer_than_the_budget_goes_alone_and_idle_ranks_keep_step() -> None:
-    assert split_microbatches(rows_of([500]), 100, 2) in ([[(0,)], [()]], [[()], [(0,)]])
+    config = learner_config("learner.tokens_per_microbatch=100")
+    assert split_microbatches(rows_of([500]), config, 2) in ([[(0,)], [()]], [[()], [(0,)]])

@@ -18,7 +18,7 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
     if source == MISSING:
         return None
     if config.policy.tiny != "none" and not has_config(source):
-        return tiny_shape(tie_word_embeddings=config.policy.tiny_tied_embeddings)
+        return tiny_shape(config.policy.tiny, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     try:
         return shape_of(source)
     except (ValueError, OSError, KeyError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import (
@@ -18,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from learner.policies.loading import checkpoint_names, takes_pictures
-from learner.policies.tiny import build_config, build_tokenizer
+from learner.policies.tiny import write_tiny
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,14 @@ def shape_of(source: str) -> ModelShape:
     return shape_of_config(AutoConfig.from_pretrained(source))
 
 
-def tiny_shape(*, tie_word_embeddings: bool) -> ModelShape:
-    """The shape of the model that `policy.tiny` writes."""
-    return shape_of_config(build_config(build_tokenizer(), tie_word_embeddings=tie_word_embeddings))
+def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
+    """The shape of the model `name` that `policy.tiny` writes.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    with TemporaryDirectory() as folder:
+        return shape_of(str(write_tiny(name, Path(folder), tie_word_embeddings=tie_word_embeddings)))
 
 
 def has_config(source: str) -> bool:
@@ -100,7 +106,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
-        pixels_per_patch=0 if vision is None else vision.patch_size**2,
+        pixels_per_patch=0 if vision is None else _area(vision.patch_size),
     )
 
 
@@ -123,7 +129,7 @@ def _tower(text: PretrainedConfig) -> TowerShape:
 
 def _vision_tower(vision: PretrainedConfig) -> TowerShape:
     """Configurations of vision towers have no common names: the first one that is there."""
-    hidden = _first(vision, "embed_dim", "hidden_size")  # Qwen2-VL calls its output width hidden_size
+    hidden = _first(vision, "embed_dim", "hidden_size")  # where both are there, hidden_size is the width of the output
     heads = _first(vision, "num_heads", "num_attention_heads")
     ratio = getattr(vision, "mlp_ratio", None)
     intermediate = int(hidden * ratio) if ratio else vision.intermediate_size
@@ -135,6 +141,11 @@ def _vision_tower(vision: PretrainedConfig) -> TowerShape:
         num_kv_heads=heads,
         head_dim=hidden // heads,
     )
+
+
+def _area(side: int | list[int]) -> int:
+    """Pixels of a patch, which some configurations give by height and width."""
+    return side**2 if isinstance(side, int) else prod(side)
 
 
 def _first(config: PretrainedConfig, *names: str) -> int:

@@ -17,7 +17,8 @@ from configs.schema import RunConfig
 from deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
 from learner.policies.logprobs import Distribution, token_logprobs
 from learner.policies.shapes import ModelShape, shape_of_config
-from learner.policies.tiny import build_config, build_tokenizer
+from learner.policies.tiny.qwen2_5_vl import build_config
+from learner.policies.tiny.tokenizer import build_tokenizer
 
 TOLERANCE = 0.15
 TOKENS = 256

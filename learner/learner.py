@@ -37,9 +37,10 @@ from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, load_policy_model, save_policy
+from learner.policies.loading import DTYPES, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import PolicyOutput, TokenPolicy
+from learner.policies.token import PolicyOutput
+from learner.policies.trained import as_policy, load_trained_model
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.residence import Residence
@@ -83,7 +84,7 @@ class Learner:
         """Load the policy, meet the other ranks and share it out among them."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
-        model = load_policy_model(self._config.policy, torch.float32)
+        model = load_trained_model(self._config)
         model.train()
         self._outgoing = PolicyWeights(model, self._config)
         if self._config.learner.backend != "single":
@@ -95,7 +96,7 @@ class Learner:
                 timeout_s=self._config.timeouts.update_s,
             )
         self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
-        self._policy = self._backend.wrap(TokenPolicy(model))
+        self._policy = self._backend.wrap(as_policy(model, self._config))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         scoring = ScoringPass(self._backend, self._step, lambda rows: self._forward(rows)[0])
@@ -131,7 +132,8 @@ class Learner:
         if "kl" in metrics:
             self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
         skipped = algorithm.num_epochs * algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
-        report = {**credited.metrics, **metrics, "learning_rate": rate, "skipped": float(skipped)}
+        counts = {"skipped": float(skipped), "optimizer_steps": float(sum(map(math.isfinite, grad_norms)))}
+        report = {**credited.metrics, **metrics, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:

@@ -82,6 +82,11 @@ class LearnerGroup:
         self.version = report.version
         return report
 
+    async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """The metrics of an offline job on these rows."""
+        calls = [w.assess.remote(groups) for w in self._workers]
+        return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
+
     async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
         calls = [w.supervised_step.remote(examples) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")

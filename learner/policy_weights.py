@@ -15,9 +15,9 @@ from learner.backends.base import Backend
 from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
-from learner.policies.loading import checkpoint_names, load_policy_model, save_policy
+from learner.policies.loading import checkpoint_names, save_policy
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from learner.policies.token import TokenPolicy
+from learner.policies.trained import as_policy, load_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -81,10 +81,10 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool) -
     Raises:
         CheckpointError: there is no complete state in `state`.
     """
-    model = load_policy_model(config.policy, torch.float32)
+    model = load_trained_model(config)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    load_weights(state, backend.wrap(TokenPolicy(model)))
+    load_weights(state, backend.wrap(as_policy(model, config)))
     if config.policy.lora.is_on and not merge:
         save_adapters(folder, model, config.policy.lora, config.policy.model)
     else:

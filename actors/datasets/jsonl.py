@@ -78,15 +78,15 @@ def read_split(folder: Path, split: str) -> Split:
         raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
     rows: dict[str, Row] = {}
     skipped: list[Skipped] = []
-    for number, line in _lines(file):
+    for number, line in numbered_lines(file):
         fields: Mapping[str, Any] = {}
         try:
             fields = _parse(line)
             row = _read_row(fields, folder.resolve(), _metadata(line, fields), default_id=f"{split}-{number}")
             if row.sample_id in rows:
-                raise _Unusable("duplicate_id", f"another row before it has the id {row.sample_id!r}")
+                raise Unusable("duplicate_id", f"another row before it has the id {row.sample_id!r}")
             rows[row.sample_id] = row
-        except _Unusable as why:
+        except Unusable as why:
             name = f" ({fields['id']})" if "id" in fields else ""
             skipped.append(Skipped(f"{file.name}:{number}{name}", why.reason, why.detail))
     if not rows:
@@ -105,7 +105,7 @@ def first_few(skipped: Iterable[Skipped]) -> str:
     return f" ({'; '.join(names[:NUM_NAMED])}{'; ...' if len(names) > NUM_NAMED else ''})" if names else ""
 
 
-class _Unusable(Exception):
+class Unusable(Exception):
     """One line cannot be used."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -114,7 +114,7 @@ class _Unusable(Exception):
         self.detail = detail
 
 
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that hold anything, numbered from 1."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -128,9 +128,9 @@ def _parse(line: bytes) -> Mapping[str, Any]:
         fields = json.loads(line, parse_int=str, parse_float=str)
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no tokenizer takes it
     except (ValueError, RecursionError) as error:
-        raise _Unusable("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
+        raise Unusable("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
     if not isinstance(fields, dict):
-        raise _Unusable("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
+        raise Unusable("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
     return fields
 
 
@@ -141,21 +141,21 @@ def _metadata(line: bytes, fields: Mapping[str, Any]) -> dict[str, Any]:
     try:
         given = json.loads(line)
     except ValueError as error:  # a whole number of thousands of digits
-        raise _Unusable("broken_json", f"a number of the line cannot be read ({error}): shorten or quote it") from error
+        raise Unusable("broken_json", f"a number of the line cannot be read ({error}): shorten or quote it") from error
     nested = given.get("metadata", {})
     if not isinstance(nested, dict):
-        raise _Unusable("bad_metadata", f"`metadata` is a JSON {type(nested).__name__}: write an object")
+        raise Unusable("bad_metadata", f"`metadata` is a JSON {type(nested).__name__}: write an object")
     return {**{key: value for key, value in given.items() if key not in SCHEMA}, **nested}
 
 
 def _read_row(fields: Mapping[str, Any], folder: Path, metadata: Mapping[str, Any], *, default_id: str) -> Row:
     question = _text(fields, "question")
     answer = _text(fields, "answer")
-    images = tuple(_image_path(folder, name) for name in _image_names(fields))
+    images = tuple(picture_path(folder, name) for name in _image_names(fields))
     num_placeholders = question.count(IMAGE_PLACEHOLDER)
     if num_placeholders != len(images):
         detail = f"the question has {num_placeholders} {IMAGE_PLACEHOLDER} and `image` names {len(images)} pictures"
-        raise _Unusable("placeholder_mismatch", f"{detail}: write one {IMAGE_PLACEHOLDER} a picture")
+        raise Unusable("placeholder_mismatch", f"{detail}: write one {IMAGE_PLACEHOLDER} a picture")
     return Row(
         sample_id=_text(fields, "id") if "id" in fields else default_id,
         question=question,
@@ -168,9 +168,9 @@ def _read_row(fields: Mapping[str, Any], folder: Path, metadata: Mapping[str, An
 
 def _text(fields: Mapping[str, Any], key: str) -> str:
     if key not in fields or fields[key] is None or fields[key] == "":
-        raise _Unusable(f"missing_{key}", f"the row has no `{key}`: add it")
+        raise Unusable(f"missing_{key}", f"the row has no `{key}`: add it")
     if not isinstance(fields[key], str):
-        raise _Unusable(f"bad_{key}", f"`{key}` is a JSON {type(fields[key]).__name__}: write a text or a number")
+        raise Unusable(f"bad_{key}", f"`{key}` is a JSON {type(fields[key]).__name__}: write a text or a number")
     return fields[key]
 
 
@@ -179,20 +179,20 @@ def _image_names(fields: Mapping[str, Any]) -> list[str]:
         return []
     names = fields["image"] if isinstance(fields["image"], list) else [fields["image"]]
     if not all(isinstance(name, str) for name in names):
-        raise _Unusable("bad_image", f"`image` is {fields['image']!r}: write one path or a list of paths")
+        raise Unusable("bad_image", f"`image` is {fields['image']!r}: write one path or a list of paths")
     return names
 
 
-def _image_path(folder: Path, name: str) -> Path:
+def picture_path(folder: Path, name: str) -> Path:
     """The absolute path of a picture that exists below `folder` (itself resolved), symbolic links followed."""
     try:
         path = (folder / name).resolve()
         leaves_folder = Path(name).is_absolute() or not path.is_relative_to(folder)
         is_file = not leaves_folder and path.is_file()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
-        raise _Unusable("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
+        raise Unusable("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
     if leaves_folder:
-        raise _Unusable("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
+        raise Unusable("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
     if not is_file:
-        raise _Unusable("missing_file", f"there is no file {path}: add it, or fix `image`")
+        raise Unusable("missing_file", f"there is no file {path}: add it, or fix `image`")
     return path

@@ -54,6 +54,7 @@ class PolicyConfig(Section):
 
 class DataKind(StrEnum):
     JSONL = "jsonl"
+    CHAT = "chat"
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
@@ -63,7 +64,8 @@ class DataConfig(Section):
     """The prompts: a folder with train.jsonl, validation.jsonl and test.jsonl."""
 
     kind: DataKind
-    """`jsonl` reads a folder that is there; the digit tasks write theirs first if it is missing."""
+    """`jsonl` reads questions from a folder that is there, `chat` conversations for offline jobs; the digit tasks write
+    theirs first if it is missing."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder."""
     prompt_suffix: str

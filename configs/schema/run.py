@@ -12,6 +12,7 @@ from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.learner import LearnerConfig, WarmStartConfig
+from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
 from configs.schema.rollout import DataConfig, PolicyConfig, SamplerConfig
@@ -184,7 +185,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, le=4294967295)]
     """Seeds data order, sampling and initialisation."""
     num_steps: PositiveInt
-    """RL steps: weight versions after the initial one."""
+    """Steps of RL or of the offline job: weight versions after the initial one."""
     resume: Resume
     """`auto` goes on from the newest complete checkpoint of this run; `never` refuses a folder that holds one."""
     max_rollout_retries: NonNegativeInt
@@ -203,6 +204,8 @@ class RunConfig(Section):
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig
     """Supervised steps before RL."""
+    offline: OfflineConfig
+    """Training on rows of a data set in place of rollouts."""
     resources: ResourcesConfig
     """Where the run fits."""
     weight_sync: WeightSyncConfig
@@ -229,7 +232,7 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on
+        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on or self.offline.job == "dpo"
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

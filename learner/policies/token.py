@@ -21,11 +21,12 @@ class PolicyOutput(NamedTuple):
     is_argmax: Tensor  # bool [B, T]
 
 
-class TokenPolicy(nn.Module):
-    """Scores targets given everything before them.
+class TokenModel(nn.Module):
+    """A model that is read at the states before a batch's targets.
 
-    `forward` is the only way in, and it enters the vision tower exactly once, so that sharded parameters are gathered
-    equally often on every rank: a batch without pictures shows the tower a blank one and adds it with weight 0.
+    A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
+    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without pictures shows
+    the tower a blank one and adds it with weight 0.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -33,18 +34,12 @@ class TokenPolicy(nn.Module):
         self.model = model
         self.has_vision = model.config.model_type in VISION_FAMILIES
 
-    def forward(
-        self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
-    ) -> PolicyOutput:
-        """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
+    def states(self, batch: TokenBatch) -> Tensor:
+        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
         hidden = self.model.get_decoder()(
             inputs_embeds=self._embed(batch), position_ids=self._positions(batch.layout), use_cache=False
         ).last_hidden_state  # [B, S, H]
-        logits = self.model.get_output_embeddings()(hidden[batch.hidden_rows, batch.hidden_columns])  # [N, V]
-        targets = batch.targets[batch.target_mask]
-        flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
-        mask = batch.target_mask
-        return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))
+        return hidden[batch.hidden_rows, batch.hidden_columns]
 
     def _embed(self, batch: TokenBatch) -> Tensor:
         """Token embeddings with pictures in their places, [B, S, H]; a picture is encoded once, however often used."""
@@ -97,3 +92,17 @@ class TokenPolicy(nn.Module):
             image_grid_thw=grids if grids.shape[0] else None,
         )
         return positions[:, layout.row_layouts]
+
+
+class TokenPolicy(TokenModel):
+    """Scores targets given everything before them."""
+
+    def forward(
+        self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
+    ) -> PolicyOutput:
+        """Log-probs of the batch's targets under `distribution`; logits exist for those positions only."""
+        logits = self.model.get_output_embeddings()(self.states(batch))  # [N, V]
+        targets = batch.targets[batch.target_mask]
+        flat = token_logprobs(logits, targets, distribution, entropy_has_gradient=entropy_has_gradient)
+        mask = batch.target_mask
+        return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))

@@ -66,6 +66,7 @@ class ConversationProcessor:
         `offline.max_tokens`. With `has_tail` an ending goes on to the last token that the chat template writes: what a
         reward model reads.
         """
+        self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self._chat = chat
         self._system = (("system", system_prompt),) if system_prompt else ()
         self._max_tokens = max_tokens

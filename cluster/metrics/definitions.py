@@ -25,6 +25,13 @@ class MetricName(StrEnum):
     GRAD_NORM = "grad_norm"
     CLIP_FRACTION = "clip_fraction"
     LEARNING_RATE = "learning_rate"
+    CHOSEN_REWARD = "chosen_reward"
+    REJECTED_REWARD = "rejected_reward"
+    MARGIN = "margin"
+    TOKEN_ACCURACY = "token_accuracy"
+    HELD_OUT_LOSS = "held_out_loss"
+    HELD_OUT_MARGIN = "held_out_margin"
+    OPTIMIZER_STEPS = "optimizer_steps"
     LOGPROB_GAP_MEAN = "logprob_gap_mean"
     LOGPROB_GAP_MAX = "logprob_gap_max"
     LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
@@ -94,6 +101,13 @@ METRICS: Mapping[str, Metric] = {
     MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
     MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
     MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
+    MetricName.CHOSEN_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of chosen answers"),
+    MetricName.REJECTED_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of rejected answers"),
+    MetricName.MARGIN: Metric("", "Mean of chosen less rejected reward over the pairs of one step"),
+    MetricName.TOKEN_ACCURACY: Metric("", "Share of trained tokens that are the likeliest ones (sft)"),
+    MetricName.HELD_OUT_LOSS: Metric("", "Loss of an offline job on held-out rows, when they were assessed last"),
+    MetricName.HELD_OUT_MARGIN: Metric("", "Margin on held-out pairs, when they were assessed last"),
+    MetricName.OPTIMIZER_STEPS: Metric("", "Optimizer steps of one step that were taken and not skipped"),
     MetricName.LOGPROB_GAP_MEAN: Metric(
         "nat", "Mean absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
     ),

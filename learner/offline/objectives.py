@@ -33,8 +33,8 @@ class Objective(Protocol):
 class SupervisedObjective:
     """Mean cross-entropy of the assistant's tokens: each weighs the same, whatever its row.
 
-    `accuracy` is the share of rows whose every trained token is the likeliest one given those before it, `token_accuracy`
-    the share of such tokens.
+    `token_accuracy` is the share of trained tokens that are the likeliest ones given those before them, `accuracy` the
+    share of rows with such tokens alone.
     """
 
     row = staticmethod(answer_row)

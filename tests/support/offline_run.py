@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,7 @@ from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.roles import Reference
 from cluster.rollout.row_stream import RowStream
 from cluster.workers.restart_policy import RestartBudget
-from configs.load import load_config
 from configs.schema import RunConfig
-from configs.words import overridden
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import OfflineTraining, build_offline_controller
@@ -28,26 +27,6 @@ from deploy.wiring.preparation import prepare
 from deploy.wiring.scoring_roles import reference_folder, restart_policy
 from learner.learner_group import LearnerGroup
 from learner.offline.learner import OfflineLearner
-
-SMALL = (
-    "policy=tiny_qwen2_5_vl",
-    "policy.gradient_checkpointing=false",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "offline.max_tokens=256",
-    "offline.batch_size=16",
-    "evaluation.num_prompts=40",
-    "evaluation.interval_steps=0",
-    "learner.warmup_steps=0",
-    "metrics.ray=false",
-    "metrics.tensorboard=false",
-    "metrics.progress=false",
-)
-
-
-def offline_config(job: str, *overrides: str) -> RunConfig:
-    """A small run of `experiment=JOB` in one process."""
-    return load_config(overridden([f"experiment={job}", *SMALL], overrides))
 
 
 class OneScorer:
@@ -60,8 +39,6 @@ class OneScorer:
         self.num_scored = 0
 
     async def score(self, groups):
-        from dataclasses import replace
-
         if not self._is_loaded:
             self._scorer.load(self._folder)
             self._is_loaded = True

@@ -1,7 +1,7 @@
 """Driver overhead: CPU time of the driver process per trajectory, with 8 to 1,024 groups in flight.
 
 Once with every role but the driver's own parts faked in its process, and once through Ray: engines and reward workers
-answer from other processes, groups stay behind as references to the object store, the replay buffer is the real actor.
+answer from other processes, and groups stay behind as references to the object store. The buffer is the real one.
 CPU time of the whole process, all threads, so that waiting costs nothing and a busy machine little.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.harness.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+from benchmarks.harness.stage import private_ray, scratch_config  # isort: skip  (sets what ray reads when imported)
 import ray
 
 from actors.rollout.client import RolloutClient
@@ -25,13 +25,14 @@ from benchmarks.simulation.simulated_engines import summary
 from benchmarks.simulation.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from cluster.errors import WorkerDiedError
 from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Generated, GroupSummary, Prompt, Told, TrajectoryGroup
+from cluster.records.trajectory import Generated, GroupReport, GroupSummary, Prompt, TrajectoryGroup
 from cluster.replay.buffer import ReplayBuffer
 from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout.dispatcher import RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout.staleness import StalenessGate
+from cluster.runtime.gc_tuning import tune_gc
 from cluster.workers.restart_policy import RestartPolicy
 from configs.schema import Recipe, RunConfig
 from configs.schema.rewards import SHARED_SERVICE
@@ -42,7 +43,6 @@ from rewards.pool.service import RewardService, ServiceSettings
 from rewards.pool.worker import GroupOutcomes, Question
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
-ROLES = ("replay",)
 IN_FLIGHT = (8, 64, 256, 1024)  # groups
 STEPS_IN_FLIGHT = 2  # a step takes half of what is in flight
 MAX_STALENESS = 4
@@ -79,21 +79,21 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 
 async def _through_ray(effort: Effort, config: RunConfig) -> dict[str, tuple[float, ...]]:
-    async with staged(config, ROLES) as stage:
-        scorers = ray.remote(_Scorers).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
-        engines = [ray.remote(_Engine).options(num_cpus=0, max_concurrency=16).remote() for _ in range(NUM_ENGINES)]
-        rollout_pool = _rollout_pool(engines)
-        await rollout_pool.start()
-        rewards = _reward_pool(scorers, config)
-        replay = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
+    tune_gc()  # as a run does
+    scorers = ray.remote(_Scorers).options(num_cpus=0, max_concurrency=2 * max(IN_FLIGHT)).remote()
+    engines = [ray.remote(_Engine).options(num_cpus=0, max_concurrency=16).remote() for _ in range(NUM_ENGINES)]
+    rollout_pool = _rollout_pool(engines)
+    await rollout_pool.start()
+    rewards, replay = _reward_pool(scorers, config), replay_buffer(config)
 
-        async def roles(mean_s: float) -> _Roles:
-            await asyncio.gather(*(engine.pace.remote(mean_s) for engine in engines))
-            return _Roles(rollout_pool, rewards, replay)
+    async def roles(mean_s: float) -> _Roles:
+        await asyncio.gather(*(engine.pace.remote(mean_s) for engine in engines))
+        return _Roles(rollout_pool, rewards, replay)
 
-        found = await interleave(_sides("ray", roles), effort)
-        await rollout_pool.close()
-        return found
+    found = await interleave(_sides("ray", roles), effort)
+    await rollout_pool.close()
+    await replay.close()
+    return found
 
 
 async def _local_roles(mean_s: float) -> _Roles:
@@ -180,7 +180,7 @@ class _Engine(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         await asyncio.sleep(_sleep_s(prompt, self._mean_s))
         return replace(self._group, prompt=prompt), (_summary(prompt), self._responses)
 
@@ -265,7 +265,7 @@ def _summary(prompt: Prompt) -> GroupSummary:
 def _findings(found: Mapping[str, tuple[float, ...]]) -> Findings:
     what = {
         "process": "dispatcher, gate, order and buffer; the rest faked in the driver's process",
-        "ray": "the same with engines, rewards and buffer behind Ray, groups in the object store",
+        "ray": "the same with engines and rewards behind Ray, groups in the object store",
     }
     series = {
         f"{name}_{num}": Measurements(f"{what[name]}; {num} groups in flight", UNIT, found[f"{name}_{num}"])

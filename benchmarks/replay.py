@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.stage import private_ray, scratch_config, staged  # isort: skip  (sets what ray reads when imported)
+from benchmarks.harness.stage import private_ray, scratch_config  # isort: skip  (sets what ray reads when imported)
 import ray
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
@@ -27,14 +27,14 @@ from cluster.records.trajectory import (
     WeightSpan,
     group_num_bytes,
 )
-from cluster.replay.restartable_replay import RestartableReplay
+from cluster.replay.buffer import ReplayBuffer
+from cluster.runtime.gc_tuning import tune_gc
 from cluster.runtime.object_store import fetch
 from cluster.runtime.ray_actors import answer
 from configs.schema import RunConfig
 from deploy.wiring.buffer import replay_buffer
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.max_bytes=1073741824", "replay.journal=false")
-ROLES = ("replay",)
 TIMEOUT_S = 120.0
 TARGET = 0.8
 PAGE = 4096
@@ -61,6 +61,7 @@ SMALL = Load("small", num_groups=64, num_tokens=8, num_trips=4)
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """One producer and one consumer actor; groups either go through the buffer or straight from one to the other."""
     with scratch_config(SETTINGS, overrides) as config, private_ray(config):
+        tune_gc()  # as a run does
         return asyncio.run(_measure(effort, config))
 
 
@@ -123,17 +124,15 @@ def _touch(array: np.ndarray) -> int:
 
 async def _measure(effort: Effort, config: RunConfig) -> Findings:
     found: dict[str, tuple[float, ...]] = {}
-    async with staged(config, ROLES) as stage:
-        buffer = replay_buffer(config, stage.spawner, on_lost=lambda kind: None)
-        consumer = _actor(Consumer)
-        for load in (LARGE, SMALL):
-            wire = _Wire(load, _actor(Producer, load), consumer, buffer)
-            sides = {
-                f"buffer_{load.name}": wire.through_buffer,
-                f"raw_{load.name}": wire.straight,
-                f"one_{load.name}": wire.in_one_piece,
-            }
-            found |= await interleave(sides, effort)
+    buffer, consumer = replay_buffer(config), _actor(Consumer)
+    for load in (LARGE, SMALL):
+        wire = _Wire(load, _actor(Producer, load), consumer, buffer)
+        sides = {
+            f"buffer_{load.name}": wire.through_buffer,
+            f"raw_{load.name}": wire.straight,
+            f"one_{load.name}": wire.in_one_piece,
+        }
+        found |= await interleave(sides, effort)
     return _findings(found)
 
 
@@ -144,7 +143,7 @@ class _Wire:
     load: Load
     producer: ray.actor.ActorHandle
     consumer: ray.actor.ActorHandle
-    buffer: RestartableReplay
+    buffer: ReplayBuffer
 
     async def through_buffer(self, round_number: int) -> float:
         """Producer returns groups; driver puts references, takes, hands them on; consumer fetches; driver releases."""
@@ -202,7 +201,7 @@ def _actor(role: type, *args: object) -> ray.actor.ActorHandle:
 
 def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
     what = {
-        "buffer": "producer returns groups, references through the ReplayBuffer actor, consumer fetches",
+        "buffer": "producer returns groups, references through the ReplayBuffer, consumer fetches",
         "raw": "producer returns the arrays of a group, consumer gets them",
         "one": "producer returns as many bytes in one array a group, consumer gets it",
     }

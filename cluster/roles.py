@@ -25,6 +25,7 @@ class SamplingSettings:
     seed: int
     priority: int = 0  # where an engine has to choose, a smaller number goes first
     min_version: int = -1  # an engine that serves older weights waits for the push that brings these
+    top_p: float = 1.0  # below 1 in evaluation only: the learner's log-probs are those of all tokens
 
     def for_prompt(self, prompt_id: str) -> SamplingSettings:
         """The same with the prompt's own seed, where `seed` is the run's."""

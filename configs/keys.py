@@ -79,11 +79,11 @@ def _fits(key: Key, parts: Sequence[str]) -> bool:
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that `name` most likely meant: one that ends in it, a similar sibling, or a similar name."""
+    """The known name that `name` most likely meant: the least deep that ends in it, or a similar sibling or name."""
     parent, _, last = name.rpartition(".")
     endings = [candidate for candidate in known if _flat(candidate).endswith(f".{_flat(name)}")]
     if endings:
-        return endings[0]
+        return min(endings, key=lambda candidate: candidate.count("."))
     siblings = {_last(candidate): candidate for candidate in known if candidate.rpartition(".")[0] == parent}
     others = {_last(candidate): candidate for candidate in known}
     whole = {candidate: candidate for candidate in known if not name.startswith(f"{candidate}.")}

@@ -38,6 +38,8 @@ class LearnerItem:
     reference_logprobs: np.ndarray | None  # float32 [T]
     old_logprobs: np.ndarray | None = None  # float32 [T], of the weights that the step trains from
     entropies: np.ndarray | None = None  # float32 [T], of the same weights
+    values: np.ndarray | None = None  # float32 [T + 1], of a critic: before each token, and after the last one
+    returns: np.ndarray | None = None  # float32 [T], what the critic is trained on
 
     @property
     def num_trained(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from learner.algorithms.distillation import teacher_advantage
 from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
 from learner.algorithms.kl.base import capped
 from learner.algorithms.moments import RunningMoments
-from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share
+from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
+from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
+from learner.algorithms.value_loss import explained_variance
 from learner.batch import LearnerItem
 
 Groups = list[list[LearnerItem]]
@@ -39,7 +42,8 @@ class Credit:
     1. penalties on the reward: repetition, length
     2. running moments, 3. reward clip
     4. advantage of each response (`algorithm.advantage`)
-    5. return of each token: discount, and the KL where `algorithm.kl.place=reward`
+    5. return of each token: discount, and the KL where `algorithm.kl.place=reward`; with a critic the advantage of each
+       token, from its reward and the values
     6. distillation where `algorithm.distillation.teacher` is set: the returns times `reward_weight`, and the teacher's
        advantage where `place=advantage`
     7. whitening over the step's trained tokens, 8. advantage clip
@@ -51,6 +55,7 @@ class Credit:
         self._weights = {label: config.rewards.weights_in(r) for label, r in config.rewards.active_recipes.items()}
         self._components = [component.name for component in config.rewards.components]
         self._advantage = ADVANTAGES[config.algorithm.advantage]
+        self._spread = _spread(config.algorithm)
         self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
         self._moments = RunningMoments()
         self.kl = _coefficient(config.algorithm.kl)
@@ -63,10 +68,9 @@ class Credit:
         shaped_rewards = replace(rewards, values=shaped)
         options = AdvantageOptions(self._config.std, self._config.pass_k, self._config.solved_reward)
         scalars = self._advantage(shaped_rewards, options).tolist()
-        returns = [
-            self._with_teacher(item, self._returns(item, scalar)) for item, scalar in zip(items, scalars, strict=True)
-        ]
-        advantages, advantage_clip_fraction = self._finished(items, returns)
+        items = [self._spread(item, scalar, self._costs(item)) for item, scalar in zip(items, scalars, strict=True)]
+        values = _measure_values(items) if self._config.critic.is_on else {}
+        advantages, advantage_clip_fraction = self._finished(items, [self._with_teacher(item) for item in items])
         credited = iter(replace(item, advantages=a) for item, a in zip(items, advantages, strict=True))
         included = rewards.included
         metrics = {
@@ -75,6 +79,7 @@ class Credit:
             "reward_clip_fraction": clip_fraction,
             "advantage_clip_fraction": advantage_clip_fraction,
             "kl_coef": self.kl.value,
+            **values,
         }
         return Credited([[next(credited) for _ in group] for group in groups], metrics)
 
@@ -123,22 +128,22 @@ class Credit:
         held = values.clamp(-shaping.reward_clip, shaping.reward_clip)
         return held, is_out.sum().item() / max(int(rewards.included.sum()), 1)
 
-    def _returns(self, item: LearnerItem, advantage: float) -> np.ndarray:
-        """float32 [T]"""
-        kl, costs = self._config.kl, np.zeros(len(item.loss_mask), dtype=np.float32)
-        if kl.place == "reward" and kl.coef > 0:
-            if item.reference_logprobs is None:
-                raise ValueError(missing_reference(self._config))
-            policy, reference = (torch.from_numpy(a) for a in (item.behavior_logprobs, item.reference_logprobs))
-            costs = self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
-        return credit_by_token(advantage, costs, item.loss_mask, self._config.gamma)
+    def _costs(self, item: LearnerItem) -> np.ndarray:
+        """float [T]: what the KL takes from the reward of each token."""
+        kl = self._config.kl
+        if kl.place == "loss" or kl.coef == 0:
+            return np.zeros(len(item.loss_mask), dtype=np.float32)
+        if item.reference_logprobs is None:
+            raise ValueError(missing_reference(self._config))
+        policy, reference = (torch.from_numpy(a) for a in (item.behavior_logprobs, item.reference_logprobs))
+        return self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
 
-    def _with_teacher(self, item: LearnerItem, returns: np.ndarray) -> np.ndarray:
-        """float32 [T]"""
+    def _with_teacher(self, item: LearnerItem) -> np.ndarray:
+        """The item's advantages, and the teacher's, float32 [T]."""
         distillation = self._config.distillation
         if not distillation.is_on:
-            return returns
-        weighed = distillation.reward_weight * returns
+            return item.advantages
+        weighed = distillation.reward_weight * item.advantages
         if distillation.place == "loss":
             return weighed
         if item.reference_logprobs is None:
@@ -180,3 +185,40 @@ def _coefficient(config: KLConfig) -> KLCoefficient:
     if config.controller == "fixed":
         return FixedCoefficient(config.coef)
     return AdaptiveCoefficient(config.coef, target=config.target, horizon=config.horizon)
+
+
+Spread = Callable[[LearnerItem, float, np.ndarray], LearnerItem]
+"""`(item, advantage of the response, costs [T])` to the item with the advantages of its tokens."""
+
+
+def _spread(config: AlgorithmConfig) -> Spread:
+    """How what a response has earned reaches its tokens."""
+    if config.critic.is_on:
+        return partial(_by_values, TOKEN_ADVANTAGES[config.advantage], config)
+    return partial(_by_return, config)
+
+
+def _by_return(config: AlgorithmConfig, item: LearnerItem, advantage: float, costs: np.ndarray) -> LearnerItem:
+    return replace(item, advantages=credit_by_token(advantage, costs, item.loss_mask, config.gamma))
+
+
+def _by_values(
+    formula: TokenAdvantage, config: AlgorithmConfig, item: LearnerItem, reward: float, costs: np.ndarray
+) -> LearnerItem:
+    assert item.values is not None, "the critic scores a step before its advantages are computed"
+    rewards = token_rewards(reward, costs, item.loss_mask)
+    response = TokenValues(rewards, item.values, item.loss_mask, item.is_truncated)
+    advantages = formula(response, config.gamma, config.gae_lambda)
+    returns = advantages + np.where(item.loss_mask, item.values[:-1], 0.0)
+    return replace(item, advantages=advantages.astype(np.float32), returns=returns.astype(np.float32))
+
+
+def _measure_values(items: Sequence[LearnerItem]) -> dict[str, float]:
+    """How well the critic predicted the returns of the step's trained tokens, before it is trained on them."""
+    values = np.concatenate([item.values[:-1][item.loss_mask] for item in items])
+    returns = np.concatenate([item.returns[item.loss_mask] for item in items])
+    return {
+        "explained_variance": explained_variance(values, returns),
+        "value_mean": float(values.mean()) if values.size else 0.0,
+        "return_mean": float(returns.mean()) if returns.size else 0.0,
+    }

@@ -32,6 +32,7 @@ from learner.batch import (
     totals,
 )
 from learner.credit import Credit
+from learner.critic import build_critic
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
@@ -108,32 +109,43 @@ class Learner:
             self._reader,
             self._device,
         )
+        self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
+        self._critic.connect()
         self._residence = Residence(self._policy, self._optimizer, self._device)
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
+
+    def begin_rl(self) -> None:
+        """RL begins with the weights of this moment, and so does the critic; it takes a warm start over."""
+        self._critic.begin(self._outgoing.plain_state(self._backend))
 
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
         algorithm = self._config.algorithm
         fetched = fetch_items(groups, version - 1, self._config.timeouts.object_s)
-        credited = self._credit.assign(fetched)
+        credited = self._credit.assign(self._critic.valued(fetched))
         items = self._scored(self._filtered(credited.groups))
-        rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
+        is_alone = algorithm.critic.is_alone(version)
+        rate = 0.0 if is_alone else learning_rate(self._config.learner, version - 1, self._config.num_steps)
         order = (self._config.seed, version)
         parts = [
             select_by_entropy(part, algorithm.entropy.top_share)
             for epoch in epochs(items, algorithm.num_epochs, order)
             for part in minibatches(epoch, algorithm.num_minibatches)
         ]
+        values, num_parts = self._critic.train(parts, version), len(parts)
+        parts = [] if is_alone else parts
         meter = Meter()
         grad_norms = [self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)]
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
         if "kl" in metrics:
             self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
-        skipped = algorithm.num_epochs * algorithm.num_minibatches - sum(math.isfinite(norm) for norm in grad_norms)
-        counts = {"skipped": float(skipped), "optimizer_steps": float(sum(map(math.isfinite, grad_norms)))}
-        report = {**credited.metrics, **metrics, "learning_rate": rate, **counts}
+        planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
+        taken = sum(map(math.isfinite, grad_norms))
+        num_critic = num_parts - values["critic_skipped"] if values else 0.0
+        counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
+        report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:
@@ -178,14 +190,16 @@ class Learner:
     def offload(self, part: str) -> None:
         """Move `policy` or `optimizer` to host memory, so that an engine can use the device."""
         self._residence.offload(part)
+        self._critic.offload(part)
 
     def onload(self) -> None:
         """Move everything to the device."""
         self._residence.onload()
+        self._critic.onload()
 
     def save(self, folder: Path) -> None:
         """Copy the learner's state for an exact resume; it is written while training goes on."""
-        self._states.save(folder, self._backend, self._optimizer, self.version, self._credit.state())
+        self._states.save(folder, self._backend, self._optimizer, self._critic, self.version, self._credit.state())
 
     def finish_save(self) -> None:
         """Wait until the copy is on disk; not collective, and may be called beside any other method."""
@@ -194,7 +208,7 @@ class Learner:
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
         self._states.finish()
-        self.version, algorithm = load_state(folder, self._backend, self._optimizer, self._rank)
+        self.version, algorithm = load_state(folder, self._backend, self._optimizer, self._critic, self._rank)
         self._credit.load(algorithm)
         return self.version
 

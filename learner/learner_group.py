@@ -65,6 +65,11 @@ class LearnerGroup:
         self.version = 0
         await self.start()
 
+    async def begin_rl(self) -> None:
+        """RL begins with the weights of this moment."""
+        calls = [w.begin_rl.remote() for w in self._workers]
+        await self._all(calls, self._timeouts.start_s, "to begin RL")
+
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """One step; the version after it is the one before it plus 1.
 

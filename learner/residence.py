@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from learner.policies.token import TokenPolicy
+from learner.policies.token import TokenModel
 
 HOST = torch.device("cpu")
 
@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 class Residence:
     """Moves policy and optimizer of one rank; not collective. Where the device is the host nothing moves."""
 
-    def __init__(self, policy: TokenPolicy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, policy: TokenModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._device = device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from learner.batch import LearnerItem
 from learner.gradient_step import GradientStep
 from learner.policies.token import PolicyOutput
 
+S = TypeVar("S")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
 """Index of an item -> its log-probs and entropies, float32 [T] each."""
 
@@ -33,7 +35,7 @@ class ScoringPass:
 
     def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
         """The same items with `old_logprobs` and `entropies`."""
-        scores = _gathered(self._own([item for group in groups for item in group]))
+        scores = gathered(self._own([item for group in groups for item in group]))
         return [[_scored(item, scores) for item in group] for group in groups]
 
     def _own(self, items: Sequence[LearnerItem]) -> Scores:
@@ -58,9 +60,10 @@ def _scored(item: LearnerItem, scores: Scores) -> LearnerItem:
     return replace(item, old_logprobs=logprobs, entropies=entropies)
 
 
-def _gathered(own: Scores) -> Scores:
+def gathered(own: dict[int, S]) -> dict[int, S]:
+    """The scores of all ranks together, by the index of an item. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
-    parts: list[Scores] = [{} for _ in range(dist.get_world_size())]
+    parts: list[dict[int, S]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, own)
-    return {index: scores for part in parts for index, scores in part.items()}
+    return {index: score for part in parts for index, score in part.items()}

@@ -4,9 +4,10 @@ state of the algorithm. What is frozen comes from `policy.model` again."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +15,18 @@ from cluster.errors import CheckpointError
 from learner.backends.base import Backend, Optimizer
 
 ALGORITHM_FILE = "algorithm.json"
+
+
+class Part(Protocol):
+    """What lies in the same checkpoint as the policy: the critic."""
+
+    def save(self, folder: Path, version: int) -> Callable[[], None]:
+        """Copy its state; what is returned writes it to `folder`. Collective."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from what was written. Collective."""
+        ...
 
 
 class StateWriter:
@@ -25,7 +38,7 @@ class StateWriter:
         self._writing: Future[None] | None = None
 
     def save(
-        self, folder: Path, backend: Backend, optimizer: Optimizer, version: int, algorithm: dict[str, Any]
+        self, folder: Path, backend: Backend, optimizer: Optimizer, part: Part, version: int, algorithm: dict[str, Any]
     ) -> None:
         """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective.
 
@@ -33,11 +46,13 @@ class StateWriter:
         """
         self.finish()
         folder.mkdir(parents=True, exist_ok=True)
-        write, random_state = backend.save(folder, optimizer, version), torch.get_rng_state()
+        writes = (backend.save(folder, optimizer, version), part.save(folder, version))
+        random_state = torch.get_rng_state()
         algorithm_text = json.dumps(algorithm)
 
         def write_all() -> None:
-            write()
+            for write in writes:
+                write()
             torch.save(random_state, _rng_file(folder, self._rank))
             if self._rank == 0:
                 (folder / ALGORITHM_FILE).write_text(algorithm_text, encoding="utf-8")
@@ -54,14 +69,17 @@ class StateWriter:
             self._writing.result()
 
 
-def load_state(folder: Path, backend: Backend, optimizer: Optimizer, rank: int) -> tuple[int, dict[str, Any]]:
-    """Read this rank's part from `folder` into policy and optimizer; returns the version and the algorithm's state.
-    Collective.
+def load_state(
+    folder: Path, backend: Backend, optimizer: Optimizer, part: Part, rank: int
+) -> tuple[int, dict[str, Any]]:
+    """Read what this rank wrote to `folder` into policy, optimizer and `part`; returns the version and the algorithm's
+    state. Collective.
 
     Raises:
         CheckpointError: there is no complete learner state in `folder`, or none that this backend and these ranks read.
     """
     version = backend.load(folder, optimizer)
+    part.load(folder)
     if _rng_file(folder, rank).is_file():  # a rank that the checkpoint did not have keeps its own
         torch.set_rng_state(torch.load(_rng_file(folder, rank)))
     if not (folder / ALGORITHM_FILE).is_file():

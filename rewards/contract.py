@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the records pull in the object store, which a reward functi
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a reward function may look at: the response alone is scored, the rest says what it should have been.
+    """What a reward function may look at: the response alone is scored, the rest describes what it should have been.
 
     Pictures, the prompt's in `prompt_pictures` and generated ones in `response.pictures`, are whole encoded files.
     """
@@ -91,7 +91,7 @@ def failure_kind(error: RewardError) -> FailureKind:
 
 
 def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
-    """Call a reward function at the boundary of the run: a finite score, or a `RewardError` that says why not.
+    """Call a reward function at the boundary of the run: a finite score, or a `RewardError` with the reason.
 
     Raises:
         TimedOutError: the function was stopped at its deadline.

@@ -1,4 +1,4 @@
-"""Encoded picture files as reward models and services take them: decoded to RGB, or as a file that anybody can read."""
+"""Encoded picture files for reward models and services: decoded to RGB, or as a file that any library reads."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class BuiltRecipe:
     scale: float  # of the sum
 
     def wants(self, component: str, outcomes: Mapping[str, Outcome]) -> bool:
-        """Whether a component is to run, given what the components before it said."""
+        """Whether a component is to run, given the outcomes of the components before it."""
         return component in self.weights and self._shut_gate(component, outcomes) is None
 
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
-        """What all components said, as one reward; `Reward.components` keeps each unweighted value that there is.
+        """The outcomes of all components, as one reward; `Reward.components` keeps each unweighted value that there is.
 
         Raises:
             ComponentError: a component could not score the response, or the sum is not finite.

@@ -18,7 +18,7 @@ class Scoring:
 
     Example:
         scoring = Scoring(load_rewards(path), None, tools)
-        rewards = scoring.rewards(requests)   # a Reward each, or the ComponentError that says why there is none
+        rewards = scoring.rewards(requests)   # a Reward each, or the ComponentError with the reason why there is none
     """
 
     def __init__(self, rewards: RewardsConfig, service: str | None, tools: Tools) -> None:

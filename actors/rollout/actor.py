@@ -15,7 +15,7 @@ from actors.samplers.base import EngineSettings
 from cluster.records.actions import TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import FinishReason, Prompt, Response, Told, Trajectory, TrajectoryGroup
+from cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
@@ -61,10 +61,10 @@ class RolloutActor(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         """Sample all siblings of one prompt, from where an earlier attempt left them.
 
-        Two results, so that the bytes can stay where they were made: the group, and what the driver is told of it.
+        Two results, so that the bytes can stay where they were made: the group, and its report for the driver.
         """
         with self._sampler.coming():
             media = await self._media.read(prompt.media)

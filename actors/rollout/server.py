@@ -1,7 +1,7 @@
-"""PromptServer: the side of a rollout actor that is asked for groups and tells what came of it.
+"""PromptServer: the side of a rollout actor that receives requests for groups and reports their outcomes.
 
 A call to an actor costs its engine's core about as much as a small model takes for a token of a whole group. So prompts
-that are sent at one moment come in one call that does not wait for them, and all that is to be said of them goes out in
+that are sent at one moment come in one call that does not wait for them, and all reports of them go out in
 one stream.
 """
 
@@ -11,17 +11,96 @@ import asyncio
 import pickle
 import traceback
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 
-from actors.rollout.message_queue import MessageQueue
-from actors.rollout.messages import Ended, GroupRequest, MessageBatch
 from cluster.errors import RolloutError
 from cluster.records.partial_response import Attempt, TokenChunk
-from cluster.records.trajectory import Prompt, Told, TrajectoryGroup
+from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
 from cluster.roles import SamplingSettings
 
 
+@dataclass(frozen=True)
+class GroupRequest:
+    """One try at a prompt: sample all its siblings, from where an earlier try left them."""
+
+    prompt: Prompt
+    settings: SamplingSettings
+    attempt: Attempt
+
+    @property
+    def request_id(self) -> str:
+        return self.attempt.request_id
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a request ended: with a group and its report, or with an error."""
+
+    request_id: str
+    report: GroupReport | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class MessageBatch:
+    """What there is to say of all requests of an actor at one moment: first the chunks, then who has ended.
+
+    The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: a receiver of
+    the messages need not fetch them.
+    """
+
+    chunks: Sequence[TokenChunk]
+    ended: Sequence[Ended]
+
+    @property
+    def num_groups(self) -> int:
+        return sum(ended.error is None for ended in self.ended)
+
+
+class MessageQueue:
+    """One stream for all requests of an actor: what is put while messages are on their way travels together in the
+    next.
+
+    It keeps everything until a listener comes.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[TokenChunk] = []
+        self._ended: list[Ended] = []
+        self._groups: list[TrajectoryGroup] = []
+        self._has_messages = asyncio.Event()
+        self._num_listeners = 0  # that have come so far; the newest one gets everything
+
+    def put(self, chunks: Sequence[TokenChunk]) -> None:
+        self._chunks += chunks
+        self._has_messages.set()
+
+    def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
+        """A request is over; `group` is what came of it unless it failed."""
+        assert (group is None) == (ended.error is not None), f"{ended.request_id}: a group or an error"
+        self._ended.append(ended)
+        if group is not None:
+            self._groups.append(group)
+        self._has_messages.set()
+
+    async def messages(self) -> AsyncIterator[tuple[MessageBatch, list[TrajectoryGroup]]]:
+        """What is put, in order, with the groups that follow the messages; it ends when another listener comes."""
+        self._num_listeners += 1
+        listener = self._num_listeners
+        self._has_messages.set()  # who listened before learns that he is let go
+        while True:
+            while not (self._chunks or self._ended):
+                self._has_messages.clear()
+                await self._has_messages.wait()
+                if listener != self._num_listeners:
+                    return
+            batch, groups = MessageBatch(self._chunks, self._ended), self._groups
+            self._chunks, self._ended, self._groups = [], [], []
+            yield batch, groups
+
+
 class PromptServer:
-    """Works at any number of requests at a time, each by the role's own `generate`. Lives in one event loop."""
+    """Works at any number of requests at a time, each by the role's own `generate`. Runs in one event loop."""
 
     def __init__(self) -> None:
         self._messages = MessageQueue()
@@ -29,8 +108,8 @@ class PromptServer:
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
-        """A group of the prompt, and what the driver is told of it; its chunks go to `report` meanwhile."""
+    ) -> tuple[TrajectoryGroup, GroupReport]:
+        """A group of the prompt and its report for the driver; chunks go to `report` as they are sampled."""
         raise NotImplementedError
 
     async def begin(self, requests: Sequence[GroupRequest]) -> None:
@@ -45,7 +124,7 @@ class PromptServer:
                 self._at_work[request_id].cancel()
 
     async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
-        """What all requests report, as it comes: messages, and behind each as many groups as it says.
+        """The reports of all requests, as they come: messages, each followed by the number of groups that it names.
 
         It ends with the first messages that make it `num_values` values or more, or when another caller asks.
         """
@@ -63,17 +142,17 @@ class PromptServer:
 
     async def _answer(self, request: GroupRequest) -> None:
         try:
-            group, told = await self.generate(request.prompt, request.settings, request.attempt)
+            group, report = await self.generate(request.prompt, request.settings, request.attempt)
         except Exception as error:  # whatever it is, the caller gets it
             self._messages.end(Ended(request.request_id, None, _fit_to_travel(error)))
         else:
-            self._messages.end(Ended(request.request_id, told), group)
+            self._messages.end(Ended(request.request_id, report), group)
         finally:
             del self._at_work[request.request_id]
 
 
 def _fit_to_travel(error: Exception) -> Exception:
-    """The error with its traceback as a note, or one that says the same where it does not outlive pickle."""
+    """The error with its traceback as a note, or an equivalent one where it cannot be pickled."""
     report = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))

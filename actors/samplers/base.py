@@ -1,4 +1,4 @@
-"""What every sampler can: sample responses and say how far it is, and have its weights replaced under a version."""
+"""What every sampler does: sample responses, report their progress, and have its weights replaced under a version."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineSettings:
 
 
 class Sampler(Protocol):
-    """An engine that samples responses and takes new weights while it lives."""
+    """An engine that samples responses and takes new weights while it runs."""
 
     async def start(self) -> None:
         """Load the model. Must be awaited before anything else."""

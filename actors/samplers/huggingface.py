@@ -165,7 +165,7 @@ class HuggingFaceSampler:
         siblings: Sequence[int],
         progress: GroupProgress,
     ) -> None:
-        """Sample these siblings side by side; `progress` hears of them as they grow."""
+        """Sample these siblings side by side; `progress` is updated as they grow."""
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
@@ -177,7 +177,7 @@ class HuggingFaceSampler:
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
             top_k=0,
-            top_p=1.0,
+            top_p=None if is_greedy else settings.top_p,
             max_new_tokens=settings.max_tokens,
             eos_token_id=list(self._settings.stop_ids),
             pad_token_id=self._settings.pad_id,

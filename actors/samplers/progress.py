@@ -1,4 +1,4 @@
-"""GroupProgress: the siblings of one prompt while they are sampled, and what the driver has been told of them."""
+"""GroupProgress: the siblings of one prompt while they are sampled, and what has been reported to the driver."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class GroupProgress:
     """Puts pieces of siblings together and reports them in chunks.
 
     Whenever some sibling has `chunk_tokens` that were not reported, the chunks of all siblings go out together: so a
-    sibling never has more than `chunk_tokens - 1` tokens that only its actor knows, and siblings that run side by side
-    cost one report. A finished group is not reported: it is returned.
+    sibling never has more than `chunk_tokens - 1` tokens that are on its actor alone, and siblings that run side by
+    side cost one report. A finished group is not reported: it is returned.
     """
 
     def __init__(self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit) -> None:
@@ -41,7 +41,7 @@ class GroupProgress:
         """Emit the chunks if they are due."""
         if not self.unfinished():
             return
-        if any(now.num_tokens - told.num_tokens >= self._chunk_tokens for now, told in self._pairs()):
+        if any(now.num_tokens - reported.num_tokens >= self._chunk_tokens for now, reported in self._pairs()):
             chunks = list(self._new_chunks())
             self._told = list(self.siblings)
             self._emit(chunks, tuple(self.siblings))
@@ -57,13 +57,13 @@ class GroupProgress:
         return self.siblings
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
-        """Each sibling as it is, and as it was told last."""
+        """Each sibling as it is, and as it was reported last."""
         return zip(self.siblings, self._told, strict=True)
 
     def _new_chunks(self) -> Iterator[TokenChunk]:
-        for index, (sibling, told) in enumerate(self._pairs()):
-            if sibling is not told:
-                yield TokenChunk(self._request_id, index, told.num_tokens, sibling.since(told.num_tokens))
+        for index, (sibling, reported) in enumerate(self._pairs()):
+            if sibling is not reported:
+                yield TokenChunk(self._request_id, index, reported.num_tokens, sibling.since(reported.num_tokens))
 
 
 def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:

@@ -14,7 +14,6 @@ ROLES = {
     "Learner": "learner",
     "ReferenceScorer": "reference",
     "RewardWorker": "reward",
-    "ReplayBuffer": "replay",
 }
 DRIVER = "driver"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")

@@ -32,6 +32,10 @@ class MetricName(StrEnum):
     HELD_OUT_LOSS = "held_out_loss"
     HELD_OUT_MARGIN = "held_out_margin"
     OPTIMIZER_STEPS = "optimizer_steps"
+    VALUE_LOSS = "value_loss"
+    EXPLAINED_VARIANCE = "explained_variance"
+    VALUE_CLIP_FRACTION = "value_clip_fraction"
+    CRITIC_GRAD_NORM = "critic_grad_norm"
     LOGPROB_GAP_MEAN = "logprob_gap_mean"
     LOGPROB_GAP_MAX = "logprob_gap_max"
     LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
@@ -107,7 +111,13 @@ METRICS: Mapping[str, Metric] = {
     MetricName.TOKEN_ACCURACY: Metric("", "Share of trained tokens that are the likeliest ones (sft)"),
     MetricName.HELD_OUT_LOSS: Metric("", "Loss of an offline job on held-out rows, when they were assessed last"),
     MetricName.HELD_OUT_MARGIN: Metric("", "Margin on held-out pairs, when they were assessed last"),
-    MetricName.OPTIMIZER_STEPS: Metric("", "Optimizer steps of one step that were taken and not skipped"),
+    MetricName.OPTIMIZER_STEPS: Metric(
+        "", "Optimizer steps of policy and critic that were taken in one step and not skipped"
+    ),
+    MetricName.VALUE_LOSS: Metric("", "Loss of the critic"),
+    MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic predicted"),
+    MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens whose value was clipped"),
+    MetricName.CRITIC_GRAD_NORM: Metric("", "Global gradient norm of the critic before clipping"),
     MetricName.LOGPROB_GAP_MEAN: Metric(
         "nat", "Mean absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
     ),

@@ -149,9 +149,8 @@ class Metrics:
             return self._scope.progress()
         return Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
 
-    def record_evaluation(self, version: int, accuracy: float, interval: tuple[float, float], num: int) -> None:
-        """State the held-out accuracy of `version` over `num` prompts with its 95 % `interval` (low, high)."""
-        record = EvaluationRecord(version, accuracy, *interval, num)
+    def record_evaluation(self, record: EvaluationRecord) -> None:
+        """State the accuracy of one version on one suite."""
         self.totals.add_evaluation(record)
         self._sinks.emit_evaluation(record)
 

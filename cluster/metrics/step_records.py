@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+HELD_OUT = "held_out"  # the suite whose accuracy is that of the run
 Counters = Mapping[str, Mapping[str, int]]  # counter -> reason -> count since the run began
 
 
@@ -34,13 +35,18 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """Held-out accuracy of one weight version with its 95 % interval."""
+    """Accuracy of one weight version on one suite of held-out prompts, with its 95 % interval.
+
+    `values` holds what else was measured there: `pass_at_<k>`, `response_length` (tokens), `truncated` and ratios.
+    """
 
     version: int
     accuracy: float
     low: float
     high: float
     num: int
+    suite: str = HELD_OUT
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 MetricsRecord = StepRecord | EvaluationRecord
@@ -63,7 +69,8 @@ def from_line(line: str) -> MetricsRecord:
     kind = row.pop("kind")
     if kind == "evaluation":
         accuracy, low, high = (float(row[key]) for key in ("accuracy", "low", "high"))
-        return EvaluationRecord(row["version"], accuracy, low, high, row["num"])
+        suite, values = row.get("suite", HELD_OUT), _floats(row.get("values", {}))  # older files have neither
+        return EvaluationRecord(row["version"], accuracy, low, high, row["num"], suite, values)
     if kind != "step":
         raise ValueError(f"a metrics line of kind {kind!r} is unknown: this file is not a metrics.jsonl of Mobula")
     return StepRecord(

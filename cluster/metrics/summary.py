@@ -25,6 +25,7 @@ class RunFacts:
     learner_backend: str
     learner_ranks: int
     rollout_actors: int
+    train_prompts: int  # one epoch
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Summary:
     learner_backend: str
     learner_ranks: int
     rollout_actors: int
+    train_prompts: int
     media_bytes_unique: int | None
     media_bytes_referenced: int
     status: Status
@@ -94,6 +96,7 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         learner_backend=facts.learner_backend,
         learner_ranks=facts.learner_ranks,
         rollout_actors=facts.rollout_actors,
+        train_prompts=facts.train_prompts,
         media_bytes_unique=_media_bytes_unique(metrics),
         media_bytes_referenced=totals.media_bytes_referenced,
         status=status,

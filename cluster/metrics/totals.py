@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.reducers import WeightedMean
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 
 class RunTotals:
@@ -28,7 +28,7 @@ class RunTotals:
         self.last_values: dict[str, float] = {}
         self._gap = WeightedMean()
         self._maxima: dict[str, float] = {}
-        self._evaluations: dict[int, EvaluationRecord] = {}
+        self._evaluations: dict[tuple[int, str], EvaluationRecord] = {}
 
     def add(self, record: StepRecord) -> None:
         values = record.values
@@ -52,13 +52,16 @@ class RunTotals:
             self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
-        """Keep it; a version that is evaluated again keeps the newer result."""
-        self._evaluations[record.version] = record
+        """Keep it; of a version and suite that is evaluated again the newer result is kept."""
+        self._evaluations[record.version, record.suite] = record
 
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]:
-        """By version, oldest first."""
-        return [self._evaluations[version] for version in sorted(self._evaluations)]
+        """Those of the run's own held-out suite, by version, oldest first."""
+        return [self._evaluations[key] for key in sorted(self._evaluations) if key[1] == HELD_OUT]
+
+    def has_evaluation(self, version: int, suite: str) -> bool:
+        return (version, suite) in self._evaluations
 
     @property
     def logprob_gap_mean(self) -> float | None:

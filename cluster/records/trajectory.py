@@ -292,21 +292,21 @@ class GroupSummary:
         return min(self.tokens_by_version)
 
 
-Told = tuple[GroupSummary, tuple[Response, ...] | None]
-"""What an actor says of a group beside the group: its summary, and its responses where they are few bytes."""
+GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
+"""What an actor returns beside a group: its summary, and its responses where they are few bytes."""
 
 
 class Generated(NamedTuple):
-    """A group that has just been sampled, as the driver hears of it."""
+    """A group that has just been sampled, as the driver receives it."""
 
     group: Any  # a reference to the `TrajectoryGroup`, or the value itself in one process
     summary: GroupSummary
     answers: Answers | None = None  # all of its responses, where they are few bytes
 
     @classmethod
-    def of(cls, prompt: Prompt, group: Any, told: Told) -> Generated:
-        """`group` of this `prompt`, as its actor tells of it."""
-        summary, responses = told
+    def of(cls, prompt: Prompt, group: Any, report: GroupReport) -> Generated:
+        """`group` of this `prompt`, as its actor reported it."""
+        summary, responses = report
         if responses is None:
             return cls(group, summary)
         return cls(group, summary, Answers(prompt, tuple(range(len(responses))), responses))

@@ -18,7 +18,7 @@ from cluster.records.arrow import RecordedGroup
 from cluster.records.trajectory import ScoredGroup
 from cluster.replay.live_groups import LiveGroups
 from cluster.roles import Learner, Reference, UpdateReport
-from cluster.rollout.scored_sampling import MAX_NODES_LOST
+from cluster.rollout.dispatcher import MAX_NODES_LOST
 from cluster.runtime.concurrency import run_all
 from cluster.runtime.object_store import fetch_or_miss
 

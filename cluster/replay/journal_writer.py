@@ -1,4 +1,4 @@
-"""The journal as the replay buffer writes it: from an event loop, in order, with one sync for all that wait."""
+"""The journal as the replay buffer writes it: from the driver's event loop, in order, one sync for all that wait."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from cluster.errors import JournalError
 from cluster.records.arrow import RecordedGroup
 from cluster.records.trajectory import ScoredGroup
 from cluster.replay import journal as records
 from cluster.replay.journal import Journal
 from cluster.replay.journal_segments import JournalRecord
+from cluster.runtime.concurrency import DaemonThread
 from cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 
+T = TypeVar("T")
 PATIENCE_S = 0.05  # with what is not there yet: all that is written together waits for it
 MAX_TOGETHER = 32  # records, whose groups are in memory at one time
+MAX_LATE = 8  # groups that are waited for at one time
 
 
 class GroupJournal(Protocol):
@@ -73,18 +77,26 @@ class JournalWriter:
     """Writes a `Journal` on a thread of its own, so that the event loop never waits for a disk.
 
     Records that come in while that thread is busy share one fetch and one sync afterwards (group commit). What is not
-    there when they are fetched, as a group that went with its node, is waited for in a thread of its own: it holds up
-    nothing else. A writer may be sent to another process before it is used.
+    there when they are fetched, as a group that went with its node, is waited for on other threads: it holds up nothing
+    else. A disk that does not answer in time is an error, and does not keep the process from ending.
     """
 
     def __init__(
-        self, journal: Journal, *, timeout_s: float, start_thread: Callable[[], Executor] | None = None
+        self,
+        journal: Journal,
+        *,
+        timeout_s: float,
+        write_s: float | None = None,
+        start_thread: Callable[[], Executor] | None = None,
     ) -> None:
-        """`timeout_s` bounds the fetch of one group. `start_thread` gives an executor that runs one job at a time."""
+        """`timeout_s` bounds the fetch of one group, `write_s` each use of the disk (None: unbounded). `start_thread`
+        gives an executor that runs one job at a time.
+        """
         self._journal = journal
         self._timeout_s = timeout_s
-        self._start_thread = start_thread or _one_thread
-        self._executor: Executor | None = None
+        self._write_s = write_s
+        self._thread = (start_thread or _start_thread)()
+        self._late = ThreadPoolExecutor(MAX_LATE, thread_name_prefix="journal-late")
         self._waiting: list[tuple[_Draft, asyncio.Future[bool]]] = []
         self._writing: asyncio.Task[None] | None = None
 
@@ -105,17 +117,19 @@ class JournalWriter:
         await self._append(_Draft(lambda: records.resumed(version, group_ids)))
 
     async def forget(self, version: int) -> None:
-        await asyncio.wrap_future(self._thread().submit(self._journal.forget, version))
+        await self._on_thread(self._journal.forget, version)
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
-        return await asyncio.wrap_future(self._thread().submit(self._journal.read, group_ids))
+        return await self._on_thread(self._journal.read, group_ids)
 
     async def close(self) -> None:
-        await asyncio.wrap_future(self._thread().submit(self._journal.close))
+        await self._on_thread(self._journal.close)
+        self._thread.shutdown(wait=False)
+        self._late.shutdown(wait=False)
 
     async def _append(self, draft: _Draft) -> None:
         if not await self._is_written(draft):
-            record = await asyncio.to_thread(self._made_alone, draft)
+            record = await asyncio.wrap_future(self._late.submit(self._made_alone, draft))
             is_written = await self._is_written(_Draft(lambda: record))
             assert is_written, "a record that is made is written"
 
@@ -131,9 +145,8 @@ class JournalWriter:
         """Until no call waits: write what has come in by now, and answer the calls that still wait."""
         while self._waiting:
             batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
-            job = self._thread().submit(self._write, [draft for draft, _ in batch])
             try:
-                are_written = await asyncio.wrap_future(job)
+                are_written = await self._on_thread(self._write, [draft for draft, _ in batch])
             except Exception as error:
                 for _, told in batch:
                     if not told.done():
@@ -153,10 +166,18 @@ class JournalWriter:
     def _made_alone(self, draft: _Draft) -> JournalRecord:
         return draft.make(*fetch_or_miss(draft.references, timeout_s=self._timeout_s, what=draft.what))
 
-    def _thread(self) -> Executor:
-        if self._executor is None:
-            self._executor = self._start_thread()
-        return self._executor
+    async def _on_thread(self, work: Callable[..., T], *args: Any) -> T:
+        deadline = asyncio.timeout(self._write_s)
+        try:
+            async with deadline:
+                return await asyncio.wrap_future(self._thread.submit(work, *args))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise JournalError(
+                f"waited {self._write_s:g} s for the journal below {self._journal.folder} (timeouts.object_s): see "
+                "whether its disk answers, then go on with resume=auto, or set replay.journal=false"
+            ) from error
 
 
 def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
@@ -169,5 +190,5 @@ def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
         return None
 
 
-def _one_thread() -> Executor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+def _start_thread() -> Executor:
+    return DaemonThread("journal")

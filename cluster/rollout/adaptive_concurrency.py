@@ -74,7 +74,7 @@ class AimdLimit:
 
 
 class LoadedEngine(Protocol):
-    """An engine that says how loaded it is."""
+    """An engine that reports its load."""
 
     async def load(self) -> EngineLoad: ...
 
@@ -91,7 +91,7 @@ class AdaptiveConcurrency:
         interval_s: float,
         on_limit: Callable[[int, Sequence[EngineLoad]], None],
     ) -> None:
-        """`engines()` lists those that serve; `on_limit` is told the limit and the loads after each look."""
+        """`engines()` lists those that serve; `on_limit` is called with the limit and the loads after each check."""
         self._engines = engines
         self._gate = gate
         self._limit = limit

@@ -1,6 +1,7 @@
 """RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
 
-It knows the fate of every prompt it handed out: trained on, rejected for a reason, or pending (for the checkpoint).
+It keeps the state of every prompt that it handed out: trained on, rejected for a reason, or pending (for the
+checkpoint).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from cluster.errors import (
     DependencyError,
     EngineDiedError,
     ExcludedPromptError,
+    LostObjectError,
     LostReplyError,
     RewardError,
     RolloutError,
+    UnscoredGroupError,
     WorkerDiedError,
 )
 from cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
@@ -27,7 +30,6 @@ from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.prefetch import PromptPrefetcher, Prompts
 from cluster.rollout.repeated_events import RepeatedEvents
-from cluster.rollout.scored_sampling import sample_and_score
 from cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from cluster.runtime.error_text import in_one_line
 from cluster.workers.supervisor import background_tasks
@@ -38,6 +40,7 @@ TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
 LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
+MAX_NODES_LOST = 8  # in a row, over one prompt or one step
 MAX_PREFETCHED = 32  # prompts that are prepared before there is a slot for them
 
 
@@ -120,7 +123,7 @@ class RetryingRollouts:
             try:
                 return await self._rollouts.generate(prompt, settings)
             except EngineDiedError as error:
-                # It says nothing about this prompt, which shared the engine with others: the pool bounds such losses.
+                # The prompt may not be the cause: it shared the engine with others: the pool bounds such losses.
                 self._on_retry(type(error).__name__)
             except self.RETRIED as error:
                 num_failed += 1
@@ -134,6 +137,32 @@ class RetryingRollouts:
                 if not isinstance(error, WorkerDiedError):
                     cause = f"{type(error).__name__}: {in_one_line(error)}".replace(prompt.prompt_id, "...")
                     self._log.note(f"failed and are retried: {cause}", f"prompt {prompt.prompt_id}", "prompts")
+
+
+async def sample_and_score(
+    rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
+) -> tuple[Generated, Sequence[Reward | None]]:
+    """A group of `prompt` and its rewards. A group that cannot be scored has no rewards.
+
+    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each.
+
+    Raises:
+        RolloutError: `MAX_NODES_LOST` groups were lost.
+    """
+    for _ in range(MAX_NODES_LOST):
+        generated = await rollouts.generate(prompt, settings)
+        try:
+            return generated, await rewards.score(generated.to_score, prompt.prompt_id)
+        except UnscoredGroupError as error:
+            _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
+            return generated, [None] * generated.summary.num_trajectories
+        except LostObjectError as error:
+            _logger.warning("prompt %s is sampled again: %s", prompt.prompt_id, error)
+            on_lost(type(error).__name__)
+    raise RolloutError(
+        f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node before "
+        "it was scored: see which nodes come and go, then go on with resume=auto"
+    )
 
 
 class RolloutDispatcher:
@@ -159,8 +188,8 @@ class RolloutDispatcher:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
-        than the gate's `max_staleness` is not trained. `on_rejected` is told each finished group that is not trained
-        on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
+        than the gate's `max_staleness` is not trained. `on_rejected` is called with each finished group that is not
+        trained on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
         """
         self._prompts = prompts
         self._gate = gate
@@ -219,7 +248,7 @@ class RolloutDispatcher:
         self._begin(version, [])
 
     def is_open(self, prompt_id: str) -> bool:
-        """Whether a prompt may still be trained on, as far as the checkpoint knows that was restored."""
+        """Whether a prompt may still be trained on, according to the restored checkpoint."""
         return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
@@ -285,15 +314,16 @@ class RolloutDispatcher:
 
     async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
         settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
-        reference, summary, rewards = await sample_and_score(
+        generated, rewards = await sample_and_score(
             self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
         )
+        summary = generated.summary
         if len(rewards) != summary.num_trajectories:
             raise RewardError(
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool gives one a trajectory, None where it cannot"
             )
-        return ScoredGroup(summary, reference, tuple(rewards))
+        return ScoredGroup(summary, generated.group, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

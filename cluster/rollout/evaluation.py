@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol
 
 from cluster.errors import ExcludedPromptError, RewardError
-from cluster.records.trajectory import Prompt, Reward
+from cluster.metrics.evaluation_statistics import bootstrap_interval, ks, pass_at_k, reflection_ratios, wilson_interval
+from cluster.metrics.step_records import HELD_OUT
+from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout.scored_sampling import sample_and_score
+from cluster.rollout.dispatcher import sample_and_score
 from cluster.workers.supervisor import background_tasks
 
-Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+REFLECTION = "reflection"  # the reward component that the reflection ratios are made of
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The held-out accuracy of one weight version with its 95 % interval [low, high]."""
+    """The accuracy of one weight version on one suite with its 95 % interval [low, high].
+
+    With one response a prompt the interval is Wilson's, with several it is a bootstrap over prompts.
+    """
 
     version: int
     accuracy: float  # mean of the accuracy component over the scored responses whose recipe has it
@@ -29,6 +34,42 @@ class EvaluationResult:
     mean_reward: float  # over all scored responses
     num_scored: int  # responses that the accuracy is of
     num_unscored: int
+    suite: str = HELD_OUT
+    values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Held-out prompts and how they are answered. `settings.num_samples` responses are sampled for each prompt."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    settings: SamplingSettings
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """One held-out prompt with its responses' rewards; None where a response was not scored or is too new."""
+
+    prompt: Prompt
+    rewards: Sequence[Reward | None]
+    generated: Generated | None = None  # None for an excluded prompt
+
+    @property
+    def scored(self) -> list[Reward]:
+        return [reward for reward in self.rewards if reward is not None]
+
+
+class ResponseLog(Protocol):
+    """Where the responses of evaluations are kept."""
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
+
+
+class NoResponseLog:
+    """Keeps nothing."""
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,34 +85,38 @@ class EvaluationSchedule:
 
 
 class Evaluator:
-    """Samples every held-out prompt, `max_concurrent` at a time, and averages the accuracy component.
+    """Samples every prompt of every suite, `max_concurrent` at a time, and averages the accuracy component.
 
     It runs beside training, and yields to it where an engine has to choose (`settings.priority`). Weights stay as they
     are until it is done: `finish` comes before the next push.
 
     A response that could not be scored is left out of the means and counted; it is never taken for wrong. So is one of
-    newer weights, of an engine that joined with what the learner had made meanwhile. `on_result` is told each result
-    once; a version whose result a checkpoint holds is not evaluated again.
+    newer weights, of an engine that joined with what the learner had made meanwhile. `on_result` is called once for
+    each result; a version whose results a checkpoint holds is not evaluated again.
     """
 
     def __init__(
         self,
         *,
-        prompts: Sequence[Prompt],
+        suites: Sequence[Suite],
         rollouts: Rollouts,
         rewards: Rewards,
-        settings: SamplingSettings,
         accuracy_component: str,
+        correct_from: float,
         max_concurrent: int,
         schedule: EvaluationSchedule,
         on_result: Callable[[EvaluationResult], None],
+        responses: ResponseLog | None = None,
     ) -> None:
-        self.results: dict[int, EvaluationResult] = {}
-        self._prompts = prompts
+        """`suites` begin with the run's own, `HELD_OUT`. A response counts as correct for pass@k if its accuracy
+        component is `correct_from` or more."""
+        self.results: dict[int, list[EvaluationResult]] = {}  # version -> one for each suite
+        self._suites = suites
         self._rollouts = rollouts
         self._rewards = rewards
-        self._settings = settings
         self._accuracy_component = accuracy_component
+        self._correct_from = correct_from
+        self._responses = responses or NoResponseLog()
         self._max_concurrent = max_concurrent
         self._schedule = schedule
         self._on_result = on_result
@@ -97,7 +142,7 @@ class Evaluator:
             return
         await self.finish()
         assert self._tasks is not None, "an evaluation runs within evaluating()"
-        self._running = self._tasks.create_task(self._run_and_tell(version), name=f"evaluate version {version}")
+        self._running = self._tasks.create_task(self._run_and_report(version), name=f"evaluate version {version}")
         if version == self._schedule.total_steps:
             await self.finish()
 
@@ -107,54 +152,109 @@ class Evaluator:
             await self._running
             self._running = None
 
-    async def _run_and_tell(self, version: int) -> None:
-        self._on_result(await self.run(version, min_version=version))
+    async def _run_and_report(self, version: int) -> None:
+        for result in await self.run(version, min_version=version):
+            self._on_result(result)
 
-    async def run(self, version: int, *, min_version: int = -1) -> EvaluationResult:
+    async def run(self, version: int, *, min_version: int = -1) -> list[EvaluationResult]:
         """Evaluate `version`, which every rollout actor serves now, or once it serves `min_version`.
 
+        Returns one result for each suite, in their order.
+
         Raises:
-            RewardError: no response could be scored, or none has the accuracy component.
+            RewardError: no response of a suite could be scored, or none has the accuracy component.
         """
         slots = asyncio.Semaphore(self._max_concurrent)
-        settings = replace(self._settings, min_version=min_version)
         async with background_tasks() as tasks:
-            running = [tasks.create_task(self._score(prompt, settings, version, slots)) for prompt in self._prompts]
-            answers = [reward for task in running for reward in await task]
-        self.results[version] = self._summarise(version, answers)
-        return self.results[version]
+            running = []
+            for suite in self._suites:
+                settings = replace(suite.settings, min_version=min_version)
+                running.append([tasks.create_task(self._score(p, settings, version, slots)) for p in suite.prompts])
+            results = []
+            for suite, prompts in zip(self._suites, running, strict=True):
+                scored = [await task for task in prompts]
+                await self._responses.write(suite.name, version, scored)
+                results.append(self._summarise(suite, version, scored))
+        self.results[version] = results
+        return results
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON."""
-        return {"results": [asdict(result) for result in self.results.values()]}
+        return {"results": [asdict(result) for results in self.results.values() for result in results]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Know the results of an earlier part of this run."""
-        self.results = {row["version"]: EvaluationResult(**row) for row in state["results"]}
+        """Take up the results of an earlier part of this run."""
+        self.results = {}
+        for row in state["results"]:
+            self.results.setdefault(row["version"], []).append(EvaluationResult(**row))
 
     async def _score(
         self, prompt: Prompt, settings: SamplingSettings, version: int, slots: asyncio.Semaphore
-    ) -> Sequence[Reward | None]:
+    ) -> ScoredPrompt:
         async with slots:
             try:
-                _, summary, rewards = await sample_and_score(
+                generated, rewards = await sample_and_score(
                     self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
                 )
             except ExcludedPromptError:  # counted and named where it was excluded
-                return [None] * settings.num_samples
-        return [None] * len(rewards) if max(summary.tokens_by_version) > version else rewards
+                return ScoredPrompt(prompt, [None] * settings.num_samples)
+        is_newer = max(generated.summary.tokens_by_version) > version
+        return ScoredPrompt(prompt, [None] * len(rewards) if is_newer else rewards, generated)
 
-    def _summarise(self, version: int, answers: Sequence[Reward | None]) -> EvaluationResult:
-        scored = [reward for reward in answers if reward is not None]
+    def _summarise(self, suite: Suite, version: int, prompts: Sequence[ScoredPrompt]) -> EvaluationResult:
+        rewards = [reward for prompt in prompts for reward in prompt.rewards]
+        scored = [reward for reward in rewards if reward is not None]
         if not scored:
             raise RewardError(
-                f"evaluation of version {version}: none of {len(answers)} responses could be scored; "
+                f"evaluation of version {version} on {suite.name}: none of {len(rewards)} responses could be scored; "
                 "see the reward failures in the metrics, and check rewards.components and evaluation.num_prompts"
             )
         accuracy, num = mean_of_component(self._accuracy_component, scored)
-        low, high = wilson_interval(accuracy, num)
-        mean_reward = math.fsum(reward.value for reward in scored) / len(scored)
-        return EvaluationResult(version, accuracy, low, high, mean_reward, num, len(answers) - len(scored))
+        if suite.settings.num_samples == 1:
+            low, high = wilson_interval(accuracy, num)
+        else:
+            low, high = bootstrap_interval(self._means(prompts), suite.settings.seed)
+        return EvaluationResult(
+            version,
+            accuracy,
+            low,
+            high,
+            math.fsum(reward.value for reward in scored) / len(scored),
+            num,
+            len(rewards) - len(scored),
+            suite.name,
+            self._values(suite, prompts, scored),
+        )
+
+    def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
+        """The accuracy of each prompt that has one."""
+        name = self._accuracy_component
+        values = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
+        return [math.fsum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
+
+    def _values(self, suite: Suite, prompts: Sequence[ScoredPrompt], scored: Sequence[Reward]) -> dict[str, float]:
+        """pass@k over the prompts all of whose responses have an accuracy, the mean length, and reflection ratios."""
+        name, num_samples = self._accuracy_component, suite.settings.num_samples
+        correct = [
+            sum(reward.components[name] >= self._correct_from for reward in prompt.scored)
+            for prompt in prompts
+            if sum(name in reward.components for reward in prompt.scored) == num_samples
+        ]
+        values = {}
+        if correct:
+            values = {
+                f"pass_at_{k}": math.fsum(pass_at_k(num_samples, n, k) for n in correct) / len(correct)
+                for k in ks(num_samples)
+            }
+        summaries = [prompt.generated.summary for prompt in prompts if prompt.generated is not None]
+        values["response_length"] = sum(s.num_tokens for s in summaries) / sum(s.num_trajectories for s in summaries)
+        values["truncated"] = sum(s.num_truncated for s in summaries) / sum(s.num_trajectories for s in summaries)
+        both = [reward.components for reward in scored if {name, REFLECTION} <= reward.components.keys()]
+        if both:
+            values |= reflection_ratios(
+                [row[name] >= self._correct_from for row in both], [row[REFLECTION] > 0 for row in both]
+            )
+        return values
 
 
 def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]:
@@ -171,17 +271,3 @@ def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]
             f"components are {known}: name one of them, or hold out prompts of a label that has it"
         )
     return math.fsum(values) / len(values), len(values)
-
-
-def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """The 95 % score interval of a share of `num` independent trials (Wilson 1927).
-
-        (share + z^2 / 2n  -+  z * sqrt(share * (1 - share) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    It stays within [0, 1] and has a width even at 0 and 1. For a mean of values within [0, 1] it is conservative.
-    """
-    z2 = Z_95 * Z_95
-    centre = share + z2 / (2 * num)
-    half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
-    scale = 1 + z2 / num
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)

@@ -96,7 +96,9 @@ class InFlightRequests:
         on_ended: Callable[[EndedResponse], None] = lambda ended: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Actors report a response every `chunk_tokens` tokens; `on_ended` hears of those that end before siblings."""
+        """Actors report a response every `chunk_tokens` tokens; `on_ended` is called for those that end before their
+        siblings.
+        """
         self.chunk_tokens = chunk_tokens
         self.on_ended = on_ended
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})

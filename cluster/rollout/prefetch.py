@@ -20,7 +20,8 @@ class Prompts(Protocol):
 
 
 class PromptPrefetcher:
-    """Hands out the prompts of `prompts` in order, of which up to `num_prefetched` are prepared before anybody asks.
+    """Hands out the prompts of `prompts` in order, of which up to `num_prefetched` are prepared before they are
+    requested.
 
     A prompt comes with the cursor that belongs to it: the source's own runs ahead.
     """

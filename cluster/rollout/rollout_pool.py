@@ -41,7 +41,7 @@ class Engine(Receiver, Protocol):
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
     async def is_alive(self) -> None:
-        """Return while the process lives, however busy it is."""
+        """Return while the process is alive, however busy it is."""
         ...
 
     async def probe(self) -> None:
@@ -267,7 +267,7 @@ class RolloutPool:
         self._changed = asyncio.Event()
 
     def _failed(self, member: _Member, error: MobulaError) -> None:
-        """An engine that lives and answers with errors alone, or not at all, is lost too."""
+        """An engine that answers with errors alone, or not at all, is lost too."""
         member.num_failures_in_a_row += 1
         if member.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._pool.lose(member, error)

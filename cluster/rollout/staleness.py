@@ -4,8 +4,8 @@ which are too old for it.
 Gate and order make the staleness bound hard without throwing finished work away: the gate never admits more groups than
 the steps within the bound can hold, and the order never leaves a group for a step in which it would be over-age. Where
 stragglers may be overtaken, or a group holds tokens from before a fault, groups do get over-age: the learner masks or
-reweights their old tokens, and the limit says when nothing of a group is left to train.
-Pure accounting: nothing here knows a prompt, a group's bytes or a clock.
+reweights their old tokens, and the limit tests whether anything of a group is left to train.
+Pure accounting, without prompts, bytes of groups or a clock.
 """
 
 from __future__ import annotations

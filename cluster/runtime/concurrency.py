@@ -1,9 +1,12 @@
-"""Structured concurrency in one call: await several coroutines side by side, or one while it makes progress."""
+"""Concurrency in one call: several coroutines side by side, one while it makes progress, or work on a thread."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from typing import Any
 
 from cluster.errors import DeadlineError
@@ -57,3 +60,33 @@ async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
         if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
             raise outcome
     return list(found)
+
+
+class DaemonThread(Executor):
+    """Runs one job after the other, in order, on one thread that does not keep the process from ending.
+
+    A `ThreadPoolExecutor` is waited for when the interpreter ends, also for a job that hangs.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """The thread ends after the jobs that are queued; it is not waited for."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            future, job = entry
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:  # the caller gets it
+                future.set_exception(error)

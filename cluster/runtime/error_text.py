@@ -12,7 +12,7 @@ MAX_LINE = 400  # characters of an error of one line
 
 
 def in_one_line(error: Exception) -> str:
-    """What an error says, short enough for a table: where it holds several lines, its first one and its last."""
+    """The text of an error, short enough for a table: where it holds several lines, its first one and its last."""
     lines = [line.strip() for line in COLOUR.sub("", str(error)).strip().splitlines()]
     if len(lines) < 2:
         return _cut("".join(lines), MAX_LINE)

@@ -6,7 +6,7 @@ import gc
 
 
 def tune_gc() -> None:
-    """Take everything that lives now out of the collector's sight: to be called when a process is set up.
+    """Exclude all current objects from garbage collection; call it once a process is set up.
 
     Libraries leave some 400,000 objects behind, and each full collection looks at all of them: a quarter of a second in
     which the process does nothing else, in the middle of a step.

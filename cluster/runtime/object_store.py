@@ -40,7 +40,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
 def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
     """As `fetch`, for values that can be made again: late is as good as lost.
 
-    Before Ray knows that a node is dead, requests for its objects only wait.
+    Before Ray has noticed that a node is dead, requests for its objects only wait.
 
     Raises:
         LostObjectError: some value is gone, or did not arrive within `timeout_s`.
@@ -56,7 +56,7 @@ def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> 
 def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[list[Any] | None]:
     """`fetch` several lists of references in one go; None for each of which a value is not there within `patience_s`.
 
-    If a value turns out to be lost, whatever needed a fetch is None: fetched by itself it tells why.
+    If a value turns out to be lost, whatever needed a fetch is None: a fetch of it alone gives the error.
     """
     pending = list({r for references in wanted for r in references if isinstance(r, ray.ObjectRef)})
     values: dict[ray.ObjectRef, Any] = {}

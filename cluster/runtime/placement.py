@@ -130,7 +130,7 @@ def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequ
 
 
 def place_at(resources: ResourcesConfig, role: str, index: int, node: NodeResources, seat: int) -> PlacedWorker:
-    """A worker that joins later, `seat`-th of its role on `node`; `node` says what the node has, not what is free.
+    """A worker that joins later, `seat`-th of its role on `node`; `node` holds what the node has, not what is free.
 
     Raises:
         PlacementError: the node has fewer cores than the worker's threads are to be bound to.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 import ray
-from ray._private.state import available_resources_per_node  # the public API knows only the whole cluster's sum
+from ray._private.state import available_resources_per_node  # the public API has only the sum over the cluster
 from ray._private.state import state as control_store  # nor does it say whose driver is dead
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData
 from ray.util.placement_group import (
@@ -135,7 +135,7 @@ def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
 def groups_of_dead_drivers() -> list[tuple[str, str]]:
     """Id and name of every placement group that still holds resources though its driver is dead.
 
-    Ray removes them itself; one that is listed for more than a moment was forgotten.
+    Ray removes them itself; one that stays listed was left behind.
     """
     table = control_store._connect_and_get_accessor().get_placement_group_table()
     rows = (PlacementGroupTableData.FromString(row) for row in table)

@@ -61,7 +61,7 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
     """Start `role()` in an actor that others find by `name` in the driver's namespace; it ends with the driver.
 
     Raises:
-        ValueError: an actor of this name lives.
+        ValueError: an actor of this name is alive.
     """
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
@@ -102,7 +102,7 @@ def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, w
 
 
 def _as_seen_here(error: Exception, what: str) -> Exception:
-    """What Ray says of a call or a stream, in terms of `cluster.errors`."""
+    """Ray's errors of a call or a stream, as those of `cluster.errors`."""
     match error:
         case RayTaskError() if isinstance(error.cause, Exception):
             seen = as_raised_by_role(error.cause)

@@ -56,7 +56,7 @@ def _failure(error: RayActorError, text: str, log: str) -> Failure:
 
 
 def _reason(lines: list[str]) -> str:
-    """The line of Ray's text that says why."""
+    """The line of Ray's text that holds the reason."""
     return next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
 
 

@@ -58,7 +58,7 @@ class _Underway:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A wave that the sender has sent everything to; `arrivals` says what became of each of its receivers."""
+    """A wave that the sender has sent everything to; `arrivals` holds the outcome of each of its receivers."""
 
     wave: _Wave
     arrivals: asyncio.Future[list[Any]]
@@ -73,9 +73,9 @@ class WeightSync:
     the probe: within `settling()` it may go on then, while the receivers of that wave load what they have and score it.
 
     A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did
-    not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that lives and
-    has not got what the sender has sent is given what the learner then has, as a late joiner is. No engine is left on
-    weights of unknown origin: a receiver has the new version, or a newer one, or it is lost.
+    not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that is alive
+    and has not got what the sender has sent is given what the learner then has, as a late joiner is. No engine is left
+    on weights of unknown origin: a receiver has the new version, or a newer one, or it is lost.
     """
 
     def __init__(
@@ -240,18 +240,18 @@ class WeightSync:
             return failure.found
         arrivals = asyncio.gather(*(self._receive(push, r) for r in receivers), return_exceptions=True)
         try:
-            sent, told = await outcomes(
+            sent, error = await outcomes(
                 self._sender.send_weights(self._bucket_bytes, wave.epoch),
                 self._announce(push.version),  # behind the calls: what it sets off comes after them
             )
         except BaseException:
             arrivals.cancel()
             raise
-        if sent is None and told is None:
+        if sent is None and error is None:
             return _Sent(wave, arrivals)
-        found = dict(zip(receivers, await arrivals, strict=True))  # who says that it received everything did
-        if told is not None:
-            raise told
+        found = dict(zip(receivers, await arrivals, strict=True))  # a receiver that reports everything received has it
+        if error is not None:
+            raise error
         if isinstance(sent, RECEIVER_LOST):
             raise sent
         await self._disband(wave)
@@ -273,7 +273,7 @@ class WeightSync:
         await self._bring_along(push, self._living(found))
 
     async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, Exception]) -> None:
-        """Who lives and has not got what was sent gets what the learner has by now, as late joiners do."""
+        """Receivers that are alive and lack what was sent get the learner's current weights, as late joiners do."""
         for _ in range(self._max_attempts):
             if not failed:
                 return
@@ -288,7 +288,7 @@ class WeightSync:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
 
     def _living(self, found: _Found) -> dict[Receiver, Exception]:
-        """Who failed and lives, and how; the others that failed are lost.
+        """The receivers that failed and are alive, with their errors; the others that failed are lost.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors.

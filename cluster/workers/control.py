@@ -1,9 +1,9 @@
-"""Looking at a run and scaling it while it goes on: the panel that others talk to, and the driver's loop behind it.
+"""Status and scaling of a run while it goes on: the control panel that commands call, and the driver's loop behind it.
 
     mobula status, mobula scale  ->  ControlPanel (a named actor)  <-  ControlLoop (in the driver)  ->  Scalable roles
 
-The driver never listens to anybody: it visits the panel every `interval_s`, leaves the newest status there, and takes
-away what was asked for.
+The driver serves no requests. It calls the panel every `interval_s`, with the newest status and the outcomes of
+requests; the reply holds the requests that came in since.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTCOMES_KEPT = 64
 
 
 class ControlPanel:
-    """Holds the newest status of a run, and what its users ask for until the driver comes by."""
+    """Holds the newest status of a run, and the requests of its users until the driver's next call."""
 
     def __init__(self) -> None:
         self._status: RunStatus | None = None
@@ -46,7 +46,7 @@ class ControlPanel:
         self._outcomes: OrderedDict[str, tuple[RoleOutcome, ...] | None] = OrderedDict()
 
     def exchange(self, status: RunStatus, outcomes: Mapping[str, tuple[RoleOutcome, ...]]) -> list[ScaleRequest]:
-        """The driver's visit: it leaves its status and what became of requests by id, and takes the new requests."""
+        """The driver's call: takes its status and the outcomes of requests by id, returns the new requests."""
         self._status = status
         self._outcomes.update(outcomes)
         while len(self._outcomes) > OUTCOMES_KEPT:
@@ -55,14 +55,14 @@ class ControlPanel:
         return taken
 
     def status(self) -> RunStatus | None:
-        """The newest one; None before the driver's first visit."""
+        """The newest one; None before the driver's first call."""
         return self._status
 
     def ask(self, request: ScaleRequest) -> tuple[RoleOutcome, ...] | None:
-        """What became of a request; None as long as the driver has not said.
+        """The outcome of a request; None until the driver has reported it.
 
-        A request that is new is left for the driver's next visit. Who waits asks again and again: so a panel that took
-        the place of a lost one hears of it as well. It names a number of workers, and may be applied twice.
+        A new request is kept for the driver's next call. A client that waits repeats its request, so a panel that
+        replaces a lost one gets it too. A request names a number of workers and may be applied twice.
         """
         if request.request_id not in self._outcomes:
             self._outcomes[request.request_id] = None
@@ -70,13 +70,13 @@ class ControlPanel:
         return self._outcomes[request.request_id]
 
     def close(self) -> None:
-        """Nothing to hand back."""
+        """There is nothing to release."""
 
 
 class ControlLoop:
     """The driver's side. A panel that dies or does not answer is counted and started again; it never ends the run.
 
-    `on_panel_lost` is told the kind of each loss.
+    `on_panel_lost` is called with the kind of each loss.
     """
 
     def __init__(
@@ -92,11 +92,13 @@ class ControlLoop:
         roles: Mapping[str, Scalable],
         on_panel_lost: Callable[[str], None],
         interval_s: float,
+        start_s: float,
         deadline_s: float,
         scale_s: float,
     ) -> None:
-        """`spawn_panel` returns the Ray handle of a `ControlPanel`; `deadline_s` bounds each call to it and to the
-        replay buffer, `scale_s` what a role takes to accept or refuse a new number of workers."""
+        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `start_s` bounds the first call to a panel, which
+        includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
+        refuses a new number of workers."""
         self._run = run
         self._total_steps = total_steps
         self._spawn_panel = spawn_panel
@@ -107,6 +109,7 @@ class ControlLoop:
         self._roles = roles
         self._on_panel_lost = on_panel_lost
         self._interval_s = interval_s
+        self._start_s = start_s
         self._deadline_s = deadline_s
         self._scale_s = scale_s
         self._panel: Any = None
@@ -130,19 +133,20 @@ class ControlLoop:
             status = await self._status()
             try:
                 await self._visit(status)
-            except Exception as error:  # whatever the cause, the run does not need it; the next visit makes another
+            except Exception as error:  # the run does not need the panel; the next call starts another
                 await self._lose_panel(error)
             await asyncio.sleep(self._interval_s)
 
     async def _visit(self, status: RunStatus) -> None:
-        if self._panel is None:
+        is_new = self._panel is None
+        if is_new:
             self._panel = self._spawn_panel()
-        told = dict(self._outcomes)
-        call = self._panel.exchange.remote(status, told)
-        what = "the control panel to take the run's status"
-        for request in await answer(call, timeout_s=self._deadline_s, what=what):
+        sent = dict(self._outcomes)
+        call = self._panel.exchange.remote(status, sent)
+        timeout_s = self._start_s if is_new else self._deadline_s
+        for request in await answer(call, timeout_s=timeout_s, what="the control panel to take the run's status"):
             self._requests.put_nowait(request)
-        for request_id in told:
+        for request_id in sent:
             del self._outcomes[request_id]
 
     async def _lose_panel(self, error: Exception) -> None:
@@ -157,8 +161,8 @@ class ControlLoop:
             return
         try:
             await self._end_panel(dropped)
-        except Exception:  # it holds nothing that anybody needs
-            _logger.warning("the control panel did not close in good order", exc_info=True)
+        except Exception:  # it holds nothing that the run needs
+            _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:
         return RunStatus(
@@ -166,21 +170,12 @@ class ControlLoop:
             progress=self._progress(),
             total_steps=self._total_steps,
             in_flight=self._in_flight(),
-            replay=await self._replay_stats(),
+            replay=await self._replay(),
             workers=tuple(worker for role in self._roles.values() for worker in role.status()),
             num_panels_lost=self._num_panels_lost,
             driver_pid=os.getpid(),
             posted_at=time.time(),
         )
-
-    async def _replay_stats(self) -> ReplayStats | None:
-        """A buffer that is lost or late is its supervisor's affair; here it is only unknown."""
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await self._replay()
-        except (MobulaError, TimeoutError) as error:
-            _logger.info("the status has no queue depths: %s", error)
-            return None
 
     async def _scale_for_ever(self) -> None:
         while True:
@@ -194,7 +189,7 @@ class ControlLoop:
         return RoleOutcome(role, num_workers, refusal)
 
     async def _refusal(self, role: str, num_workers: int) -> str:
-        """Apply one role's part of a request; why it was refused, or nothing."""
+        """Apply one role's part of a request; returns why it was refused, or an empty string."""
         if role not in self._roles:
             return f"this run has no role {role} whose workers come and go: it has {_listed(self._roles)}"
         if num_workers > MAX_WORKERS:
@@ -203,7 +198,7 @@ class ControlLoop:
             async with asyncio.timeout(self._scale_s):
                 await self._roles[role].scale(num_workers)
         except TimeoutError:
-            return f"{role} did not say within {self._scale_s:g} s whether it can: ask again, or look into run.log"
+            return f"{role} did not answer within {self._scale_s:g} s: ask again, or read run.log"
         except (ValueError, MobulaError) as error:
             return str(error)
         except Exception as error:  # a fault in scaling is no reason to end a run that trains

@@ -48,7 +48,7 @@ class AfterPushes:
 
 
 class FaultPatterns:
-    """Given every death, in order, it says what the series of the newest one shows.
+    """Takes every death in order and classifies the series that the newest one belongs to.
 
     Example:
         patterns = FaultPatterns()

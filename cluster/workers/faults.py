@@ -43,7 +43,7 @@ def cause_of(error: Exception) -> str:
 
 
 def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
-    """Log the loss of a worker, once; `consequence` says what becomes of its work."""
+    """Log the loss of a worker, once; `consequence` describes what happens to its work."""
     fault = Fault(time.time(), worker, loss_kind(error), cause_of(error))
     line = f"{worker} is lost ({fault.kind}): {fault.cause}" + (f"; {consequence}" if consequence else "")
     details = _details(error)

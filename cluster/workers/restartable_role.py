@@ -26,8 +26,8 @@ class RestartableRole:
     what the role did for it may be lost with it.
 
     Example:
-        role = RestartableRole("replay", bring_back, budget=budget, on_lost=count)
-        await role.outliving(lambda: buffer.put(group))
+        role = RestartableRole("learner", bring_back, budget=budget, on_lost=count)
+        report = await role.outliving(lambda: ranks.update(groups))
     """
 
     def __init__(
@@ -57,11 +57,6 @@ class RestartableRole:
         self._under_way = asyncio.Lock()
         self._generation = 0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_over = False
-
-    def end(self) -> None:
-        """The role is closed: later calls raise the loss."""
-        self._is_over = True
 
     def lose(self, error: Exception) -> None:
         """The role was found dead or silent: calls under way end now instead of at their deadline.
@@ -74,7 +69,8 @@ class RestartableRole:
     async def outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, is_patient: bool = False) -> T:
         """The answer to `call`, made as often as that takes.
 
-        A patient call waits for others behind the role, so that its own deadline says nothing of the role.
+        A patient call waits for others behind the role, so that missing its own deadline does not mean that the role is
+        lost.
         """
         while True:
             async with self._under_way:  # no call runs while the role is restored
@@ -84,7 +80,7 @@ class RestartableRole:
                     lost.result()
                 return await _unless(lost, call())
             except ROLE_LOST as error:
-                if self._is_over or (is_patient and isinstance(error, DeadlineError) and not lost.done()):
+                if is_patient and isinstance(error, DeadlineError) and not lost.done():
                     raise
                 async with self._under_way:
                     if self._generation == generation:  # else another call that failed with this one has done it

@@ -73,13 +73,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A whole run, now, as its driver says it."""
+    """The state of a whole run, as its driver reports it."""
 
     run: str
     progress: Progress
     total_steps: int
     in_flight: InFlightSummary
-    replay: ReplayStats | None  # None while the buffer does not answer
+    replay: ReplayStats
     workers: tuple[WorkerStatus, ...]
     num_panels_lost: int  # how often what holds this status had to be started again
     driver_pid: int

@@ -23,7 +23,7 @@ class Watched:
     """One role's process as the supervisor sees it.
 
     `ping` returns while the process is alive, however busy: where it is an actor, the method runs in a concurrency
-    group of its own. `close` ends it in good order within a deadline of its own. `on_lost` is called for every ping
+    group of its own. `close` ends it cleanly within a deadline of its own. `on_lost` is called for every ping
     that fails, also again for a loss that is not repaired yet: with a DeadlineError where there was no answer, with a
     WorkerDiedError where the process is gone.
     """
@@ -37,7 +37,7 @@ class Watched:
 def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Watched:
     """A pool that replaces its own workers: `check` asks each of them, within deadlines of its own.
 
-    So a check that is late as a whole says something of the driver alone, and ends nothing.
+    So a check that is late as a whole is the driver's delay, and ends nothing.
     """
 
     def on_lost(error: Exception) -> None:
@@ -100,7 +100,7 @@ class Supervisor:
         try:
             await close()
         except Exception:  # the run is over: its result or its error matters more
-            _logger.warning("%s did not close in good order", name, exc_info=True)
+            _logger.warning("%s did not close cleanly", name, exc_info=True)
 
     async def _watch(self, role: Watched) -> None:
         while True:

@@ -184,4 +184,4 @@ class WorkQueue:
         self.dispatch()
 
     async def _check(self, name: str, handle: Any) -> None:
-        await answer(handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to say that it lives")
+        await answer(handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to answer that it is alive")

@@ -1,6 +1,6 @@
 """The schema of a run's configuration."""
 
-from configs.schema.algorithm import AlgorithmConfig, KLConfig, OverAgeConfig
+from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
@@ -30,6 +30,7 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConcurrencyConfig",
+    "CriticConfig",
     "DPOConfig",
     "DataConfig",
     "DataKind",

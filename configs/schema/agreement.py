@@ -219,15 +219,6 @@ def _roles_have_workers(config: RunConfig) -> str | None:
     return f"{keys} is 0, and no run works without these roles: set it to 1 or more"
 
 
-def _replay_is_one(config: RunConfig) -> str | None:
-    if config.resources.replay.num_workers == 1:
-        return None
-    return (
-        f"resources.replay.num_workers={config.resources.replay.num_workers}: there is one replay buffer, "
-        "because groups are taken in one order; set resources.replay.num_workers=1"
-    )
-
-
 def _reference_has_a_scorer(config: RunConfig) -> str | None:
     if not config.needs_reference or config.resources.reference.num_workers > 0:
         return None
@@ -335,6 +326,26 @@ def _attention_fits_device(config: RunConfig) -> str | None:
     )
 
 
+def _suites_have_names(config: RunConfig) -> str | None:
+    unfit = [name for name in config.evaluation.suites if name == "held_out" or not name.replace("_", "").isalnum()]
+    if not unfit:
+        return None
+    return (
+        f"evaluation.suites has the name {unfit[0]!r}: use letters, digits and underscores, and another name than "
+        "held_out, which is the run's own suite"
+    )
+
+
+def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
+    for name, suite in config.evaluation.suites.items():
+        if suite.temperature == 0 and suite.num_samples > 1:
+            return (
+                f"evaluation.suites.{name} has num_samples={suite.num_samples} at temperature 0, whose responses are "
+                "all the same: set num_samples=1, or a temperature above 0"
+            )
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -353,7 +364,6 @@ RULES: tuple[Rule, ...] = (
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,
-    _replay_is_one,
     _reference_has_a_scorer,
     _single_learner_is_one,
     _adapters_can_travel,
@@ -363,4 +373,6 @@ RULES: tuple[Rule, ...] = (
     _transport_fits_device,
     _nccl_members_have_their_own_gpu,
     _attention_fits_device,
+    _suites_have_names,
+    _greedy_suites_have_one_sample,
 )

@@ -12,8 +12,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
-STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp")
-"""Advantages that compare a response with nothing, or with the whole step, and not with its siblings."""
+VALUED = ("gae",)
+"""Advantages that read the values of a critic."""
+STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp", *VALUED)
+"""Advantages that do not compare a response with its siblings."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
 """Advantages that are standardised over the whole step already."""
 
@@ -179,6 +181,33 @@ class EntropyConfig(Section):
     1 trains all. A token left out still counts where a mean is taken."""
 
 
+class CriticConfig(Section):
+    """A critic: a copy of the policy that RL begins with, which predicts the return of each token. Keys of `learner`
+    that are not set here (schedule, decay, clipping, micro-batches) and `policy.freeze` and `policy.lora` hold for it
+    too.
+    """
+
+    place: Literal["none", "learner_ranks", "own_ranks"]
+    """Where it is trained. `none`: there is no critic; `learner_ranks`: beside the policy, by the same backend;
+    `own_ranks` is not supported, and refused."""
+    optimizer: Literal["adamw", "muon"]
+    """The critic's optimizer, with a state of its own."""
+    learning_rate: PositiveFloat
+    """The critic's learning rate, at the peak of `learner.schedule`."""
+    value_clip: NonNegativeFloat
+    """A value counts as clipped where it is further than this from the value before the step; 0 sets no bound."""
+    warmup_steps: Annotated[int, Field(ge=0)]
+    """First steps of the run, in which the critic alone is trained and the policy stays as it is."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.place != "none"
+
+    def is_alone(self, version: int) -> bool:
+        """Whether the step that makes `version` trains the critic alone."""
+        return self.is_on and version <= self.warmup_steps
+
+
 class ShapingConfig(Section):
     """Changes to rewards and advantages, each applied once, in the order of these keys; docs/algorithms.md has the
     formulas. Overlong responses are penalised by the reward component `overlong`, which comes before all of them."""
@@ -216,9 +245,11 @@ class AlgorithmConfig(Section):
         "cpgd_clip_filter",
         "gdpo",
         "pass_at_k",
+        "gae",
     ]
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
-    within the group; `rloo`: r - mean of the others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step."""
+    within the group; `rloo`: r - mean of the others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step;
+    `gae`: of each token, from the values of `critic`."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
@@ -227,6 +258,10 @@ class AlgorithmConfig(Section):
     """A response with at least this reward is solved, for `pass_at_k` and `shaping.length_penalty`."""
     gamma: Share
     """Discount of a reward by the number of tokens between it and the token that is credited; 1 is none."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)]
+    """Decay of later temporal differences in `gae`: 1 is the return less the value, 0 the next difference alone."""
+    critic: CriticConfig
+    """The critic of `gae`."""
     prompts_per_step: PositiveInt
     """Groups in one step (B)."""
     samples_per_prompt: PositiveInt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.algorithm import WHITENED
+from configs.schema.algorithm import VALUED, WHITENED
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -149,12 +149,67 @@ def _epochs_have_a_ratio(config: RunConfig) -> str | None:
 
 
 def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
-    learner = config.learner
-    if learner.optimizer == "adamw" or learner.backend != "deepspeed":
+    chosen = {"learner.optimizer": config.learner.optimizer}
+    if config.algorithm.critic.is_on:
+        chosen["algorithm.critic.optimizer"] = config.algorithm.critic.optimizer
+    found = [key for key, optimizer in chosen.items() if optimizer != "adamw"]
+    if config.learner.backend != "deepspeed" or not found:
         return None
     return (
-        f"learner.optimizer={learner.optimizer} reads matrices, and learner.backend=deepspeed flattens "
-        "them: use learner=fsdp2, or set learner.optimizer=adamw"
+        f"{found[0]}={chosen[found[0]]} reads matrices, and learner.backend=deepspeed flattens "
+        f"them: use learner=fsdp2, or set {found[0]}=adamw"
+    )
+
+
+def _values_have_a_critic(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.advantage not in VALUED or algorithm.critic.is_on:
+        return None
+    return (
+        f"algorithm.advantage={algorithm.advantage} reads the values of a critic, and algorithm.critic.place=none "
+        "leaves none: use algorithm=ppo_gae, set algorithm.critic.place=learner_ranks, or choose another "
+        "algorithm.advantage"
+    )
+
+
+def _critic_has_a_reader(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.advantage in VALUED or not algorithm.critic.is_on:
+        return None
+    return (
+        f"algorithm.critic.place={algorithm.critic.place} trains a critic, and algorithm.advantage="
+        f"{algorithm.advantage} does not read its values: set algorithm.advantage={VALUED[0]}, or "
+        "algorithm.critic.place=none"
+    )
+
+
+def _critic_shares_the_learner_ranks(config: RunConfig) -> str | None:
+    if config.algorithm.critic.place != "own_ranks":
+        return None
+    return (
+        "algorithm.critic.place=own_ranks: a critic on ranks of its own is not supported; set "
+        "algorithm.critic.place=learner_ranks, and resources.learner.num_workers to as many ranks as both need"
+    )
+
+
+def _critic_leaves_steps_to_the_policy(config: RunConfig) -> str | None:
+    critic = config.algorithm.critic
+    if not critic.is_on or critic.warmup_steps < config.num_steps:
+        return None
+    return (
+        f"algorithm.critic.warmup_steps={critic.warmup_steps} leaves none of num_steps={config.num_steps} to the "
+        "policy: lower the one or raise the other"
+    )
+
+
+def _critic_predicts_what_is_trained(config: RunConfig) -> str | None:
+    distillation = config.algorithm.distillation
+    if not config.algorithm.critic.is_on or not distillation.is_on or distillation.reward_weight > 0:
+        return None
+    return (
+        f"algorithm.critic.place={config.algorithm.critic.place} predicts rewards, and "
+        "algorithm.distillation.reward_weight=0 trains nothing on them: set algorithm.distillation.reward_weight=1, or "
+        "choose an algorithm.advantage without a critic"
     )
 
 
@@ -172,4 +227,9 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _teacher_sees_uniform_groups,
     _epochs_have_a_ratio,
     _optimizer_fits_the_backend,
+    _values_have_a_critic,
+    _critic_has_a_reader,
+    _critic_shares_the_learner_ranks,
+    _critic_leaves_steps_to_the_policy,
+    _critic_predicts_what_is_trained,
 )

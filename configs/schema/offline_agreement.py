@@ -44,6 +44,7 @@ def _rows_replace_rollouts(config: RunConfig) -> str | None:
         "algorithm.distillation.coef": (config.algorithm.distillation.coef, 0),
         "algorithm.num_epochs": (config.algorithm.num_epochs, 1),
         "algorithm.num_minibatches": (config.algorithm.num_minibatches, 1),
+        "algorithm.critic.place": (config.algorithm.critic.place, "none"),
         "warm_start.num_steps": (config.warm_start.num_steps, 0),
         "replay.journal": (config.replay.journal, False),
         "replay.trajectory_log": (config.replay.trajectory_log, False),
@@ -88,7 +89,7 @@ def _smoothing_is_read(config: RunConfig) -> str | None:
 
 
 def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
 OFFLINE_RULES: tuple[Callable[[RunConfig], str | None], ...] = (

@@ -57,8 +57,6 @@ class ResourcesConfig(Section):
     """The reward workers that all components share which need none of their own."""
     reward_services: dict[str, WorkerResources]
     """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""
-    replay: WorkerResources
-    """The replay buffer; exactly one worker."""
     object_store_bytes: Annotated[int, Field(ge=75 * 2**20)]
     """Size of the object store of a cluster that this run starts itself; Ray starts none below 75 MiB."""
     num_cpus: Annotated[int, Field(ge=0)]
@@ -75,5 +73,4 @@ class ResourcesConfig(Section):
             "reference": self.reference,
             "reward": self.reward,
             **{f"{REWARD_SERVICE}{name}": workers for name, workers in self.reward_services.items()},
-            "replay": self.replay,
         }

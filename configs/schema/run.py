@@ -30,6 +30,21 @@ class Resume(StrEnum):
     AUTO = "auto"
 
 
+class EvaluationSuite(Section):
+    """Further held-out prompts, or the same ones decoded in another way, that are evaluated at the same versions."""
+
+    split: Literal["validation", "test"]
+    """The split that is scored."""
+    num_prompts: PositiveInt
+    """How many prompts of the split are scored (the first ones, always the same)."""
+    num_samples: PositiveInt
+    """Responses for each prompt; pass@k is reported for powers of two up to it."""
+    temperature: Annotated[float, Field(ge=0)]
+    """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    """Nucleus sampling: the smallest set of tokens with this probability in all; 1 samples from all tokens."""
+
+
 class EvaluationConfig(Section):
     """Held-out evaluation with the run's own rollout actors."""
 
@@ -41,6 +56,12 @@ class EvaluationConfig(Section):
     """How many prompts of the split are scored (the first ones, always the same)."""
     temperature: Annotated[float, Field(ge=0)]
     """Sampling temperature of evaluation; 0 is greedy."""
+    correct_from: float
+    """The value of the accuracy component from which a response counts as correct, for pass@k and reflection ratios."""
+    suites: dict[str, EvaluationSuite]
+    """Further suites by name, evaluated beside this one; `evaluation=maye` has the six of MAYE."""
+    save_responses: bool
+    """Write every response of an evaluation to `evaluations/<suite>-<version>.jsonl` in the run folder."""
 
 
 class CheckpointConfig(Section):
@@ -168,7 +189,7 @@ class TimeoutsConfig(Section):
     checkpoint_s: Seconds
     """Writing or reading one checkpoint."""
     object_s: Seconds
-    """Fetching one object from the object store."""
+    """Fetching one object from the object store, and one write of the journal."""
     backpressure_s: Seconds
     """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
     stop_s: Seconds

@@ -97,15 +97,36 @@ def dpo(overrides: Overrides = None) -> None:
 
 
 @app.command()
-def evaluate(overrides: Overrides = None) -> None:
-    """Score a policy on the held-out split."""
+def evaluate(
+    overrides: Overrides = None,
+    scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
+) -> None:
+    """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     from configs.load import load_config
 
     with explained():
-        config = load_config(overrides or [])
+        config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
         from deploy.run import runtime
 
-        raise typer.Exit(runtime.evaluate(config))
+        raise typer.Exit(runtime.evaluate(config, output))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="[LABEL=]RUN[,RUN...]...", help="Seeds of one setting are joined by commas."),
+    ],
+    output: Annotated[Path, typer.Option(help="The page to write.")] = Path("comparison.html"),
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the table as JSON, too.")] = None,
+    by_epoch: Annotated[bool, typer.Option("--by-epoch", help="Draw over epochs instead of steps.")] = False,
+) -> None:
+    """Compare runs on one page: curves, intervals and a table."""
+    with explained():
+        from deploy.tools.compare import compare as write
+
+        write(runs, output, json, by_epoch, terminal())
 
 
 @app.command()

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +21,12 @@ from rich.console import Console
 from actors.datasets.jsonl import count_by_reason
 from cluster.errors import NothingTrainedError, PreflightError
 from cluster.metrics.definitions import CounterName
+from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
 from cluster.metrics.report.report import write_report
 from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.sinks.base import Sink
+from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.recovery.checkpoints import find_resumable
 from cluster.replay.run_identity import run_identity
@@ -43,19 +45,20 @@ from deploy.run.overview import overview
 from deploy.wiring.build import (
     Inference,
     build_controller,
-    build_evaluator,
     scalable_roles,
     spawn_inference,
     spawn_training,
 )
+from deploy.wiring.evaluation import build_evaluator
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline
 from deploy.wiring.persistence import reached_version
-from deploy.wiring.preparation import Prepared, prepare, require_model, write_skipped
+from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
 from deploy.wiring.scaling import control_loop
 from deploy.wiring.spawner import Spawner
 
 T = TypeVar("T")
+EVALUATION_FILE = "evaluation.json"
 
 _logger = logging.getLogger(__name__)
 
@@ -80,21 +83,30 @@ def train(config: RunConfig) -> int:
     return 0
 
 
-def evaluate(config: RunConfig) -> int:
-    """Score `policy.model` as it is on the held-out split; returns the exit code.
+def evaluate(config: RunConfig, output: Path | None = None) -> int:
+    """Score `policy.model` as it is on every suite of held-out prompts; returns the exit code.
+
+    Results are printed. They are also written to `evaluation.json` in the folder `output`, if one is given, with the
+    responses if `evaluation.save_responses` is set.
 
     Raises:
         PreflightError: it is not there.
     """
     require_model(config)
-    console = terminal()
-    result = with_engines(config, _evaluate)
-    console.print(
-        f"{config.policy.model}: accuracy {result.accuracy:.3f} ({result.low:.3f} to {result.high:.3f}) "
-        f"on {result.num_scored} prompts of {config.evaluation.split}",
-        markup=False,
-        soft_wrap=True,
-    )
+    console = terminal(soft_wrap=True)
+    results = with_engines(config, partial(_evaluate, output))
+    for result in results:
+        console.print(
+            f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
+            f"{result.high:.3f}) on {result.num_scored} responses"
+            + "".join(f", {name} {value:.3f}" for name, value in result.values.items()),
+            markup=False,
+            highlight=False,
+        )
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        rows = [strict(asdict(result)) for result in results]
+        write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     return 0
 
 
@@ -220,11 +232,14 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
         control = control_loop(
             cluster.prepared.config, spawner, roles, inference.in_flight_requests, training.replay, metrics
         )
-        async with control.running():
-            await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
-            controller = build_controller(cluster.prepared, inference, training, metrics)
-            tune_gc()
-            await controller.run()
+        try:
+            async with control.running():
+                await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
+                controller = build_controller(cluster.prepared, inference, training, metrics)
+                tune_gc()
+                await controller.run()
+        finally:
+            await training.replay.close()
 
 
 async def _started(*roles: Awaitable[Any]) -> None:
@@ -235,8 +250,8 @@ async def _started(*roles: Awaitable[Any]) -> None:
         raise PreflightError(str(error)) from error
 
 
-async def _evaluate(prepared: Prepared, inference: Inference) -> EvaluationResult:
-    return await build_evaluator(prepared, inference.rollouts, inference.rewards, lambda result: None).run(0)
+async def _evaluate(output: Path | None, prepared: Prepared, inference: Inference) -> list[EvaluationResult]:
+    return await build_evaluator(prepared, inference.rollouts, inference.rewards, lambda result: None, output).run(0)
 
 
 async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
@@ -271,6 +286,7 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
         learner_backend=config.learner.backend,
         learner_ranks=config.resources.learner.num_workers,
         rollout_actors=0 if config.offline.is_on else config.resources.rollout.num_workers,
+        train_prompts=len(prepared.splits[TRAIN].rows),
     )
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
     summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)

@@ -49,10 +49,7 @@ def _in_flight_lines(in_flight: InFlightSummary) -> Iterator[Text]:
         yield _line("sampling", f"{in_flight.num_prompts} prompts, {oldest}")
 
 
-def _replay_lines(replay: ReplayStats | None) -> Iterator[Text]:
-    if replay is None:
-        yield _line("replay", "does not answer")
-        return
+def _replay_lines(replay: ReplayStats) -> Iterator[Text]:
     bytes_shown = f"{replay.num_bytes / MIB:.1f} MiB"
     yield _line("replay", f"{replay.num_ready} ready, {replay.num_taken} taken, {bytes_shown}")
     if replay.oldest_id is not None:

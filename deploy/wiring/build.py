@@ -20,12 +20,11 @@ from cluster.records.trajectory import GroupSummary, Prompt
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.restartable_replay import RestartableReplay
 from cluster.replay.run_identity import run_identity
-from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.roles import Rollouts, SamplingSettings
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
-from cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
@@ -38,6 +37,7 @@ from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.buffer import replay_buffer
+from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
@@ -52,7 +52,6 @@ from rewards.pool.reward_pool import RewardPool
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
-AFTER_TRAINING = 1  # priority of held-out prompts
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
@@ -73,7 +72,7 @@ class Training:
     ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
-    replay: RestartableReplay
+    replay: ReplayBuffer
     watched: tuple[Watched, ...]
 
 
@@ -93,25 +92,20 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
 def spawn_training(
     prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
 ) -> Training:
-    """Start learner ranks, reference scorers and the replay buffer; they build themselves in the background.
+    """Start learner ranks and reference scorers, which build themselves in the background; make the replay buffer.
 
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
-    replay = replay_buffer(config, spawner, on_lost)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
     return Training(
         ranks=ranks,
         learner=learner,
         reference=reference,
-        replay=replay,
-        watched=(
-            *watched,
-            Watched("replay/0", replay.ping, replay.close, on_lost=replay.lose),
-            *watched_reference(reference),
-        ),
+        replay=replay_buffer(config),
+        watched=(*watched, *watched_reference(reference)),
     )
 
 
@@ -164,7 +158,8 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, partial(_record_evaluation, metrics))
+    on_result, folder = partial(record_evaluation, metrics), config.run_folder / RESPONSES_FOLDER
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, folder)
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
@@ -209,6 +204,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
 async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     """The warm start, and the frozen copy of its result that the reference scores with."""
     await warm_start(prepared, learner)
+    await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
 
 
@@ -240,7 +236,7 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
         try:
-            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it lives")
+            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to answer that it is alive")
         except Exception:
             if ranks.workers[index] is handle:
                 raise
@@ -303,28 +299,6 @@ def _regenerator(
     return regenerator
 
 
-def build_evaluator(
-    prepared: Prepared, rollouts: Rollouts, rewards: Rewards, on_result: Callable[[EvaluationResult], None]
-) -> Evaluator:
-    """Held-out evaluation with the run's own rollout actors."""
-    config = prepared.config
-    held_out = fixed_prompts(
-        prepared.usable(config.evaluation.split), prepared.processor, config.evaluation.num_prompts
-    )
-    return Evaluator(
-        prompts=held_out.prompts,
-        rollouts=rollouts,
-        rewards=rewards,
-        settings=SamplingSettings(
-            1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, AFTER_TRAINING
-        ),
-        accuracy_component=config.rewards.accuracy_component,
-        max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
-        schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
-        on_result=on_result,
-    )
-
-
 def _weights(prepared: Prepared, inference: Inference, training: Training) -> WeightSync:
     sync = prepared.config.weight_sync
     weights = WeightSync(
@@ -346,12 +320,6 @@ def probe_prompt(prepared: Prepared) -> Prompt:
     config = prepared.config
     prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.processor, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
-
-
-def _record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
-    if any(known.version == result.version for known in metrics.totals.evaluations):
-        return  # an earlier part of this run has recorded it, later than the checkpoint that this one went on from
-    metrics.record_evaluation(result.version, result.accuracy, (result.low, result.high), result.num_scored)
 
 
 def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> None:

@@ -17,6 +17,7 @@ from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.reducers import wilson
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.replay.run_identity import run_identity
@@ -140,6 +141,8 @@ def _record_result(metrics: Metrics, num_rows: int, version: int, found: Mapping
     metrics.observe(MetricName.HELD_OUT_LOSS, found[MetricName.LOSS])
     if MetricName.MARGIN in found:
         metrics.observe(MetricName.HELD_OUT_MARGIN, found[MetricName.MARGIN])
-    if all(known.version != version for known in metrics.totals.evaluations):
-        interval = wilson(found[MetricName.ACCURACY] * num_rows, num_rows)
-        metrics.record_evaluation(version, found[MetricName.ACCURACY], (interval.low, interval.high), num_rows)
+    if not metrics.totals.has_evaluation(version, HELD_OUT):  # an earlier part of this run may have recorded it
+        share = wilson(min(found[MetricName.ACCURACY], 1.0) * num_rows, num_rows)
+        metrics.record_evaluation(
+            EvaluationRecord(version, share.mean, share.low, share.high, num_rows, values=dict(found))
+        )

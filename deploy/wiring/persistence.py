@@ -40,7 +40,7 @@ def build_journal_writer(config: RunConfig) -> GroupJournal:
     """What the replay buffer writes to."""
     if not config.replay.journal:
         return NoJournal()
-    return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s)
+    return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)
 
 
 def reached_version(config: RunConfig, version: int) -> int:

@@ -24,7 +24,7 @@ from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.schema import DataKind, PolicyConfig, RunConfig
+from configs.schema import DataKind, EvaluationConfig, PolicyConfig, RunConfig
 from learner.policies.families import max_positions, takes_pictures
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
@@ -100,9 +100,14 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
             max_tokens=config.offline.max_tokens,
             has_tail=config.offline.job == "reward_model",
         )
-    names = (TRAIN, config.evaluation.split) if config.offline.is_on else (TRAIN, VALIDATION, config.evaluation.split)
+    names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
+
+
+def _splits(evaluation: EvaluationConfig) -> list[str]:
+    used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
+    return list(dict.fromkeys(used))
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:

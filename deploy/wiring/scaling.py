@@ -20,7 +20,7 @@ from configs.schema import RunConfig
 from deploy.wiring.spawner import BOOKING_S, Spawner
 
 VISIT_INTERVAL_S = 1.0
-VISIT_DEADLINE_S = 20.0  # of one call to the panel or the replay buffer
+VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
 
 class RoleHosts:
@@ -89,6 +89,7 @@ def control_loop(
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
         interval_s=VISIT_INTERVAL_S,
+        start_s=config.timeouts.start_s,
         deadline_s=VISIT_DEADLINE_S,
         scale_s=BOOKING_S,
     )

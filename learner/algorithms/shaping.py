@@ -37,19 +37,29 @@ def length_rewards(lengths: Tensor, is_solved: Tensor, included: Tensor, group_i
     return result
 
 
+def token_rewards(reward: float, costs: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The reward of each token, float64 [T]: less its cost, and the response's own at its last trained token.
+
+    Args:
+        reward: of the response.
+        costs: [T], subtracted from the reward of each token.
+        mask: bool [T], trained tokens; the reward of other tokens is 0.
+    """
+    rewards = np.where(mask, -costs.astype(np.float64), 0.0)
+    if mask.any():
+        rewards[int(np.flatnonzero(mask)[-1])] += reward
+    return rewards
+
+
 def credit_by_token(advantage: float, costs: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
-    """gamma^(last - t) A - sum_{k >= t} gamma^(k - t) m_k c_k, the return of each token [T].
+    """gamma^(last - t) A - sum_{k >= t} gamma^(k - t) m_k c_k, the return of each token, float32 [T].
 
     Args:
         advantage: of the response, earned at its last trained token.
         costs: [T], subtracted from the reward of each token.
         mask: bool [T]; costs of other tokens count 0.
     """
-    if not mask.any():
-        return np.zeros(len(mask), dtype=np.float32)
-    last = int(np.flatnonzero(mask)[-1])
-    rewards = np.where(mask, -costs.astype(np.float64), 0.0)
-    rewards[last] += advantage
+    rewards = token_rewards(advantage, costs, mask)
     if gamma == 1.0:
         return np.cumsum(rewards[::-1])[::-1].astype(np.float32)
     returns, following = np.zeros(len(mask)), 0.0

@@ -20,7 +20,7 @@ from learner.backends.base import Wanted, everything
 from learner.backends.gather import gather_whole
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
-from learner.policies.token import TokenPolicy
+from learner.policies.token import TokenModel
 
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
 
@@ -37,7 +37,7 @@ class FSDP2Backend:
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: TokenPolicy) -> TokenPolicy:
+    def wrap(self, policy: TokenModel) -> TokenModel:
         self._num_ranks = dist.get_world_size()
         self._states = ShardedWriter()
         mesh = init_device_mesh(self._device.type, (self._num_ranks,))

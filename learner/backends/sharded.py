@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cluster.errors import CheckpointError
-from learner.policies.token import TokenPolicy
+from learner.policies.token import TokenModel
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
 
@@ -35,7 +35,7 @@ class ShardedWriter:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(
-        self, folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer, version: int
+        self, folder: Path, policy: TokenModel, optimizer: torch.optim.Optimizer, version: int
     ) -> Callable[[], None]:
         """Copy the state; what is returned writes it."""
         state = {**_trained_state(policy, optimizer), "version": version}
@@ -44,7 +44,7 @@ class ShardedWriter:
         return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
 
 
-def load_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> int:
+def load_sharded(folder: Path, policy: TokenModel, optimizer: torch.optim.Optimizer) -> int:
     """Read this rank's part; returns the version. Collective.
 
     Raises:
@@ -59,7 +59,7 @@ def load_sharded(folder: Path, policy: TokenPolicy, optimizer: torch.optim.Optim
     return int(state["version"])
 
 
-def load_weights(folder: Path, policy: TokenPolicy) -> int:
+def load_weights(folder: Path, policy: TokenModel) -> int:
     """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it; returns
     the version.
 
@@ -78,7 +78,7 @@ def _refuse_incomplete(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no complete learner state: use an older checkpoint")
 
 
-def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def _trained_state(policy: TokenModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     is_fresh = not optimizer.state
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     if is_fresh:  # torch has taken a step of nothing to fill the state, and Adam corrects its moments by their number
@@ -88,6 +88,6 @@ def _trained_state(policy: TokenPolicy, optimizer: torch.optim.Optimizer) -> dic
     return {"model": _without_frozen(policy, model_state), "optimizer": optimizer_state}
 
 
-def _without_frozen(policy: TokenPolicy, state: dict[str, Any]) -> dict[str, Any]:
+def _without_frozen(policy: TokenModel, state: dict[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}

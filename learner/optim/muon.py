@@ -31,7 +31,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         matrices, others = [], []
         for name, parameter in named:
-            is_hidden = parameter.ndim == 2 and not any(part in name for part in NOT_HIDDEN)
+            is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1  # one row is a scalar head, so a vector
+            is_hidden = is_matrix and not any(part in name for part in NOT_HIDDEN)
             (matrices if is_hidden else others).append(parameter)
         self._inner: list[torch.optim.Optimizer] = []
         if matrices:

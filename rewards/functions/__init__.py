@@ -31,6 +31,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "ocr": "rewards.functions.ocr:Ocr",
     "overlong": "rewards.functions.overlong:Overlong",
     "pick_score": "rewards.models.clip:PickScore",
+    "reflection": "rewards.functions.reflection:Reflection",
     "relaxed_accuracy": "rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
     "reward_model": "rewards.models.reward_model:RewardModel",
 }

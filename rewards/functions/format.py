@@ -1,4 +1,4 @@
-"""Format: 1 if the response has the asked-for shape, else 0, whatever it says."""
+"""Format: 1 if the response has the asked-for shape, else 0, whatever its content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flaw = Callable[[str], str]  # what is wrong with a response's shape, or ""
 
 
 class Format:
-    """Holds a response against one shape; exactly one option says which. Given no shape, it is refused.
+    """Holds a response against one shape; exactly one option selects it. Given no shape, it is refused.
 
     `preset="boxed"`: exactly one balanced, non-empty `\\boxed{...}` with nothing but white space after it.
     `preset="think_answer"`: `<think>...</think><answer>...</answer>`, each tag once, nothing around them.

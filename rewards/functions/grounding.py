@@ -28,7 +28,7 @@ class Grounding:
     number ("14" is not in "page 14 of 2020"); another text is compared without case, surrounding punctuation or a
     leading article. A claim made twice counts once.
 
-    `claims` says where they are: `metadata:KEY`, or in the response, which is a strict JSON object, `json:FIELD`
+    `claims` selects where they are: `metadata:KEY`, or in the response, which is a strict JSON object, `json:FIELD`
     (`fenced_json:FIELD` admits a code block), an array of texts and numbers. `evidence` is the key of the metadata that
     has the entities to be claimed.
 

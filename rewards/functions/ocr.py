@@ -27,7 +27,7 @@ class Ocr:
     has the target in it, else their edit distance (the reward of Flow-GRPO, Liu et al. 2025). `exact` asks for equality
     instead: 1 or 0, and the target within more text is 0. Of several references the nearest counts.
 
-    `target` says what should be there: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of
+    `target` names what should be there: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of
     several pictures (a video's frames) every `frame_stride`-th is read, from the first on; the value is their mean, and
     a frame in which nothing is read counts 0. `num_threads` is for the network.
 

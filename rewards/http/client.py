@@ -1,4 +1,4 @@
-"""The reward function `http`: a service scores responses, ours or one that speaks LightRFT's protocol."""
+"""The reward function `http`: a service scores responses, ours or one with LightRFT's protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Dialect(Protocol):
     def body(self, samples: Sequence[Any]) -> bytes: ...
 
     def outcomes(self, reply: bytes) -> Sequence[float | Outcome]:
-        """What a reply says, whatever its length."""
+        """The content of a reply, whatever its length."""
         ...
 
 
@@ -76,7 +76,7 @@ class HttpReward:
 
     `dialect` is mobula, lightrft, or lightrft_responses where services score queries as a whole. `batch_size` samples
     at most travel in one request, fewer where their bytes are too many. A reply with another number of outcomes than
-    samples says nothing about any of them. A request that is refused because of one of its samples (413, 422) is halved
+    samples is no error of any of them. A request that is refused because of one of its samples (413, 422) is halved
     until that one is alone.
     """
 

@@ -28,7 +28,7 @@ class LoopThread:
         self._closers.append(closer)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; what deadline it has is its own affair."""
+        """The coroutine's result; it has its own deadline."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()

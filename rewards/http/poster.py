@@ -46,7 +46,7 @@ class JsonPoster:
     """Posts request bodies; usable from any thread.
 
     Connection errors, timeouts, 5xx and 429 are tried again after a random pause of up to `backoff_s` * 2^attempt
-    ("full jitter"), or after what Retry-After says; any other 4xx is final.
+    ("full jitter"), or after Retry-After; any other 4xx is final.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -122,7 +122,7 @@ class JsonPoster:
         if last.retry_after_s is not None and not self._endpoints.is_any_free():
             pause_s = max(pause_s, last.retry_after_s)
         if asyncio.get_running_loop().time() + pause_s >= deadline:
-            raise last.error  # which says more than that time is up
+            raise last.error  # more specific than the deadline
         await asyncio.sleep(pause_s)
 
     async def _attempt(self, endpoint: Endpoint, body: bytes) -> bytes:
@@ -162,6 +162,6 @@ class JsonPoster:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Seconds that a busy server (429, 503) asks for; None where it says nothing, or gives a date."""
+    """Seconds that a busy server (429, 503) asks for; None where there is none, or a date."""
     said = response.headers.get("Retry-After", "")
     return float(said) if response.status in (429, 503) and said.isdecimal() else None

@@ -34,7 +34,8 @@ class RequestGate:
     """ASGI middleware. `token` of None admits everybody; health and the API's description are open to all.
 
     401 without the token, 413 for a body above `max_request_bytes`, 408 for one that takes longer than `read_s`; 503
-    while `is_full()`, so that no body is read for nothing. `on_status` hears the status of every POST, refused or not.
+    while `is_full()`, so that no body is read for nothing. `on_status` is called with the status of every POST, refused
+    or not.
     """
 
     app: App
@@ -111,7 +112,7 @@ class RequestGate:
                     if not message.get("more_body", False):
                         return
         except TimeoutError:
-            return  # it has been told long enough
+            return  # the client was answered
 
     def _too_large(self, num_bytes: int, *, is_more_to_come: bool = True) -> _Refusal:
         said = f"the body has {num_bytes} bytes or more, {self.max_request_bytes} are allowed: send fewer samples"

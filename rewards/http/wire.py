@@ -1,4 +1,4 @@
-"""What our reward service speaks: samples in, one typed outcome a sample out."""
+"""The protocol of our reward service: samples in, one typed outcome a sample out."""
 
 from __future__ import annotations
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from cluster.runtime.concurrency import DaemonThread
 from rewards.contract import TimedOutError
 
 T = TypeVar("T")
-_Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class InTime:
@@ -31,7 +29,7 @@ class InTime:
 
     def __init__(self, *, timeout_s: float = math.inf) -> None:
         self._timeout_s = timeout_s
-        self._thread: _Thread | None = None
+        self._thread: DaemonThread | None = None
         self._late: list[Future[Any]] = []
         self.deadline = math.inf
 
@@ -52,7 +50,7 @@ class InTime:
             return work()
         if timeout_s <= 0:
             raise TimedOutError(f"no time was left for {what}")
-        self._thread = self._thread or _Thread()
+        self._thread = self._thread or DaemonThread("reward-in-time")
         future = self._thread.submit(work)
         try:
             return future.result(timeout_s)
@@ -62,24 +60,3 @@ class InTime:
             self._late.append(future)
             self._thread = None  # the next work gets another one
             raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None
-
-
-class _Thread:
-    """One thread for one job after the other: what an engine keeps per thread is made once."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        threading.Thread(target=self._work, name="reward-in-time", daemon=True).start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._jobs.put((future, work))
-        return future
-
-    def _work(self) -> None:
-        while True:
-            future, work = self._jobs.get()
-            try:
-                future.set_result(work())
-            except BaseException as error:  # the waiting call gets it
-                future.set_exception(error)

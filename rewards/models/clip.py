@@ -65,7 +65,7 @@ class ClipScore:
     `model` is a CLIP checkpoint; `processor` another one with tokenizer and image processor, or null. `text` is
     question or response, `pictures` those of the prompt or of the response. `clamp` raises negative values to 0.
     CLIPScore as published is `scale` 2.5 with `clamp`; the common percentage is 100. `question_pattern` is as in
-    `QuestionFinder`. Texts beyond CLIP's length lose their end, and the score says so.
+    `QuestionFinder`. Texts beyond CLIP's length lose their end, which the score's reason states.
     """
 
     def __init__(

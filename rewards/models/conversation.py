@@ -20,7 +20,7 @@ CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each roun
 
 @dataclass(frozen=True)
 class Conversation:
-    """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` says what was cut."""
+    """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` names what was cut."""
 
     inputs: Mapping[str, torch.Tensor]
     note: str = ""

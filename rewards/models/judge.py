@@ -1,4 +1,4 @@
-"""The reward function `judge`: a generative model behind the OpenAI chat API reads an answer and says its score."""
+"""The reward function `judge`: a generative model behind the OpenAI chat API reads an answer and gives its score."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Judge:
     r"""Asks `urls`, whole chat-completion URLs such as http://127.0.0.1:8000/v1/chat/completions, one answer a request.
 
     `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
-    `pictures` are sent ahead of the text: none, prompt, response or both. `verdict` says where in the reply the score
+    `pictures` are sent ahead of the text: none, prompt, response or both. `verdict` names where in the reply the score
     stands: a way of `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a
     group `score`. A score outside of `minimum` and `maximum`, or none at all, is a failure. `extra` is added to the
     request, e.g. {seed: 0, response_format: {...}}. `question_pattern` is as in `QuestionFinder`; see `Connection` for

@@ -27,7 +27,7 @@ class RewardModel:
     with a `score.weight`. `form` is chat (question and answer through the model's chat template) or pair (two segments,
     for encoders). `label` names or numbers the label to read; null takes the only one. `question_pattern` finds the
     question in the rendered prompt (see `QuestionFinder`). A conversation of more than `max_tokens` loses the end of
-    its answer, never of its question, and the score says so. `batch_size` conversations are scored at a time.
+    its answer, never of its question, which the score's reason states. `batch_size` conversations are scored at a time.
     """
 
     def __init__(

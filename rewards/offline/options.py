@@ -1,4 +1,4 @@
-"""What a scoring is told: weights, format, budgets, threshold, and how much of it is shown."""
+"""The options of a scoring: weights, format, budgets, threshold, and how much of it is shown."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def run_in_order(
 
     The processes are copies of this one, so the function need not be picklable; with one of them everything happens in
     this process, unless the function `may_hang`: only another process can be stopped. They end with the iterator,
-    however it ends. A process that says after a task that it `is_spent` is replaced.
+    however it ends. A process that reports `is_spent` after a task is replaced.
 
     Raises:
         WorkerDiedError: a process ended before its task was done.

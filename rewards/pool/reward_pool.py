@@ -30,7 +30,7 @@ class LossCounter:
     """`failures` of a pool, and the way in which services report lost workers and answers to it."""
 
     def __init__(self, on_lost: Callable[[str], None] = lambda kind: None) -> None:
-        """`on_lost` is told the kind of each loss of a worker."""
+        """`on_lost` is called with the kind of each loss of a worker."""
         self._on_lost = on_lost
         self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
@@ -75,7 +75,7 @@ class RewardPool:
         await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
-        """Begin to score a response before its group is there. What is said of it counts if the group holds it."""
+        """Begin to score a response before its group is there. Its outcome counts if the group holds it."""
         self._ahead.begin(ended)
 
     async def score(self, group: Any, group_id: str) -> tuple[Reward | None, ...]:
@@ -134,14 +134,16 @@ class RewardPool:
         return _merged(found)
 
     async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
-        """`said` with what was said ahead; where the way to the components failed then, they are asked again."""
+        """`said` completed with the outcomes that were scored ahead; where the way to the components failed then, they
+        are asked again.
+        """
         if not ahead:
             return list(said.outcomes)
-        told = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
-        used = {i: outcomes for i, outcomes in told.items() if outcomes is not None}
+        ahead_outcomes = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
+        used = {i: outcomes for i, outcomes in ahead_outcomes.items() if outcomes is not None}
         self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
         again = said
-        if len(used) < len(told):
+        if len(used) < len(ahead_outcomes):
             again = await self._ask(group, {i: begun.digest for i, begun in ahead.items() if i in used})
         return [used[i] if i in used else outcomes for i, outcomes in enumerate(again.outcomes)]
 
@@ -160,7 +162,7 @@ class RewardPool:
 
 
 def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
-    """What all services said of each response; a response that is known is known to all of them."""
+    """The outcomes of all services for each response; a response that is known is known to all of them."""
     if len(parts) == 1:
         return parts[0]
     whole = [

@@ -1,4 +1,4 @@
-"""Responses that are scored while their siblings are still sampled, kept until their group comes for what was said."""
+"""Responses that are scored while their siblings are still sampled, kept until their group is complete."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ScoringAhead:
 
     @contextmanager
     def taken(self, prompt_id: str) -> Iterator[Mapping[int, Ahead]]:
-        """What was begun for the group, by sibling. It is forgotten, and what then still runs is given up."""
+        """What was begun for the group, by sibling. It is dropped, and what still runs then is cancelled."""
         siblings = self._begun.pop(prompt_id, {})
         try:
             yield siblings

@@ -1,4 +1,4 @@
-"""One reward worker: groups in, for each response what every component of the worker's service says of it out."""
+"""One reward worker: groups in, the outcomes of every component of the worker's service out."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MAX_PICTURES = 64  # that one worker keeps at hand
 class Question:
     """What a service is to score: a `TrajectoryGroup`, or `Answers`, as object ref or value.
 
-    `earlier[i]` holds what other services said of response i, where gates look at it. `known` holds the digests of
-    responses, by position, that need not be scored: a response that is another one than its digest says is scored.
+    `earlier[i]` holds the outcomes of other services for response i, where gates look at it. `known` holds the digests
+    of responses, by position, that need not be scored: a response that does not match its digest is scored.
     """
 
     group: Any
@@ -37,12 +37,14 @@ class Question:
 
 @dataclass(frozen=True)
 class GroupOutcomes:
-    """What one service says of a group: for each trajectory, in order, component -> outcome; None where it is known."""
+    """The outcomes of one service for a group: for each trajectory, in order, component -> outcome; None where it is
+    known.
+    """
 
     label: str  # of the group's recipe
     trajectory_ids: tuple[str, ...]
     outcomes: tuple[Mapping[str, Outcome] | None, ...]
-    num_retried: int = 0  # responses that a component was given again; all of a call are told with its first group
+    num_retried: int = 0  # responses that a component was given again; all of a call are counted with its first group
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How it travels: scores as plain values, for each object among them takes longer than its few bytes."""

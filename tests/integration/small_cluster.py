@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import sys
 from collections import Counter
@@ -20,7 +19,7 @@ from fakes import FakeMetrics, FakePrompts
 from reward_data import component, pool_over, rewards_of
 from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
-from small_workers import OBJECT_S, SmallReplay, SmallReward, SmallScorer
+from small_workers import OBJECT_S, SmallReward, SmallScorer
 
 from actors.reference.pool import ReferencePool
 from actors.rollout.client import RolloutClient
@@ -30,11 +29,10 @@ from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, 
 from cluster.recovery.recording_learner import RecordingLearner
 from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.recovery.resume import JournalRecovery
-from cluster.replay.client import ReplayClient, ReplayDeadlines
+from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.journal import Journal
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.restartable_replay import RestartableReplay
 from cluster.roles import SamplingSettings
 from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests
@@ -150,7 +148,7 @@ class SmallRun:
     @property
     def is_whole(self) -> bool:
         """Whether every worker serves and runs, also those that are restored together with others."""
-        singles = ["replay/0", *(f"learner/{rank}" for rank in range(NUM_RANKS))]
+        singles = [f"learner/{rank}" for rank in range(NUM_RANKS)]
         names = [*singles, *(worker.name for worker in self.workers)]
         return all(w.state is WorkerState.SERVING for w in self.workers) and all(map(self.saboteur.is_there, names))
 
@@ -189,13 +187,12 @@ class SmallRun:
             budget=RestartBudget(POLICY),
             on_lost=self._lost,
         )
-        self.replay = RestartableReplay(
-            self._new_buffer(),
-            self._spawn_buffer,
-            max_bytes=math.inf,
+        self.replay = ReplayBuffer(
+            journal=JournalWriter(self._journal(), timeout_s=OBJECT_S),
+            min_ready=PROMPTS_PER_STEP,
+            room_s=30,
             take_s=120,
-            budget=RestartBudget(POLICY),
-            on_lost=self._lost,
+            close_s=2,
         )
         self.rewards = self._reward_pool()
         self.reference = self._reference_pool()
@@ -232,7 +229,6 @@ class SmallRun:
         regenerator = self._regenerator(dispatcher)
         reference = RegeneratingReference(self.reference, regenerator)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
-        watched.append(Watched("replay/0", self.replay.ping, _nothing, self.replay.lose))
         watched += [watched_pool("reward", self.rewards.check, _nothing)]
         watched += [watched_pool("reference", self.reference.pool.check, _nothing)]
         return Controller(
@@ -322,7 +318,8 @@ class SmallRun:
         async def ping() -> None:
             asked = self._ranks.workers[index]
             try:
-                await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=f"learner/{index} to say that it lives")
+                what = f"learner/{index} to answer that it is alive"
+                await answer(asked.is_alive.remote(), timeout_s=SIGN_S, what=what)
             except Exception:
                 if self._ranks.workers[index] is asked:
                     raise
@@ -351,15 +348,6 @@ class SmallRun:
 
     def _spawn_ranks(self) -> list[Any]:
         return [self._spawn(SmallLearner, f"learner/{rank}", rank, NUM_RANKS) for rank in range(NUM_RANKS)]
-
-    async def _spawn_buffer(self) -> ReplayClient:
-        return self._new_buffer()
-
-    def _new_buffer(self) -> ReplayClient:
-        journal = JournalWriter(self._journal(), timeout_s=OBJECT_S)
-        handle = self._spawn(SmallReplay, "replay/0", max_concurrency=32, journal=journal, min_ready=PROMPTS_PER_STEP)
-        deadlines = ReplayDeadlines(START_S, 10, 30, sign_s=SIGN_S, stop_s=2)
-        return ReplayClient(handle, deadlines, is_journalled=True)
 
     def _journal(self) -> Journal:
         return Journal(self.folder / "journal", {})

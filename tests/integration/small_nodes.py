@@ -46,7 +46,7 @@ from deploy.wiring.spawner import Spawner  # noqa: E402
 VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is struck
 THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; others on the head
 PLANNED = {"reward": 1, "learner": 2}  # role -> node of those that the run's own spawner places
-ALL = (*THERE, "reward/1", "replay/0", "learner/0", "learner/1")
+ALL = (*THERE, "reward/1", "learner/0", "learner/1")
 NUM_STEPS = 11
 ANSWER_BYTES = 200_000  # Ray keeps smaller objects with their owner, the driver
 STORE_BYTES = 80 * 2**20

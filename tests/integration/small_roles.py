@@ -22,7 +22,7 @@ from small_workers import OBJECT_S
 
 from actors.rollout.server import PromptServer
 from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Prompt, Response, ScoredGroup, Told, TrajectoryGroup
+from cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.runtime.object_store import fetch_or_miss
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
@@ -59,7 +59,7 @@ class SmallRollout(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         versions = []
         while self._version < settings.min_version:
             await asyncio.sleep(0.002)

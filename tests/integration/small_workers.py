@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from sabotage import Saboteur
 
 from cluster.records.trajectory import Answers, ScoredGroup, TrajectoryGroup
-from cluster.replay.buffer import ReplayBuffer
 from cluster.runtime.object_store import fetch_or_miss
 from rewards.contract import Score
 from rewards.pool.worker import GroupOutcomes, Question
@@ -63,11 +61,3 @@ class SmallScorer:
         return True
 
     def close(self) -> None: ...
-
-
-class SmallReplay(ReplayBuffer):
-    """The buffer itself, as somebody that things happen to."""
-
-    def __init__(self, name: str, folder: Path, **settings: Any) -> None:
-        Saboteur(folder).enlist(name)
-        super().__init__(**settings)

@@ -104,7 +104,7 @@ class Outcome:
     ledger: Ledger = field(default_factory=Ledger)
     faults: Counter[str] = field(default_factory=Counter)
     losses: Counter[str] = field(default_factory=Counter)
-    memory: dict[str, list[float]] = field(default_factory=lambda: {"driver": [], "buffer": [], "object store": []})
+    memory: dict[str, list[float]] = field(default_factory=lambda: {"driver": [], "object store": []})
 
     @property
     def violations(self) -> list[str]:
@@ -193,7 +193,7 @@ async def _sabotage(run: SmallRun, outcome: Outcome, rng: random.Random) -> None
         if rng.random() < 0.1:
             await _scale(run, outcome, rng)
             continue
-        names = ["replay/0", "learner/0", "learner/1", *(worker.name for worker in run.workers)]
+        names = ["learner/0", "learner/1", *(worker.name for worker in run.workers)]
         victim, (word, sign) = rng.choice(names), rng.choice(list(KINDS.items()))
         if run.saboteur.is_there(victim):
             outcome.faults[f"{victim.partition('/')[0]} {word}"] += 1
@@ -229,8 +229,6 @@ async def _look(run: SmallRun, outcome: Outcome) -> None:
         if outcome.ledger.idle_s > STUCK_S:
             raise TimeoutError(f"no step for {outcome.ledger.idle_s:.0f} s: {run.workers}, {outcome.lines()}")
         outcome.memory["driver"].append(_resident_bytes(os.getpid()))
-        if run.saboteur.is_there("replay/0"):
-            outcome.memory["buffer"].append(_resident_bytes(run.saboteur.process_id("replay/0")))
         outcome.memory["object store"].append(await asyncio.to_thread(_object_store_bytes))
 
 

@@ -12,7 +12,7 @@ from core_apart import CoreApart
 from sabotage import Saboteur
 
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import Prompt, Told, TrajectoryGroup
+from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.manifest import Manifest
 
@@ -36,7 +36,7 @@ class StruckRollout(CoreApart):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         generating = asyncio.ensure_future(super().generate(prompt, settings, attempt))
         await asyncio.sleep(0)  # it is with the engine now
         await _beside("generating")

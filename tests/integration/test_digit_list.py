@@ -62,7 +62,7 @@ def found(lists: Job) -> RunFolder:
 def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found: RunFolder) -> None:
     """An answer without the right sentences scores 0; with digits at random in them it scores about a tenth."""
     assert found.summary is not None
-    assert (found.summary.status, found.summary.version, found.summary.restarts) == ("done", NUM_STEPS, 0)
+    assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])
     assert found.summary.accuracy_before is not None
     assert 0.03 < found.summary.accuracy_before < 1
     assert any(0 < sample.reward < 1 for sample in found.samples.samples)

@@ -21,6 +21,10 @@ from cluster.metrics.summary import Summary
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RESUMED_STEPS = 6  # of the run that is killed on the way
+SUITE = (
+    "evaluation.suites={sampled: {split: validation, num_prompts: 8, num_samples: 4, temperature: 1.0, top_p: 0.9}}",
+    "evaluation.save_responses=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two vLLM engines and two FSDP2 ranks in turns, max_staleness=0."""
     folder = tmp_path_factory.mktemp("on_policy")
     words = ("experiment=digits", "resources=laptop_colocated", f"data.path={folder / 'digits'}", "num_steps=4")
-    job = Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1"))
+    job = Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1", *SUITE))
     try:
         job.finish(job.start())
         yield job
@@ -67,6 +71,19 @@ def test_the_final_line_prints_both_accuracies_and_the_reports_path(on_policy: J
     last = on_policy.output.strip().splitlines()[-1]
     assert f"{summary.accuracy_before:.1%} after the warm start, {summary.accuracy_after:.1%} after RL" in last
     assert last.endswith(str(on_policy.run_folder / "report.html"))
+
+
+def test_a_suite_is_evaluated_with_its_own_decoding_and_its_responses_are_kept(
+    on_policy: Job, report: RunFolder
+) -> None:
+    before, after = report.suites["sampled"]
+    assert (before.version, after.version, before.num) == (0, 4, 8 * 4)
+    assert before.values["pass_at_1"] == pytest.approx(before.accuracy)
+    assert before.values["pass_at_1"] <= before.values["pass_at_2"] <= before.values["pass_at_4"]
+    rows = [json.loads(line) for line in (on_policy.run_folder / "evaluations/sampled-4.jsonl").open()]
+    assert len(rows) == 8 and all(len(row["predictions"]) == len(row["correct"]) == 4 for row in rows)
+    assert after.accuracy == pytest.approx(sum(sum(row["correct"]) for row in rows) / 32)
+    assert any(len(set(row["predictions"])) > 1 for row in rows), "sampled, not greedy"
 
 
 def test_with_max_staleness_0_every_trained_token_has_the_current_version(report: RunFolder, summary: Summary) -> None:
@@ -113,7 +130,7 @@ def test_the_report_shows_curves_plan_and_samples(on_policy: Job, report: RunFol
     assert "http://" not in page.replace("http://www.w3.org", "")
     for worker in report.plan:
         assert worker.role in page
-    assert {worker.role for worker in report.plan} == {"learner", "rollout", "reference", "reward", "replay"}
+    assert {worker.role for worker in report.plan} == {"learner", "rollout", "reference", "reward"}
     assert "data:image/png;base64," in page
     assert len(report.samples.samples) > 0
     assert [e.version for e in report.evaluations] == [0, 4]

@@ -48,23 +48,24 @@ WORDS = (
 )
 
 
+@pytest.mark.parametrize("faults", [FAULTS[:2], pytest.param(FAULTS[2:], marks=pytest.mark.exhaustive)], ids=",".join)
 def test_no_prompt_and_no_reported_token_is_lost_in_the_middle_of_long_responses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    faults: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOBULA_TEST_STEPS_PER_FAULT", "8")  # until responses have two pushes behind them
     model, data = write_load_model(tmp_path / "load", 1_000_000), write_load_data(tmp_path / "data", 20)
     where = (f"folder={tmp_path / 'runs'}", "name=job", f"policy.model={model}", f"data.path={data}")
     job = Job(tmp_path, ())
     try:
-        job.finish(job.start_script(str(SCRIPT), str(tmp_path), ",".join(FAULTS), *WORDS, *where))
+        job.finish(job.start_script(str(SCRIPT), str(tmp_path), ",".join(faults), *WORDS, *where))
         none_left(job.marks[0])
     finally:
         job.end()
     saboteur = Saboteur(tmp_path)
-    assert len(saboteur.struck) == len(FAULTS)
+    assert len(saboteur.struck) == len(faults)
     found = read_run_folder(job.run_folder)
     assert found.summary is not None and found.summary.status == "done"
-    assert found.summary.restarts == len(FAULTS)
+    assert found.summary.restarts == len(faults)
     assert found.summary.logprob_gap_max is not None and found.summary.logprob_gap_max <= 1e-3
     assert max(found.summary.staleness) <= 4
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
@@ -73,7 +74,7 @@ def test_no_prompt_and_no_reported_token_is_lost_in_the_middle_of_long_responses
     assert places == list(range(found.summary.num_steps * STEP))
     by_name = {group.group_id.replace("/", "-"): group for group in groups}
     left = saboteur.left()
-    assert len(left) == len(FAULTS)
+    assert len(left) == len(faults)
     for name, reported in left.items():
         for trajectory, tokens in zip(by_name[name].trajectories, reported, strict=True):
             assert trajectory.actions.token_ids[: len(tokens)].tolist() == tokens

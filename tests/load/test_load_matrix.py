@@ -1,6 +1,7 @@
 """The main job under loads that users have: long responses and prompts, split prefills, preemptions, pushes in flight.
 
-A chosen fifth of the rows runs with every suite, all of them with `-m load`; docs/operations.md has the last results.
+A few steps of a chosen fifth of the rows run with every suite, all rows in full with `-m load`; docs/operations.md has
+the last results.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import psutil
 import pytest
 from jobs import Job, marked, none_left
 from load_model import NUM_ROWS, write_load_data, write_load_model
-from rows import CHOSEN, FACTORS, MANY_STEPS, ROWS, Row
+from rows import CHOSEN, FACTORS, FEW_STEPS, MANY_STEPS, ROWS, Row
 
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from cluster.replay.trajectory_log import TrajectoryLog
@@ -73,11 +75,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str | int,
     yield found
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=() if n in CHOSEN else pytest.mark.exhaustive, id=str(row)) for n, row in enumerate(ROWS)],
-)
+@pytest.mark.parametrize("row", [replace(ROWS[n], most_steps=FEW_STEPS) for n in CHOSEN], ids=str)
+def test_a_few_steps_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Path) -> None:
+    check_run(row, inputs, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_run_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Path) -> None:
+    check_run(row, inputs, tmp_path)
+
+
+def check_run(row: Row, inputs: dict[str | int, Path], tmp_path: Path) -> None:
     job = Job(tmp_path, ())
     memory: list[int] = []
     try:
@@ -96,7 +105,7 @@ def test_a_run_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Pat
     _note(row, found, memory)
     assert found.summary is not None
     summary = found.summary
-    assert (summary.status, summary.version) == ("done", row.num_steps)
+    assert (summary.status, summary.version, found.faults) == ("done", row.num_steps, [])
     last = found.steps[-1].counters
     assert (summary.restarts, last.get("rollout_retries", {}), summary.rejected) == (0, {}, {})
     assert _trained(job.run_folder) == list(range(row.num_steps * row.prompts_per_step))

@@ -1,28 +1,36 @@
-"""Engines that die, hang, slow down and lose replies at given moments, for runs in virtual time."""
+"""The run's own rollout pool over engines that die, hang, slow down and lose replies at given moments, for runs in
+virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from fakes import NUM_TOKENS, FakeLearner, make_group
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 from cluster.records.trajectory import Generated, Prompt, ScoredGroup
 from cluster.roles import SamplingSettings, UpdateReport
+from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from cluster.workers.restart_policy import RestartPolicy
 
+T = TypeVar("T")
 DEADLINE_S = 60.0  # for one group
-CONNECT_S = 4.0  # until a call notices that its engine is down
+PROBE_S = 10.0  # for one token; a slow engine needs a third of it
+CONNECT_S = 4.0  # until a call has reached its engine
+CHECK_S = 10.0  # between two checks of an engine
 SLOWNESS = 30
+NEVER_EXHAUSTED = RestartPolicy(max_restarts=10_000, window_s=1e9, backoff_s=1.0, max_backoff_s=1.0)
 
 
 class Kind(StrEnum):
-    DIE = "die"  # what it was doing is lost; calls fail until it is back
-    HANG = "hang"  # it stands still, then goes on as if nothing had been
+    DIE = "die"  # the process is lost; another one cannot start before the fault is over
+    HANG = "hang"  # the process stands still, then goes on as if nothing had been
     SLOW = "slow"
     LOSE_REPLY = "lose_reply"  # what it finishes meanwhile is never heard of
 
@@ -42,74 +50,158 @@ class Fault:
 
 
 class FaultyEngine:
-    """Samples a token in a second or many, whatever else it does; each with the version that its pool then has."""
+    """Implements `cluster.rollout.rollout_pool.Engine`: samples a token in a second or many, with the version that it
+    then serves.
 
-    def __init__(self, faults: Sequence[Fault], timing: int) -> None:
-        self.num_in_flight = 0
+    A fault that begins while the process lives happens to it; the next process of its seat starts when the seat is no
+    longer one of a dead process.
+    """
+
+    def __init__(self, name: str, faults: Sequence[Fault], timing: int) -> None:
+        self.name = name
+        self.version = -1
         self._faults = faults
         self._timing = timing
+        self._started_s = 0.0
+        self._is_closed = asyncio.Event()
 
-    async def sample(self, prompt: Prompt, min_version: int, pool: FaultyRolloutPool) -> Generated:
+    async def start(self) -> None:
+        while dead := [f for f in self._faults if f.kind is Kind.DIE and f.at_s <= _now() < f.end_s]:
+            await asyncio.sleep(max(fault.end_s for fault in dead) - _now())
+        self._started_s = _now()
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        return await self._call(self._sample(prompt, settings), DEADLINE_S, f"generate prompt {prompt.prompt_id}")
+
+    async def is_alive(self) -> None:
+        self._check_alive()
+
+    async def probe(self) -> None:
+        await self._call(self._sample_token(0.1), PROBE_S, "sample one token")
+
+    async def weight_version(self) -> int:
+        return self.version
+
+    async def close(self) -> None:
+        self._is_closed.set()
+
+    def check_push(self) -> None:
+        """Raises: WorkerDiedError, DeadlineError: it can take no weights now."""
+        self._check_alive()
+        if self._now_at(Kind.HANG):
+            raise DeadlineError(f"waited for {self.name} to receive a version")
+
+    async def _sample(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         await asyncio.sleep(CONNECT_S)
-        self._check_alive(since_s=_now())
-        while pool.version < min_version:
-            await asyncio.sleep(CONNECT_S)
+        while self.version < settings.min_version:
+            await self._sample_token(CONNECT_S)
         versions = []
         for _ in range(NUM_TOKENS):
             await self._sample_token(random.Random(f"{self._timing}/{prompt.prompt_id}").choice([0.1, 1, 2, 3, 15]))
-            versions.append(pool.version)
-        if self._at_fault(Kind.LOSE_REPLY):
+            versions.append(self.version)
+        if self._now_at(Kind.LOSE_REPLY):
             await asyncio.Event().wait()
         group = make_group(prompt, versions)
         return Generated(group, group.summary())
 
     async def _sample_token(self, seconds: float) -> None:
-        started_s = _now()
-        await asyncio.sleep(seconds * (SLOWNESS if self._at_fault(Kind.SLOW) else 1))
-        while hangs := self._at_fault(Kind.HANG):
+        await asyncio.sleep(seconds * (SLOWNESS if self._now_at(Kind.SLOW) else 1))
+        while hangs := self._now_at(Kind.HANG):
             await asyncio.sleep(max(fault.end_s for fault in hangs) - _now())
-        self._check_alive(since_s=started_s)
+        self._check_alive()
 
-    def _check_alive(self, since_s: float) -> None:
-        if any(f.kind is Kind.DIE and f.at_s <= _now() and since_s < f.end_s for f in self._faults):
-            raise WorkerDiedError("its engine died")
+    async def _call(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """The answer to a call with a deadline; the call ends early if the process is ended."""
+        call, closed = asyncio.ensure_future(work), asyncio.ensure_future(self._is_closed.wait())
+        try:
+            done, _ = await asyncio.wait({call, closed}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if call in done:
+                return call.result()
+            if closed in done:
+                raise WorkerDiedError(f"{self.name} is ended")
+            raise DeadlineError(f"waited {timeout_s:g} s for {self.name} to {what}")
+        finally:
+            call.cancel()
+            closed.cancel()
 
-    def _at_fault(self, kind: Kind) -> list[Fault]:
-        return [fault for fault in self._faults if fault.kind is kind and fault.at_s <= _now() < fault.end_s]
+    def _check_alive(self) -> None:
+        if self._is_closed.is_set() or any(f.kind is Kind.DIE for f in self._began()):
+            raise WorkerDiedError(f"{self.name} died")
+
+    def _now_at(self, kind: Kind) -> list[Fault]:
+        return [fault for fault in self._began() if fault.kind is kind and _now() < fault.end_s]
+
+    def _began(self) -> list[Fault]:
+        """The faults that have happened to this process."""
+        return [fault for fault in self._faults if self._started_s <= fault.at_s <= _now()]
 
 
-class FaultyRolloutPool:
-    """A rollout pool of such engines that knows nothing of their state: a dead one, idle, is its first choice.
-
-    As with an actor in another process, a call that ran into its deadline goes on unheard. `failures` counts by kind.
-    """
+class FaultyRollouts:
+    """The run's own `RolloutPool` over such engines; `failures` counts calls that failed by the type of the error,
+    `losses` engines that were replaced."""
 
     def __init__(self, num_engines: int, faults: Sequence[Fault] = (), timing: int = 0) -> None:
-        self.version = 0
         self.failures: Counter[str] = Counter()
-        self._engines = [FaultyEngine([f for f in faults if f.engine == i], timing) for i in range(num_engines)]
-        self._unheard: set[asyncio.Task[object]] = set()
+        self.losses: Counter[str] = Counter()
+        self._version = -1
+
+        async def spawn(index: int) -> FaultyEngine:
+            return FaultyEngine(f"rollout/{index}", [fault for fault in faults if fault.engine == index], timing)
+
+        self.pool = RolloutPool(
+            spawn,
+            num_engines,
+            release=_release,
+            policy=NEVER_EXHAUSTED,
+            health=HealthChecks(interval_s=CHECK_S, probe_interval_s=0.0, max_failures_in_a_row=3, no_worker_s=1e9),
+            on_lost=self._lose,
+        )
+        self.pool.admit_with(self._admit)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        engine = min(self._engines, key=lambda engine: engine.num_in_flight)
-        engine.num_in_flight += 1
-        call = asyncio.create_task(engine.sample(prompt, settings.min_version, self))
         try:
-            return await asyncio.wait_for(asyncio.shield(call), DEADLINE_S)
-        except TimeoutError:
-            self.failures["deadline"] += 1
-            self._leave(call)
-            raise DeadlineError(f"waited {DEADLINE_S:g} s for prompt {prompt.prompt_id}") from None
-        except WorkerDiedError:
-            self.failures["died"] += 1
+            return await self.pool.generate(prompt, settings)
+        except MobulaError as error:
+            self.failures[type(error).__name__] += 1
             raise
-        finally:
-            engine.num_in_flight -= 1
 
-    def _leave(self, call: asyncio.Task[object]) -> None:
-        self._unheard.add(call)
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        call.add_done_callback(self._unheard.discard)
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, with engines that are replaced while it runs."""
+        await self.pool.start()
+        async with self.pool.tended():
+            result = await work
+        await self.pool.close()
+        return result
+
+    @property
+    def version(self) -> int:
+        """The version that the engines serve; to set it is a push."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+        self.pool.announced(version)
+        for engine in self.pool.receivers():
+            assert isinstance(engine, FaultyEngine)
+            try:
+                engine.check_push()
+            except MobulaError as error:
+                self.pool.lose(engine, error)
+            else:
+                engine.version = version
+                self.pool.synced(engine, version)
+        self.pool.published(version)
+
+    async def _admit(self, engine: FaultyEngine) -> int:
+        engine.version = self._version
+        return self._version
+
+    def _lose(self, kind: str) -> None:
+        self.losses[kind] += 1
+
+
+async def _release(index: int) -> None: ...
 
 
 class TimedLearner(FakeLearner):

@@ -34,7 +34,7 @@ from cluster.records.trajectory import (
 )
 from cluster.roles import ReplayStats, UpdateReport
 
-FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2)
+FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
 
 
@@ -146,11 +146,11 @@ def write_run(folder: Path, *, num_steps: int, seed: int = 3, response: str = ""
     )
     sink = JsonlSink(folder / "metrics.jsonl", version=0)
     metrics = Metrics([sink], clock, accuracy_component="answer", samples=keeper)
-    metrics.record_evaluation(0, 0.52, (0.46, 0.58), 256)
+    metrics.record_evaluation(EvaluationRecord(0, 0.52, 0.46, 0.58, 256))
     for step, skill in _course(num_steps, random.Random(seed)):
         _one_step(metrics, clock, step, skill, random.Random(f"{seed}/{step}"), response)
         if step % max(1, num_steps // 4) == 0:
-            metrics.record_evaluation(step, skill, (max(0, skill - 0.04), min(1, skill + 0.03)), 256)
+            metrics.record_evaluation(EvaluationRecord(step, skill, max(0, skill - 0.04), min(1, skill + 0.03), 256))
     metrics.close()
     summary = summarize(metrics, FACTS, status=status, version=num_steps, wall_s=clock.now + 38)
     write_summary(folder / "summary.json", summary)

@@ -52,6 +52,7 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
     return SamplingParams(
         n=settings.num_samples,
         temperature=settings.temperature,
+        top_p=settings.top_p,
         max_tokens=settings.max_tokens,
         seed=settings.seed,
         logprobs=0,

@@ -36,7 +36,7 @@ class LoadLogger(StatLoggerBase):
         self._num_preemptions += num_requests - num_expected
 
     def expect_push(self) -> None:
-        """Weights are replaced, which preempts what runs: that says nothing about load."""
+        """Weights are replaced, which preempts what runs: this is not a sign of load."""
         self._num_expected = self._num_running
 
     def log_engine_initialized(self) -> None: ...

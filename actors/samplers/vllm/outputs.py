@@ -28,7 +28,7 @@ class OutputReader:
         self._states: dict[int, RequestState] = {}  # sibling -> vLLM's own record of it
 
     def read(self, output: RequestOutput) -> Iterator[tuple[int, SampledSequence]]:
-        """(sibling, what is new of it), for each sibling that the output tells of.
+        """(sibling, what is new of it), for each sibling in the output.
 
         Raises:
             RolloutError: the engine gave tokens without log-probs or versions.
@@ -51,7 +51,7 @@ class OutputReader:
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.
 
-        vLLM tells them with the end of a response. Until then they stand in its own record, which may be ahead of what
+        vLLM gives them with the end of a response. Until then they are in its own record, which may be ahead of what
         was read.
         """
         if completion.weight_versions is not None:

@@ -26,7 +26,7 @@ RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # as vLLM has it
 
 
 def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
-    """An `AsyncLLM`; call it in a running event loop. `core_failure` says why it died, once it has.
+    """An `AsyncLLM`; call it in a running event loop. `core_failure` gives the reason of its death.
 
     Raises:
         ValueError: the core refused its arguments, for instance a KV cache that does not fit.

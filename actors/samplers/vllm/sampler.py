@@ -47,7 +47,7 @@ from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
 LAST_TO_WAKE = "kv_cache"
-CORE_WATCH_S = 0.5  # how often to look whether the core lives
+CORE_WATCH_S = 0.5  # how often the core is checked
 MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
 DRAIN_S = 0.05  # that responses which are about to end have, once a push is there: cut, they would be computed again
 MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
@@ -190,10 +190,10 @@ class VLLMSampler:
                 call.set_exception(EngineDeadError())
 
     def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
-        """What the engine process is told about a push, in plain values."""
+        """The arguments of a push for the engine process, as plain values."""
         adapters = self._settings.adapters_of(manifest)
-        told = {} if adapters is None else {"adapters": asdict(adapters.base)}
-        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | told
+        extra = {} if adapters is None else {"adapters": asdict(adapters.base)}
+        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | extra
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.

@@ -46,7 +46,7 @@ class JoinInfo(WeightTransferInitInfo):
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
     """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `tensors`
-    what has come over it already; `adapters` says how to merge what comes if it is adapters."""
+    what has come over it already; `adapters` describes how adapters that come are merged."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int

@@ -57,6 +57,7 @@ class Chart:
     is_log: bool = False
     from_zero: bool = True
     domain: tuple[float, float] | None = None
+    axis: str = "step"  # what is counted from left to right: whole steps, or epochs
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ def draw(chart: Chart) -> Drawing | None:
         y_ticks=[(100 * (1 - y.place(t)), write_number(t)) for t in y.ticks()],
         x_ticks=[(100 * x.place(t), write_number(t)) for t in step_ticks(first, last)],
         legend=[(s.colour, s.label) for s in series],
-        label=_describe(chart.title, chart.series),
+        label=_describe(chart),
         note=note,
-        hover={"rows": _hover_rows(series, x, chart.unit)},
+        hover={"axis": chart.axis, "rows": _hover_rows(series, x, chart)},
     )
 
 
@@ -174,33 +175,37 @@ def _area_paths(series: Sequence[Curve], x: Scale, y: Scale) -> list[tuple[str, 
     return paths
 
 
-def _hover_rows(series: Sequence[Curve], x: Scale, unit: str) -> list[dict[str, Any]]:
+def _hover_rows(series: Sequence[Curve], x: Scale, chart: Chart) -> list[dict[str, Any]]:
     """What the read-out says at each step: its place in per cent, and one line a series that has a value there."""
     lines: dict[float, list[list[Any]]] = {}
     for s in series:
         for p in s.points:
-            text = f"{write_number(p.value)} {unit}".strip()
+            text = f"{write_number(p.value)} {chart.unit}".strip()
             if s.form == "dots" and p.low < p.high:
                 text += f" ({write_number(p.low)} to {write_number(p.high)})"
             lines.setdefault(p.step, []).append([s.colour, s.label, text])
     return [
-        {"at": round(100 * x.place(step), 2), "step": write_number(round(step)), "lines": lines[step]}
+        {
+            "at": round(100 * x.place(step), 2),
+            "step": write_number(round(step)) if chart.axis == "step" else f"{step:.2f}",
+            "lines": lines[step],
+        }
         for step in sorted(lines)
     ]
 
 
-def _describe(title: str, series: Sequence[Curve]) -> str:
+def _describe(chart: Chart) -> str:
     """The chart in words, for those who do not see it."""
     parts = []
-    for s in series:
+    for s in chart.series:
         finite = [p for p in s.points if p.is_finite]
         if finite:
             first, last = finite[0], finite[-1]
             parts.append(
-                f"{s.label} from {write_number(first.value)} at step {write_number(first.step)} "
-                f"to {write_number(last.value)} at step {write_number(last.step)}"
+                f"{s.label} from {write_number(first.value)} at {chart.axis} {write_number(first.step)} "
+                f"to {write_number(last.value)} at {chart.axis} {write_number(last.step)}"
             )
-    return f"{title}: {'; '.join(parts)}"
+    return f"{chart.title}: {'; '.join(parts)}"
 
 
 def _runs(points: Sequence[Point | None]) -> list[list[Point]]:

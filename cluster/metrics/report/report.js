@@ -2,7 +2,7 @@
 
 // Read-outs: the step nearest to the pointer (or chosen with the arrow keys) is named beside a guide line.
 function readOut(figure) {
-  const rows = JSON.parse(figure.querySelector("script").textContent).rows;
+  const { axis, rows } = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
   const guide = plot.querySelector(".guide");
   const tip = plot.querySelector(".tip");
@@ -12,7 +12,7 @@ function readOut(figure) {
     current = Math.max(0, Math.min(rows.length - 1, index));
     const row = rows[current];
     const title = document.createElement("b");
-    title.textContent = "step " + row.step;
+    title.textContent = axis + " " + row.step;
     const lines = row.lines.map(([colour, label, text]) => {
       const line = document.createElement("span");
       const key = document.createElement("i");

@@ -49,6 +49,8 @@ def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
         _single(steps, MetricName.TOKENS_PER_S, "Throughput", 3),
         _single(steps, MetricName.GRAD_NORM, "Gradient norm", 5),
         _single(steps, MetricName.CLIP_FRACTION, "Clipped tokens", 2),
+        _single(steps, MetricName.VALUE_LOSS, "Value loss", 5),
+        _single(steps, MetricName.EXPLAINED_VARIANCE, "Explained variance", 4),
     ]
     return [drawing for chart in charts if (drawing := draw(chart)) is not None]
 

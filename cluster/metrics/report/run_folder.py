@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.metrics.report.samples import SampleFile, read_samples
 from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 from cluster.metrics.summary import Summary, read_summary
 from cluster.workers.faults import FAULTS_FILE, Fault, read_faults
 
@@ -50,7 +50,8 @@ class RunFolder:
 
     name: str
     steps: Sequence[StepRecord]
-    evaluations: Sequence[EvaluationRecord]
+    evaluations: Sequence[EvaluationRecord]  # of the run's own held-out suite, by version
+    suites: Mapping[str, Sequence[EvaluationRecord]]  # of the other suites, by version
     samples: SampleFile
     summary: Summary | None
     plan: Sequence[RecordedPlanRow]
@@ -68,12 +69,17 @@ def read_run_folder(folder: Path) -> RunFolder:
     if not folder.is_dir():
         raise ValueError(f"there is no run folder {folder}: give the folder that holds {METRICS_FILE}")
     records = read_records(folder / METRICS_FILE)
-    evaluations = {r.version: r for r in records if isinstance(r, EvaluationRecord)}
+    evaluations: dict[str, dict[int, EvaluationRecord]] = {HELD_OUT: {}}
+    for record in records:
+        if isinstance(record, EvaluationRecord):
+            evaluations.setdefault(record.suite, {})[record.version] = record
+    by_suite = {suite: [found[version] for version in sorted(found)] for suite, found in evaluations.items()}
     summary, config = folder / SUMMARY_FILE, folder / CONFIG_FILE
     return RunFolder(
         name=folder.resolve().name,
         steps=[r for r in records if isinstance(r, StepRecord)],
-        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        evaluations=by_suite.pop(HELD_OUT),
+        suites=by_suite,
         samples=read_samples(folder / SAMPLES_FILE),
         summary=read_summary(summary) if summary.exists() else None,
         plan=[_plan_row(row) for row in _rows(folder / PLAN_FILE)],

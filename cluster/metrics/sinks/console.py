@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +51,9 @@ class ConsoleSink:
             _logger.info("step %d/%d  %s  %s left", record.step, self._num_steps, _numbers(record), left)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
-        interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.num} prompts"
-        text = f"held-out accuracy at version {record.version}: {record.accuracy:.3f} ({interval})"
+        interval = f"95 % {record.low:.3f} to {record.high:.3f}, {record.num} responses"
+        suite = "held-out" if record.suite == HELD_OUT else record.suite
+        text = f"{suite} accuracy at version {record.version}: {record.accuracy:.3f} ({interval})"
         if self._progress is not None:
             self._progress.console.print(text, highlight=False)
         else:

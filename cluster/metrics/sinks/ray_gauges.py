@@ -11,7 +11,7 @@ from typing import Protocol
 from ray.util.metrics import Gauge
 
 from cluster.metrics.definitions import COUNTERS, describe
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
 _EXTRA_TAG = {"seconds": "phase", "reward_component": "component", "staleness_tokens": "lag"}
@@ -63,6 +63,9 @@ class RaySink:
         self._publish({**gone, **_flat(record)})
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
+        """Gauges of the run's own suite; the others are in metrics.jsonl and TensorBoard."""
+        if record.suite != HELD_OUT:
+            return
         self._publish({("evaluation_accuracy", ""): record.accuracy, ("evaluation_version", ""): record.version})
 
     def close(self) -> None:

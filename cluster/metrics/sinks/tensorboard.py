@@ -7,7 +7,7 @@ from pathlib import Path
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 
 class TensorBoardSink:
@@ -29,7 +29,10 @@ class TensorBoardSink:
         self._writer.file_writer.add_summary(Summary(value=values), record.step)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._writer.add_scalar("evaluation/accuracy", record.accuracy, record.version)
+        """Tags are `evaluation/<name>`, and `evaluation_<suite>/<name>` for suites beside the run's own."""
+        group = "evaluation" if record.suite == HELD_OUT else f"evaluation_{record.suite}"
+        for name, value in {"accuracy": record.accuracy, **record.values}.items():
+            self._writer.add_scalar(f"{group}/{name}", value, record.version)
 
     def close(self) -> None:
         self._writer.close()

@@ -16,8 +16,8 @@ class Anls:
     """Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering") of one.
 
     Of each reference: d = edit distance / length of the longer text, on texts in lower case whose white space is single
-    spaces. The value is 1 - the least d, and 0 if that is below `threshold` (published: 0.5). `extract` says where the
-    answer stands (`rewards.functions.parsing.extraction`).
+    spaces. The value is 1 - the least d, and 0 if that is below `threshold` (published: 0.5). `extract` selects where
+    the answer stands (`rewards.functions.parsing.extraction`).
 
     `lengths="raw"` counts the lengths before white space is folded, as the public scorers do, so there a wrong answer
     gains by blanks; `"folded"` counts what is compared. On purpose, other than published: an answer has no white space

@@ -62,7 +62,7 @@ def _truth(references: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _flaw(num_wrong: int, num_pictures: int, is_sum_right: bool, num_extra: int) -> str:
-    """What a report says of an answer that is not wholly right."""
+    """The reason of an answer that is not wholly right."""
     flaws = []
     if num_wrong:
         flaws.append(f"{num_wrong} of {num_pictures} digits wrong or out of place")

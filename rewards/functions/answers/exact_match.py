@@ -1,4 +1,4 @@
-"""Exact match: 1 if the response says one of the references word for word, else 0."""
+"""Exact match: 1 if the response is one of the references word for word, else 0."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ExactMatch:
 
     `ignore_case` folds upper and lower case. `whole_response` asks for nothing but the answer; else it may stand
     anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate" or "cat-like") and
-    numbers ("7" is not in "-7", "3.7" or "7/8"). What else is said there is not looked at: "not red" has "red".
-    `extract` says where the answer stands (`rewards.functions.parsing.extraction`); None is `whole`.
+    numbers ("7" is not in "-7", "3.7" or "7/8"). Other text there is ignored: "not red" has "red".
+    `extract` selects where the answer stands (`rewards.functions.parsing.extraction`); None is `whole`.
     """
 
     def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:

@@ -23,7 +23,7 @@ _Question = tuple[str, tuple[str, ...]]  # an answer and the references that onl
 class MathAnswer:
     r"""Compares the answer with each reference: plain ones at once, the rest by math-verify in isolated processes.
 
-    Where the answer stands is said by one of two options. `require_boxed`: in the last balanced box; where it is false,
+    One of two options selects where the answer stands. `require_boxed`: in the last balanced box; where it is false,
     a response without a box is its own answer as a whole, and a number somewhere in its prose never counts. `extract`:
     any way of `rewards.functions.parsing.extraction`, such as `json:answer`; a box within what was found is opened.
 

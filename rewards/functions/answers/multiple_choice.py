@@ -30,7 +30,7 @@ _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 class MultipleChoice:
     r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`.
 
-    `letters` are the options, such as "ABCD". `extract` says where the answer stands
+    `letters` are the options, such as "ABCD". `extract` selects where the answer stands
     (`rewards.functions.parsing.extraction`); in what was found, a `\boxed{}` is taken before the text around it. A
     choice has its own form: a letter within a word or a sentence is none. Two different letters are no answer, nor is
     one that is taken back, put in doubt or only talked about ("B is wrong"). A lower-case letter counts only by itself

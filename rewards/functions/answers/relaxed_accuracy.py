@@ -16,8 +16,8 @@ class RelaxedAccuracy:
     """The measure of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
 
     Where answer a and reference r are both numbers and r is not 0, the value is 1 if |a - r| / |r| <= `tolerance`
-    (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` says where
-    the answer stands (`rewards.functions.parsing.extraction`).
+    (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` selects
+    where the answer stands (`rewards.functions.parsing.extraction`).
 
     A number is a decimal in ASCII digits, with or without exponent. On purpose, other than the public scorers: "nan",
     "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them, an empty answer

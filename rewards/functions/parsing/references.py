@@ -1,4 +1,4 @@
-"""What a prompt says that a response should have been, or a refusal: without it there is nothing to compare with."""
+"""The reference answers of a prompt, or a refusal: without it there is nothing to compare with."""
 
 from __future__ import annotations
 

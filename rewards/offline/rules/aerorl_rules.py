@@ -49,7 +49,7 @@ class AeroRLRules:
         )
 
     def explain(self, place: int, record: Record, answer: Answer) -> dict[str, dict[str, Any]]:
-        """What the published report says of each component beside its score."""
+        """The details of each component in the published report, beside its score."""
         return {
             "verifier": _verifier_details(record.response, record.references),
             "grounding": self._grounding_details(record),

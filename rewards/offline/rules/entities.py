@@ -46,7 +46,7 @@ def fold(text: str) -> str:
 
 
 def aerorl_aliases(text: str) -> frozenset[Key]:
-    """All spellings under which aeroRL's grounding knows an entity; two entities are one if they share any.
+    """All spellings of an entity in aeroRL's grounding; two entities are one if they share any.
 
     The text in lower case without a sentence's end; its tokens; its tokens without filler words; and each number among
     them by itself, a percentage also as a share. A text of a sentence's ends alone is "", and so equal to any other.

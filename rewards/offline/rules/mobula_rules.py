@@ -51,7 +51,7 @@ class MobulaRules:
     def score(
         self, record: Record, references: tuple[str, ...], answer: Answer
     ) -> tuple[float, float, float, float] | str:
-        """The four components, or the reason why they cannot be told."""
+        """The four components, or the reason why they cannot be computed."""
         if not references:
             return NO_REFERENCE
         search = self._search
@@ -123,7 +123,7 @@ class MobulaRules:
 
 
 def stands_in(part: str, text: str) -> bool:
-    """Whether folded `part` stands in folded `text` as words of its own, and is not said not to be so.
+    """Whether folded `part` stands in folded `text` as words of its own, and is not negated.
 
     "cat" does not stand in "category", "red" neither in "wrong-red" nor in "not red", "14" not in "3.14".
     """

@@ -19,7 +19,7 @@ LOW_MARKS: Mapping[str, float] = {"verifier": 0.0, "grounding": 0.0, "format": 0
 
 
 class Rules(Protocol):
-    """What gives a record its scores, or says in a word why it cannot be scored."""
+    """What gives a record its scores, or a reason why it cannot be scored."""
 
     name: str
     reads_everything: bool  # metadata beyond the known keys

@@ -16,11 +16,11 @@ MAX_NAMED_LINES = 20
 
 
 class BrokenRecordError(ValueError):
-    """A line or row that is no record; the message says what is wrong with it."""
+    """A line or row that is no record; the message names what is wrong with it."""
 
 
 class Metadata(msgspec.Struct, gc=False):
-    """What a record says beside its texts. None is "not stated", an empty list "none at all"."""
+    """The fields of a record beside its texts. None is "not stated", an empty list "none at all"."""
 
     evidence_entities: list[str] | None = None
     claimed_entities: list[str] | None = None
@@ -29,7 +29,7 @@ class Metadata(msgspec.Struct, gc=False):
 
 
 class Everything(msgspec.Struct, gc=False):
-    """All that a record says: the whole of its metadata, and the pictures of prompt and response as it names them.
+    """All of a record: the whole of its metadata, and the pictures of prompt and response as it names them.
 
     Pictures are `rewards.offline.sources.pictures.Named`, a union that msgspec has no decoder for.
     """
@@ -78,7 +78,7 @@ def from_line(line: bytes) -> Record:
         if record.everything is None:
             return record
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        pass  # read again by the standard library, which is slow, lenient and says what is wrong
+        pass  # read again by the standard library, which is slow, lenient and names what is wrong
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -113,7 +113,7 @@ def from_values(values: Any) -> Record:
 
 
 def with_everything(record: Record, values: Mapping[str, Any]) -> Record:
-    """The same record with all that it says, for functions that read keys of their own and pictures."""
+    """The same record with all its fields, for functions that read keys of their own and pictures."""
     metadata = values.get("metadata") or {}
     record.everything = Everything(
         parsed(metadata) if isinstance(metadata, str) else metadata,

@@ -20,6 +20,7 @@ from configs.schema import DataKind, RunConfig, SamplerKind
 from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
+CRITIC = ("algorithm=ppo_gae",)
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must say: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -103,6 +104,17 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm=distill"], ["algorithm.distillation.coef=1", "give algorithm.distillation.teacher=CHECKPOINT"]),
     (["algorithm.distillation.teacher=m"], ["algorithm.distillation.teacher=m", "set algorithm.distillation.coef=1"]),
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
+    (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
+    (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
+    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["is not supported", "set algorithm.critic.place=learner_ranks"]),
+    ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
+    ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
+    (
+        [*CRITIC, "algorithm.kl.coef=0", "algorithm.distillation.teacher=m", "algorithm.distillation.coef=1"],
+        ["algorithm.distillation.reward_weight=0", "set algorithm.distillation.reward_weight=1"],
+    ),
+    ([*CRITIC, "algorithm.gae_lambda=1.5"], ["algorithm.gae_lambda got 1.5", "at least 0, at most 1"]),
+    ([*CRITIC, "algorithm.critic.place=beside"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
@@ -111,7 +123,6 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
-    (["resources.replay.num_workers=2"], ["set resources.replay.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
     (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=gpu_2"]),
@@ -159,7 +170,12 @@ def test_every_time_of_a_run_is_bounded() -> None:
 def test_every_contradiction_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
-            ["experiment=digits", "sampler.top_p=0.5", "resources.replay.num_workers=3", "rewards.accuracy_component=x"]
+            [
+                "experiment=digits",
+                "sampler.top_p=0.5",
+                "resources.rollout.num_workers=0",
+                "rewards.accuracy_component=x",
+            ]
         )
     assert len(str(caught.value).splitlines()) == 3
 
@@ -220,7 +236,7 @@ def test_every_option_of_every_group_loads(choice: str) -> None:
         assert value_at(values, name) == value
 
 
-PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill")
+PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill", "ppo_gae")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -241,6 +257,18 @@ def test_presets_state_the_values_of_their_papers() -> None:
     assert (gspo.losses.gspo.clip_low, gspo.losses.gspo.clip_high) == (3e-4, 4e-4)
     assert (gspo.loss, gspo.loss_aggregation) == ("gspo", "sequence_mean")
     assert load_config(["experiment=dr_grpo"]).algorithm.loss_aggregation == "sequence_sum_token_norm"
+    ppo = load_config(["experiment=ppo_gae"]).algorithm
+    assert (ppo.advantage, ppo.gae_lambda, ppo.gamma, ppo.critic.value_clip) == ("gae", 0.95, 1.0, 0.2)
+    assert (ppo.loss, ppo.losses.ppo_clip.clip_low, ppo.losses.ppo_clip.clip_high) == ("ppo_clip", 0.2, 0.2)
+    assert ppo.critic.is_on and ppo.shaping.whiten and not ppo.is_group_relative
+
+
+def test_a_critic_goes_where_its_algorithm_goes() -> None:
+    """`algorithm=grpo` on the command line takes the critic of the experiment away with its advantage."""
+    chosen = load_config(["experiment=ppo_gae", "algorithm=grpo"]).algorithm
+    assert chosen.advantage == "grpo" and not chosen.critic.is_on
+    one = load_config(["experiment=ppo_gae", "algorithm.samples_per_prompt=1"])
+    assert one.algorithm.samples_per_prompt == 1, "values take the place of siblings"
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -42,7 +42,8 @@ class FakeRuntime:
             raise self.outcome
         return self.outcome
 
-    evaluate = train
+    def evaluate(self, config: RunConfig, output: Path | None) -> int:
+        return self.train(config)
 
 
 def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> FakeRuntime:
@@ -171,7 +172,7 @@ def test_bug_travels_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None
 def test_plan_lists_every_role() -> None:
     result = CliRunner().invoke(app, ["plan", "resources.num_cpus=1"])
     assert result.exit_code in (0, 2), "a machine with less than two cores may refuse the preset"
-    roles = ("learner", "rollout", "reference", "reward", "replay")
+    roles = ("learner", "rollout", "reference", "reward")
     assert all(role in result.stdout for role in roles) or "resources." in result.stderr
 
 

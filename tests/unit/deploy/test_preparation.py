@@ -156,7 +156,7 @@ def test_one_screen_shows_what_a_run_will_do(shared: Path, tmp_path: Path) -> No
     assert found["learning rate"].startswith("0.0005, linear, 10 warm-up steps")
     assert found["warm start"].startswith("up to 45 supervised steps on 15 rows at 0.001")
     assert "responses up to 8, temperature 1" in found["lengths"]
-    assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1, replay 1; resources=laptop")
+    assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1; resources=laptop")
 
 
 @pytest.mark.parametrize("words", [["policy.freeze=[visual.]"], ["policy.lora.rank=4", "policy.freeze=[visual.]"]])

@@ -2,7 +2,7 @@
 
 `AsyncLLM` processes the outputs of every step in its event loop. Where the core is a thread, the two then take the
 interpreter from each other step after step, only to note one more token of each response. So the core's own thread
-notes them, and the event loop hears of a response when there is something to report: its end, or a chunk of it.
+notes them, and the event loop is notified when there is something to report: its end, or a chunk of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ThreadedOutputs(OutputProcessor):
     def note(self, outputs: EngineCoreOutputs) -> None:
         """On the core's thread: take those outputs of one step that grow here; the others are left in `outputs`."""
         with self._lock:
-            told, others = [], []
+            direct, others = [], []
             for output in outputs.outputs:
                 state = self.request_states.get(output.request_id)
                 if state is None or not _grows_here(state):
@@ -51,9 +51,9 @@ class ThreadedOutputs(OutputProcessor):
                     state.detokenizer.update(output.new_token_ids, False)
                     state.logprobs_processor.update_from_output(output)
                 else:
-                    told.append(output)
+                    direct.append(output)
             outputs.outputs = others
-            super().process_outputs(told, outputs.timestamp, None, outputs.weight_version)
+            super().process_outputs(direct, outputs.timestamp, None, outputs.weight_version)
 
     def _count_preempted(self, output: EngineCoreOutput) -> None:
         """vLLM counts preemptions with what the event loop processes; outputs that are noted here do not get there.
@@ -109,8 +109,8 @@ def _grows_silently(state: RequestState, output: EngineCoreOutput) -> bool:
 class _Handover:
     """What a request's outputs are put into, from either thread; its reader is in the event loop.
 
-    vLLM tells with the end of a response which weights sampled it, and has it in the request's `state` until then. The
-    reader of a piece cannot look there, for the state grows on: each piece says it of all tokens so far.
+    vLLM gives the versions of a response with its end, and has it in the request's `state` until then. The
+    reader of a piece cannot look there, for the state grows on: each piece has the versions of all tokens so far.
     """
 
     def __init__(self, queue: RequestOutputCollector, loop: asyncio.AbstractEventLoop) -> None:

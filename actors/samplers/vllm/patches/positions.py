@@ -62,5 +62,5 @@ def _filled(runner: GPUModelRunner, scheduled: Any) -> None:
 
 
 def _pictures(request: Any) -> list[Any]:
-    """What tells pictures and their places apart."""
+    """What distinguishes pictures and their places."""
     return [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features]

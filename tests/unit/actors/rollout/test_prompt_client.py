@@ -13,14 +13,12 @@ from fakes import SETTINGS, make_group, make_prompt
 from handles import LocalHandle
 from waiting import until
 
-from actors.rollout import prompt_client
-from actors.rollout.message_queue import MessageQueue
-from actors.rollout.messages import Ended, GroupRequest, MessageBatch
-from actors.rollout.prompt_client import PromptClient
-from actors.rollout.server import PromptServer
+from actors.rollout import client
+from actors.rollout.client import PromptClient
+from actors.rollout.server import Ended, GroupRequest, MessageBatch, MessageQueue, PromptServer
 from cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import Prompt, Told, TrajectoryGroup, WeightSpan
+from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup, WeightSpan
 from cluster.roles import SamplingSettings
 
 
@@ -54,7 +52,7 @@ class Server(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         for start in range(self._num_chunks):
             self.report([chunk(attempt.request_id, start)])
             await asyncio.sleep(0)
@@ -225,7 +223,7 @@ async def test_requests_that_cannot_be_sent_are_told_so() -> None:
 
 
 async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_client, "VALUES_A_STREAM", 3)
+    monkeypatch.setattr(client, "VALUES_A_STREAM", 3)
     server, taken = Server(num_chunks=20), {number: [] for number in range(4)}
     asked = heard(server)
     await asyncio.gather(*(ask(asked, number, taken[number].append) for number in taken))

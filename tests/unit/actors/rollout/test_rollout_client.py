@@ -17,7 +17,7 @@ from actors.rollout.client import RolloutClient
 from actors.rollout.server import PromptServer
 from cluster.errors import DeadlineError
 from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Answers, Prompt, Told, TrajectoryGroup
+from cluster.records.trajectory import Answers, GroupReport, Prompt, TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.weight_sync.manifest import Manifest
@@ -41,7 +41,7 @@ class FakeActor(PromptServer):
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
-    ) -> tuple[TrajectoryGroup, Told]:
+    ) -> tuple[TrajectoryGroup, GroupReport]:
         self.prompts.append(prompt.prompt_id)
         try:
             await self.gate.wait()
@@ -110,7 +110,7 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
         (lambda c: c.receive_weights(Manifest(()), 64, 7), "rollout/0 to receive version 7"),
         (lambda c: c.load_weights(Manifest(()), 64, [], 7), "rollout/0 to load version 7"),
         (lambda c: c.weight_version(), "rollout/0 to name its weight version"),
-        (lambda c: c.is_alive(), "rollout/0 to say that it lives"),
+        (lambda c: c.is_alive(), "rollout/0 to answer that it is alive"),
         (lambda c: c.probe(), "rollout/0 to sample one token"),
     ],
 )

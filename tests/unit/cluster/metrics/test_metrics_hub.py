@@ -218,7 +218,7 @@ def test_the_summary_of_a_resumed_run_equals_that_of_an_undisturbed_one(tmp_path
         for step in steps:
             metrics.count(CounterName.WEIGHT_SYNCS, "published")
             run_step(metrics, clock, step, [make_group("a", [1.0, 0.0], spans=((step - 1, step),))], gap=step * 1e-7)
-            metrics.record_evaluation(step, step / 10, (0.0, 1.0), 8)
+            metrics.record_evaluation(EvaluationRecord(step, step / 10, 0.0, 1.0, 8))
 
     clock = FakeClock()
     whole = make_metrics([], clock)
@@ -239,11 +239,11 @@ def test_the_summary_of_a_resumed_run_equals_that_of_an_undisturbed_one(tmp_path
 def test_the_summary_holds_what_the_issue_asks_for_and_survives_the_file(tmp_path: Path) -> None:
     clock = FakeClock()
     metrics = make_metrics([], clock)
-    metrics.record_evaluation(0, 0.5, (0.4, 0.6), 100)
+    metrics.record_evaluation(EvaluationRecord(0, 0.5, 0.4, 0.6, 100))
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)
     metrics.count(CounterName.WEIGHT_SYNCS, "published", 2)
     run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], pictures=[b"a picture"])])
-    metrics.record_evaluation(1, 0.9, (0.8, 0.95), 100)
+    metrics.record_evaluation(EvaluationRecord(1, 0.9, 0.8, 0.95, 100))
     summary = summarize(metrics, FACTS, status="done", version=1, wall_s=9.0)
     write_summary(tmp_path / "summary.json", summary)
     row = json.loads((tmp_path / "summary.json").read_text())
@@ -283,7 +283,7 @@ def test_a_summary_with_a_missing_key_is_refused_by_name(tmp_path: Path) -> None
 
 def test_evaluations_reach_the_sinks_with_their_interval() -> None:
     sink = MemorySink()
-    make_metrics([sink], FakeClock()).record_evaluation(4, 0.8, (0.7, 0.9), 64)
+    make_metrics([sink], FakeClock()).record_evaluation(EvaluationRecord(4, 0.8, 0.7, 0.9, 64))
     assert sink.evaluations == [EvaluationRecord(4, 0.8, 0.7, 0.9, 64)]
 
 

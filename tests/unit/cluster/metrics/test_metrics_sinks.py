@@ -175,7 +175,7 @@ def test_a_terminal_shows_a_bar_with_the_numbers_and_held_out_accuracy() -> None
     sink.emit_evaluation(EvaluationRecord(3, 0.9, 0.85, 0.94, 200))
     sink.close()
     text = out.getvalue()
-    assert "held-out accuracy at version 3: 0.900 (95 % 0.850 to 0.940, 200 prompts)" in text
+    assert "held-out accuracy at version 3: 0.900 (95 % 0.850 to 0.940, 200 responses)" in text
     assert "3/6" in text and "reward 0.500  accuracy 0.500  1,234 tokens/s" in text
 
 

@@ -20,7 +20,7 @@ from cluster.replay.journal import Journal, finished, trained
 from cluster.replay.journal_writer import JournalWriter
 from cluster.replay.live_groups import LiveGroups
 from cluster.roles import UpdateReport
-from cluster.rollout.scored_sampling import MAX_NODES_LOST
+from cluster.rollout.dispatcher import MAX_NODES_LOST
 from cluster.runtime.object_store import fetch
 
 LOST = "went with its node"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -208,8 +207,10 @@ async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_nobody(tmp_path: P
     assert finished_in(tmp_path) == ["0/1/s", "0/2/s"]
 
 
-def test_it_travels_to_another_process_before_it_is_used(tmp_path: Path) -> None:
-    writer = pickle.loads(pickle.dumps(JournalWriter(Journal(tmp_path / "journal", {}), timeout_s=5)))
-    assert not (tmp_path / "journal").exists()
-    asyncio.run(writer.rejected("0/0/s", "stale"))
-    assert Journal(tmp_path / "journal", {}).recover(0).rejected == ("0/0/s",)
+async def test_a_disk_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path) -> None:
+    journal = SlowJournal(tmp_path)
+    writer = JournalWriter(journal, timeout_s=5, write_s=0.05)
+    for call in (writer.rejected("0/0/s", "stale"), writer.read(["0/0/s"]), writer.forget(1)):
+        with pytest.raises(JournalError, match=rf"waited 0\.05 s for the journal below {tmp_path} .*object_s"):
+            await call
+    journal.go_on.set()

@@ -1,13 +1,16 @@
 """The buffer's order, leases and counts."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from fakes import make_scored
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cluster.errors import JournalError
+from cluster.errors import DeadlineError, JournalError, LostObjectError
 from cluster.records.trajectory import ScoredGroup
 from cluster.replay.buffer import DUPLICATE, ReplayBuffer
 from cluster.replay.journal import Journal
@@ -170,6 +173,80 @@ async def test_a_group_that_waited_in_vain_holds_no_bytes() -> None:
     assert (stats.num_waiting, stats.num_bytes) == (0, group_bytes())
 
 
+async def test_a_group_that_waited_in_vain_may_come_again(caplog: pytest.LogCaptureFixture) -> None:
+    replay = ReplayBuffer(max_bytes=group_bytes(), min_ready=1, room_s=0.02)
+    await replay.put([make_scored("a")])
+    waiting = asyncio.create_task(replay.reserve(make_scored("b")))
+    assert await blocked(waiting)
+    await replay.reserve(make_scored("b"))
+    assert (await replay.stats()).num_rejected == {DUPLICATE: 1}, "it waits already"
+    with pytest.raises(DeadlineError, match=r"waited 0\.02 s .* room for group b \(timeouts\.backpressure_s\)"):
+        await waiting
+    await replay.release(await replay.take(1))
+    await replay.put([make_scored("b")])
+    assert ids(await replay.take(1)) == ["b"]
+
+
+async def test_a_take_waits_for_rollouts_until_its_deadline() -> None:
+    replay = ReplayBuffer(take_s=0.02)
+    await replay.put([make_scored("a")])
+    with pytest.raises(
+        DeadlineError, match=r"waited 0\.02 s for the replay buffer to hold 2 finished groups, it has 1"
+    ):
+        await replay.take(2)
+    assert ids(await replay.take(1)) == ["a"]
+
+
+@given(seed=st.integers(0, 10**6), num_groups=st.integers(1, 40), budget=st.integers(0, 8), size=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_in_any_order_of_events_each_group_is_trained_once_in_order_and_within_the_budget(
+    seed: int, num_groups: int, budget: int, size: int
+) -> None:
+    """Producers are cancelled and deliver again, steps are aborted and taken again."""
+    rng = random.Random(seed)
+    num_groups += -num_groups % size
+
+    async def pause() -> None:
+        for _ in range(rng.randrange(6)):
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        replay = ReplayBuffer(max_bytes=budget * group_bytes(), min_ready=size)
+        trained: list[str] = []
+
+        async def produce() -> None:
+            for n in range(num_groups):
+                while True:
+                    putting = asyncio.create_task(replay.put([make_scored(str(n))]))
+                    await pause()
+                    if rng.random() < 0.3:
+                        putting.cancel()
+                    await asyncio.wait({putting})
+                    if not putting.cancelled():
+                        break
+                    await pause()
+
+        async def train() -> None:
+            while len(trained) < num_groups:
+                groups = await replay.take(size)
+                await pause()
+                if rng.random() < 0.3:
+                    await replay.abort(groups)
+                else:
+                    trained.extend(ids(groups))
+                    await replay.release(groups)
+                stats = await replay.stats()
+                assert stats.num_bytes <= max(budget, 2 * size) * group_bytes(), "a step is ready, another is trained"
+
+        async with asyncio.timeout(20):
+            await asyncio.gather(produce(), train())
+        assert trained == [str(n) for n in range(num_groups)]
+        stats = await replay.stats()
+        assert (stats.num_ready, stats.num_taken, stats.num_bytes, stats.num_waiting) == (0, 0, 0, 0)
+
+    asyncio.run(run())
+
+
 async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: Path) -> None:
     journal = Journal(tmp_path, {})
     replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
@@ -219,6 +296,39 @@ async def test_a_slow_disk_holds_up_the_commit_and_nothing_before_it() -> None:
     disk.told.set()
     await asyncio.wait_for(commit, 5)
     assert disk.trained_versions == [1]
+
+
+async def test_a_group_that_could_not_be_fetched_is_written_again_when_it_is_committed() -> None:
+    disk = SlowDisk()
+    disk.error = LostObjectError("its node is gone")
+    disk.told.set()
+    replay = ReplayBuffer(journal=disk)
+    await replay.put([make_scored("a")])
+    taken = await replay.take(1)
+    with pytest.raises(LostObjectError):
+        await replay.commit(1, taken)
+    disk.error = None
+    await replay.commit(1, taken)
+    assert disk.trained_versions == [1]
+
+
+async def test_closing_completes_what_is_being_written_but_does_not_wait_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path, {})
+    replay = ReplayBuffer(journal=JournalWriter(journal, timeout_s=5))
+    await replay.put([make_scored("a")])
+    await replay.close()
+    assert [group.group_id for group in journal.recover(0).finished] == ["a"]
+
+    class FullDisk(SlowDisk):
+        async def close(self) -> None:
+            raise JournalError("the disk is full")
+
+    replay = ReplayBuffer(journal=FullDisk(), close_s=0.01)
+    await replay.put([make_scored("a")])
+    await asyncio.wait_for(replay.close(), 5)
+    assert "the disk is full" in caplog.text
 
 
 async def test_a_group_that_could_not_be_journalled_is_never_committed() -> None:

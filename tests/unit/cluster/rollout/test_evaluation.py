@@ -1,25 +1,26 @@
 """Held-out evaluation: schedule, means, interval, and what could not be scored."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.errors import RewardError, RolloutError
+from cluster.metrics.step_records import HELD_OUT
 from cluster.records.trajectory import Reward
 from cluster.rollout.evaluation import (
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
+    ScoredPrompt,
+    Suite,
     mean_of_component,
-    wilson_interval,
 )
 
-GREEDY = replace(SETTINGS, temperature=0.0)
+ONE = replace(SETTINGS, temperature=0.0, num_samples=1)
 
 
 def make_evaluator(
@@ -31,11 +32,11 @@ def make_evaluator(
     interval_steps: int = 0,
 ) -> Evaluator:
     return Evaluator(
-        prompts=[make_prompt(f"test/{i}/s{i}") for i in range(10)],
+        suites=[Suite(HELD_OUT, [make_prompt(f"test/{i}/s{i}") for i in range(10)], ONE)],
         rollouts=rollouts,
         rewards=FakeRewards(values),
-        settings=GREEDY,
         accuracy_component=accuracy_component,
+        correct_from=1.0,
         max_concurrent=3,
         schedule=EvaluationSchedule(interval_steps, total_steps=7),
         on_result=results.append,
@@ -48,10 +49,10 @@ async def test_accuracy_is_the_mean_over_all_held_out_prompts() -> None:
 
     rollouts = FakeRollouts()
     evaluator = make_evaluator(rollouts, [], values)
-    result = await evaluator.run(3)
+    [result] = await evaluator.run(3)
     assert (result.version, result.accuracy, result.num_scored, result.num_unscored) == (3, 0.7, 20, 0)
     assert 0 < result.low < result.accuracy < result.high < 1
-    assert set(rollouts.settings.values()) == {GREEDY}
+    assert set(rollouts.settings.values()) == {ONE}
     assert len(rollouts.settings) == 10
 
 
@@ -140,13 +141,13 @@ async def test_a_response_of_newer_weights_is_left_out() -> None:
     while sum(rollouts.attempts.values()) < 6:
         await asyncio.sleep(0)
     rollouts.version = 1
-    result = await running
+    [result] = await running
     assert result.num_scored + result.num_unscored == 20
     assert 0 < result.num_unscored < 20
 
 
 async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
-    result = await make_evaluator(FakeRollouts(), [], lambda prompt_id: (1.0, None)).run(0)
+    [result] = await make_evaluator(FakeRollouts(), [], lambda prompt_id: (1.0, None)).run(0)
     assert (result.accuracy, result.num_scored, result.num_unscored) == (1.0, 10, 10)
 
 
@@ -178,14 +179,49 @@ async def test_a_failing_rollout_ends_the_evaluation_as_itself() -> None:
     assert rollouts.num_in_flight == 0
 
 
-def test_the_interval_is_the_one_of_the_literature() -> None:
-    low, high = wilson_interval(0.1, 20)  # 2 of 20: Newcombe 1998's formula 3, computed by hand
-    assert (round(low, 4), round(high, 4)) == (0.0279, 0.3010)
+async def test_suites_are_evaluated_beside_the_runs_own_with_their_own_settings() -> None:
+    """Two responses to each prompt, of which the first is right on every second prompt: pass@1 0.25, pass@2 0.5."""
 
+    def values(prompt_id: str) -> tuple[float, float]:
+        return (float(int(prompt_id.split("/")[1]) % 2), 0.0)
 
-@given(num=st.integers(1, 10_000), share=st.floats(0, 1))
-def test_the_interval_holds_the_mean_and_stays_within_0_and_1(num: int, share: float) -> None:
-    low, high = wilson_interval(share, num)
-    assert 0 <= low <= share + 1e-12
-    assert share - 1e-12 <= high <= 1
-    assert high > low
+    rollouts = FakeRollouts()
+    sampled = replace(SETTINGS, temperature=1.0, num_samples=2, top_p=0.9)
+    own = [make_prompt(f"test/{i}/s{i}") for i in range(4)]
+    other = [make_prompt(f"high:test/{i}/s{i}") for i in range(4)]
+    written: list[tuple[str, int, int]] = []
+
+    class Log:
+        async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+            written.append((suite, version, len(prompts)))
+
+    evaluator = Evaluator(
+        suites=[Suite(HELD_OUT, own, replace(SETTINGS, temperature=0.0)), Suite("high", other, sampled)],
+        rollouts=rollouts,
+        rewards=FakeRewards(values),
+        accuracy_component="accuracy",
+        correct_from=1.0,
+        max_concurrent=3,
+        schedule=EvaluationSchedule(0, total_steps=7),
+        on_result=lambda result: None,
+        responses=Log(),
+    )
+    held_out, high = await evaluator.run(0)
+    assert (held_out.suite, high.suite) == (HELD_OUT, "high")
+    assert high.accuracy == high.values["pass_at_1"] == 0.25 and high.values["pass_at_2"] == 0.5
+    assert 0 <= high.low < 0.25 < high.high <= 1
+    assert high.values["response_length"] > 0
+    assert {rollouts.settings[prompt.prompt_id].top_p for prompt in other} == {0.9}
+    assert written == [(HELD_OUT, 0, 4), ("high", 0, 4)]
+    second = Evaluator(
+        suites=[Suite(HELD_OUT, own, SETTINGS)],
+        rollouts=rollouts,
+        rewards=FakeRewards(values),
+        accuracy_component="accuracy",
+        correct_from=1.0,
+        max_concurrent=3,
+        schedule=EvaluationSchedule(0, total_steps=7),
+        on_result=lambda result: None,
+    )
+    second.restore(0, json.loads(json.dumps(evaluator.state())))
+    assert second.results == evaluator.results

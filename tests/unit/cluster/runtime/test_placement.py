@@ -13,7 +13,7 @@ from cluster.runtime.placement import NodeResources, PlacementPlan, needed_roles
 from configs.load import load_config
 from configs.schema import ResourcesConfig, WorkerResources
 
-ALL_ROLES = ("learner", "rollout", "reference", "reward", "replay")
+ALL_ROLES = ("learner", "rollout", "reference", "reward")
 LAPTOP = NodeResources("laptop", num_cpus=2, num_gpus=0)
 
 
@@ -39,7 +39,7 @@ def nodes_of(plan: PlacementPlan, role: str) -> list[str]:
 def test_laptop_preset_fits_two_cores() -> None:
     plan = plan_placement(resources(), [LAPTOP], ALL_ROLES)
     names = [worker.name for worker in plan.workers]
-    assert names == ["learner/0", "learner/1", "rollout/0", "rollout/1", "reference/0", "reward/0", "replay/0"]
+    assert names == ["learner/0", "learner/1", "rollout/0", "rollout/1", "reference/0", "reward/0"]
 
 
 def test_bound_workers_of_one_role_have_their_own_cores_and_roles_take_turns_on_them() -> None:
@@ -127,7 +127,7 @@ def test_learner_ranks_spread_where_no_node_holds_them_all() -> None:
 def test_cpu_workers_leave_gpu_nodes_alone_while_others_have_room() -> None:
     nodes = [NodeResources("gpus", 32, 2), NodeResources("cpus", 4, 0)]
     plan = plan_placement(resources("resources=gpu_2"), nodes, ALL_ROLES)
-    assert nodes_of(plan, "reward") + nodes_of(plan, "replay") == ["cpus", "cpus"]
+    assert nodes_of(plan, "reward") == ["cpus"]
     assert nodes_of(plan, "rollout") + nodes_of(plan, "learner") == ["gpus", "gpus"]
 
 

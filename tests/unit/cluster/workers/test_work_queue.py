@@ -209,7 +209,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
     await team.queue.pool.check()
     await settle()
     assert team.queue.handles == (healthy, "new 1")
-    assert isinstance(team.lost[0], DeadlineError) and "judge/1 to say that it lives" in str(team.lost[0])
+    assert isinstance(team.lost[0], DeadlineError) and "judge/1 to answer that it is alive" in str(team.lost[0])
 
 
 async def test_new_workers_join_in_the_background_and_take_work_that_waits() -> None:

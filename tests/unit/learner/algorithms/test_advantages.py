@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from configs.schema.algorithm import STEP_WIDE
 from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, StepRewards
 from learner.algorithms.advantages.statistics import STD_FLOOR, whitened
 
 OPTIONS = AdvantageOptions(std="unbiased", pass_k=2, solved_reward=1.0)
-GROUP_RELATIVE = sorted(ADVANTAGES.keys() - {"reinforce", "reinforce_batch", "reinforce_pp"})
+GROUP_RELATIVE = sorted(ADVANTAGES.keys() - set(STEP_WIDE))
 
 
 def step(groups: list[list[float]], lengths: list[list[int]] | None = None) -> StepRewards:
@@ -108,6 +109,7 @@ REFERENCES: dict[str, Reference] = {
     "dr_grpo": by_group(reference_dr_grpo),
     "rloo": by_group(reference_rloo),
     "reinforce": lambda groups, lengths, std: [r for g in groups for r in g],
+    "gae": lambda groups, lengths, std: [r for g in groups for r in g],
     "reinforce_batch": lambda groups, lengths, std: [
         r - statistics.fmean(x for g in groups for x in g) for g in groups for r in g
     ],

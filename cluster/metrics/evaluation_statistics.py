@@ -1,0 +1,75 @@
+"""Statistics of an evaluation with several responses to a prompt: pass@k, intervals over prompts, reflection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+NUM_RESAMPLES = 1000
+Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+
+
+def wilson_interval(share: float, num: int) -> tuple[float, float]:
+    """The 95 % score interval of a share of `num` independent trials (Wilson 1927).
+
+        (share + z^2 / 2n  -+  z * sqrt(share * (1 - share) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+    It stays within [0, 1] and has a width even at 0 and 1. For a mean of values within [0, 1] it is conservative.
+    """
+    z2 = Z_95 * Z_95
+    centre = share + z2 / (2 * num)
+    half = Z_95 * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
+    scale = 1 + z2 / num
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The unbiased estimate of the chance that one of `k` responses is correct (Chen et al. 2021, arXiv:2107.03374).
+
+        1 - C(n - c, k) / C(n, k)    for c correct responses of n >= k
+
+    Raises:
+        ValueError: `k` is not within 1 and `num_samples`, or more are correct than there are.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} of {num_correct} correct among {num_samples} responses is not defined")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def ks(num_samples: int) -> list[int]:
+    """The k for which pass@k is reported: powers of two below `num_samples`, and `num_samples` itself."""
+    return [*(2**i for i in range(num_samples.bit_length()) if 2**i < num_samples), num_samples]
+
+
+def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """The 95 % percentile interval of the mean of `values` [N], one for each prompt (or seed), resampled with
+    replacement (Efron 1979). The same arguments give the same interval; one value gives an interval of no width.
+    """
+    samples = np.asarray(values, dtype=np.float64)  # [N]
+    random = np.random.default_rng(seed)
+    means = samples[random.integers(0, samples.size, size=(NUM_RESAMPLES, samples.size))].mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def reflection_ratios(correct: Sequence[bool], reflects: Sequence[bool]) -> dict[str, float]:
+    """How often responses reflect, and how often they are correct if they do (MAYE, arXiv:2504.02587).
+
+    `correct` and `reflects` are [N], in the same order. A ratio of no responses at all is 0.
+    """
+    both = sum(c and r for c, r in zip(correct, reflects, strict=True))
+    num, num_correct, num_reflecting = len(correct), sum(correct), sum(reflects)
+    return {
+        "reflection_ratio": _ratio(num_reflecting, num),
+        "reflection_ratio_in_correct": _ratio(both, num_correct),
+        "reflection_ratio_in_incorrect": _ratio(num_reflecting - both, num - num_correct),
+        "correct_ratio": _ratio(num_correct, num),
+        "correct_ratio_in_reflection": _ratio(both, num_reflecting),
+        "correct_ratio_in_no_reflection": _ratio(num_correct - both, num - num_reflecting),
+    }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,258 @@
+"""A comparison of runs: one HTML file that opens offline, with curves, intervals and a table.
+
+Runs that differ in their seed alone form one line of the comparison: its curves are means over the runs with one
+standard deviation on each side, its table entries are means with a bootstrap interval over the runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, pstdev
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from cluster.metrics.definitions import METRICS, MetricName
+from cluster.metrics.evaluation_statistics import bootstrap_interval
+from cluster.metrics.report.chart_scales import write_duration
+from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, draw
+from cluster.metrics.report.run_folder import RunFolder
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+
+MAX_LINES = 6  # colours of the style sheet
+SEED = 0  # of the bootstrap over runs
+
+_ASSETS = Path(__file__).parent
+_CURVES = (
+    (MetricName.REWARD_MEAN, "Reward"),
+    (MetricName.RESPONSE_LENGTH, "Response length"),
+    (MetricName.ENTROPY, "Entropy"),
+    (MetricName.KL, "KL to the reference"),
+    (MetricName.CLIP_FRACTION, "Clipped tokens"),
+    (MetricName.TOKENS_PER_S, "Throughput"),
+)
+_Values = Mapping[int, float]  # by step or version
+
+
+@dataclass(frozen=True)
+class Line:
+    """Runs that are shown as one, with what they are called."""
+
+    label: str
+    runs: Sequence[RunFolder]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over runs with its 95 % interval; of one run it has no width unless the run itself measured one."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}" + (f" [{self.low:.3f}, {self.high:.3f}]" if self.low < self.high else "")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line's accuracy on one suite: before RL, after it, mean and maximum over all later evaluations."""
+
+    label: str
+    suite: str
+    num_runs: int
+    before: Interval
+    after: Interval | None
+    mean: Interval | None
+    best: Interval | None
+    values: Mapping[str, float]  # of the newest evaluation, means over runs
+
+
+@dataclass(frozen=True)
+class Course:
+    """How far and how fast one line's runs went; means over its runs."""
+
+    label: str
+    runs: Sequence[str]
+    steps: str
+    wall: str
+    samples_per_s: str
+    response_length: str
+
+
+def render_comparison(lines: Sequence[Line], *, by_epoch: bool) -> str:
+    """The page as HTML. `by_epoch` draws over epochs of the training data instead of steps.
+
+    Raises:
+        ValueError: there is no run, there are more lines than colours, or an epoch's length is not known.
+    """
+    if not 1 <= len(lines) <= MAX_LINES:
+        raise ValueError(f"{len(lines)} lines cannot be compared: give 1 to {MAX_LINES}, seeds of one setting as one")
+    environment = Environment(
+        loader=FileSystemLoader(_ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rows, charts = table(lines), _Charts(lines, by_epoch)
+    return environment.get_template("comparison.html.j2").render(
+        lines=lines,
+        rows=rows,
+        value_names=list(dict.fromkeys(name for row in rows for name in row.values)),
+        courses=[_course(line) for line in lines],
+        drawings=[*charts.accuracy(), *charts.curves()],
+        style=Markup((_ASSETS / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def table(lines: Sequence[Line]) -> list[Row]:
+    """One row for each line and suite that was evaluated, suites together."""
+    suites = dict.fromkeys(suite for line in lines for run in line.runs for suite in _evaluations(run))
+    return [row for suite in suites for line in lines if (row := _row(line, suite)) is not None]
+
+
+def _evaluations(run: RunFolder) -> dict[str, Sequence[EvaluationRecord]]:
+    return {suite: found for suite, found in {HELD_OUT: run.evaluations, **run.suites}.items() if found}
+
+
+def _row(line: Line, suite: str) -> Row | None:
+    found = [evaluations[suite] for run in line.runs if suite in (evaluations := _evaluations(run))]
+    if not found:
+        return None
+    later = [records[1:] for records in found if len(records) > 1]
+    newest = [records[-1] for records in found]
+    names = dict.fromkeys(name for record in newest for name in record.values)
+    return Row(
+        line.label,
+        suite,
+        len(found),
+        _over_runs([records[0] for records in found]),
+        _over_runs([records[-1] for records in later]) if later else None,
+        _interval([mean(record.accuracy for record in records) for records in later]) if later else None,
+        _interval([max(record.accuracy for record in records) for records in later]) if later else None,
+        {name: mean(record.values[name] for record in newest if name in record.values) for name in names},
+    )
+
+
+def _over_runs(records: Sequence[EvaluationRecord]) -> Interval:
+    """Of one run its own interval over prompts, of several a bootstrap over runs."""
+    if len(records) == 1:
+        return Interval(records[0].accuracy, records[0].low, records[0].high)
+    return _interval([record.accuracy for record in records])
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    return Interval(mean(values), *bootstrap_interval(values, SEED))
+
+
+def _course(line: Line) -> Course:
+    summaries = [run.summary for run in line.runs if run.summary is not None]
+    rates = [s.samples_per_s for s in summaries if s.samples_per_s is not None]
+    lengths = [s.response_length for s in summaries if s.response_length is not None]
+    return Course(
+        line.label,
+        [run.name for run in line.runs],
+        ", ".join(sorted({f"{len(run.steps):,}" for run in line.runs})),
+        write_duration(mean(s.wall_s for s in summaries)) if summaries else "–",
+        f"{mean(rates):,.1f}" if rates else "–",
+        f"{mean(lengths):,.1f}" if lengths else "–",
+    )
+
+
+class _Charts:
+    """Draws what the lines have, over steps or over epochs."""
+
+    def __init__(self, lines: Sequence[Line], by_epoch: bool) -> None:
+        self._lines = lines
+        self._by_epoch = by_epoch
+
+    def accuracy(self) -> Iterator[Drawing]:
+        """Training accuracy (over epochs: cumulative within each), then each suite."""
+        text = "Sampled responses that were trained on" + (", cumulative within an epoch." if self._by_epoch else ".")
+        yield from self._draw("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
+        for suite in dict.fromkeys(suite for line in self._lines for run in line.runs for suite in _evaluations(run)):
+            title, text = f"Accuracy on {suite.replace('_', ' ')}", "Each point is one weight version."
+            yield from self._draw(f"suite_{suite}", title, text, partial(_suite_accuracy, suite), domain=(0.0, 1.0))
+
+    def curves(self) -> Iterator[Drawing]:
+        """Metrics of the steps, those that any run has."""
+        for name, title in _CURVES:
+            metric = METRICS[name]
+            yield from self._draw(str(name), title, metric.help, partial(_step_values, name), unit=metric.unit)
+
+    def _draw(
+        self,
+        key: str,
+        title: str,
+        text: str,
+        values: Callable[[RunFolder], _Values],
+        *,
+        domain: tuple[float, float] | None = None,
+        unit: str = "",
+    ) -> Iterator[Drawing]:
+        """One chart; none where no run has a value."""
+        axis = "epoch" if self._by_epoch else "step"
+        series = [Curve(line.label, n, self._points(line, values)) for n, line in enumerate(self._lines, start=1)]
+        drawing = draw(Chart(key, title, text, series, unit, domain=domain, axis=axis))
+        if drawing is not None:
+            yield drawing
+
+    def _points(self, line: Line, values: Callable[[RunFolder], _Values]) -> list[Point]:
+        """The mean over the runs that have a value there, with one standard deviation on each side."""
+        found: dict[float, list[float]] = {}
+        for run in line.runs:
+            length = _steps_per_epoch(run) if self._by_epoch else 1.0
+            for step, value in values(run).items():
+                if math.isfinite(value):
+                    found.setdefault(step / length, []).append(value)
+        return [
+            Point(place, mean(at), mean(at) - pstdev(at), mean(at) + pstdev(at)) for place, at in sorted(found.items())
+        ]
+
+    def _training_accuracy(self, run: RunFolder) -> _Values:
+        if not self._by_epoch:
+            return _step_values(MetricName.ACCURACY, run)
+        steps = [record for record in run.steps if MetricName.ACCURACY in record.values]
+        return dict(_cumulative(steps, _steps_per_epoch(run)))
+
+
+def _step_values(name: MetricName, run: RunFolder) -> _Values:
+    return {record.step: record.values[name] for record in run.steps if name in record.values}
+
+
+def _suite_accuracy(suite: str, run: RunFolder) -> _Values:
+    return {record.version: record.accuracy for record in _evaluations(run).get(suite, ())}
+
+
+def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator[tuple[int, float]]:
+    """(step, accuracy over all responses of its epoch so far)."""
+    epoch, correct, num = -1, 0.0, 0.0
+    for record in steps:
+        if (now := int((record.step - 1) // steps_per_epoch)) != epoch:
+            epoch, correct, num = now, 0.0, 0.0
+        samples = record.values[MetricName.NUM_SAMPLES]
+        correct, num = correct + samples * record.values[MetricName.ACCURACY], num + samples
+        yield record.step, correct / num
+
+
+def _steps_per_epoch(run: RunFolder) -> float:
+    """Steps in which each training prompt is used once.
+
+    Raises:
+        ValueError: the run has left no summary or no configuration.
+    """
+    if run.summary is None or not run.config:
+        raise ValueError(f"run {run.name} has no summary.json or no config.yaml: compare it over steps, not epochs")
+    return run.summary.train_prompts / yaml.safe_load(run.config)["algorithm"]["prompts_per_step"]

@@ -1,0 +1,58 @@
+"""ResponseFiles: the responses of evaluations as JSONL, one file for each suite and version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.metrics.files import write_atomically
+from cluster.records.trajectory import Answers, TrajectoryGroup
+from cluster.rollout.evaluation import ScoredPrompt
+from cluster.runtime.object_store import fetch
+
+
+class ResponseFiles:
+    """Writes `<folder>/<suite>-<version>.jsonl`.
+
+    A row has `id`, `prompt`, `references`, and with one entry for each response `predictions`, `correct` (null where
+    it was not scored) and `components`. A prompt that was excluded has no predictions.
+    """
+
+    def __init__(self, folder: Path, *, accuracy_component: str, correct_from: float, timeout_s: float) -> None:
+        """`timeout_s` bounds the fetch of one prompt's responses from the object store."""
+        self._folder = folder
+        self._accuracy_component = accuracy_component
+        self._correct_from = correct_from
+        self._timeout_s = timeout_s
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        await asyncio.to_thread(self._write, self._folder / f"{suite}-{version}.jsonl", prompts)
+
+    def _write(self, path: Path, prompts: Sequence[ScoredPrompt]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = (json.dumps(self._row(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+        write_atomically(path, "".join(rows))
+
+    def _row(self, scored: ScoredPrompt) -> dict[str, object]:
+        name = self._accuracy_component
+        components = [None if reward is None else dict(reward.components) for reward in scored.rewards]
+        return {
+            "id": scored.prompt.sample_id,
+            "prompt": scored.prompt.text,
+            "references": list(scored.prompt.references),
+            "predictions": self._texts(scored),
+            "correct": [row[name] >= self._correct_from if row and name in row else None for row in components],
+            "components": components,
+        }
+
+    def _texts(self, scored: ScoredPrompt) -> list[str]:
+        if scored.generated is None:
+            return []
+        what = f"the responses to {scored.prompt.prompt_id}"
+        [found] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
+        if isinstance(found, Answers):
+            return [response.text for response in found.responses]
+        assert isinstance(found, TrajectoryGroup), f"{what} are a {type(found).__name__}"
+        return [trajectory.response.text for trajectory in found.trajectories]

@@ -1,0 +1,65 @@
+"""`mobula compare`: several runs on one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.errors import PreflightError
+from cluster.metrics.files import write_atomically
+from cluster.metrics.report.comparison import Line, Row, render_comparison, table
+from cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
+from cluster.metrics.step_records import strict
+
+RUNS = Path("runs")
+
+
+def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
+    """Write the page and print its table. A word is `[LABEL=]RUN[,RUN...]`; runs of one word differ in their seed.
+
+    Raises:
+        PreflightError: a run cannot be found or read, or these runs cannot be compared.
+    """
+    lines = [_line(word) for word in words]
+    try:
+        page = render_comparison(lines, by_epoch=by_epoch)
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+    write_atomically(output, page)
+    rows = table(lines)
+    if json_output is not None:
+        text = json.dumps([strict(asdict(row)) for row in rows], indent=2, allow_nan=False)
+        write_atomically(json_output, text + "\n")
+    console.print(_view(rows))
+    console.print(f"comparison: {output}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _line(word: str) -> Line:
+    label, _, names = word.rpartition("=")
+    runs = [_run(name) for name in names.split(",") if name]
+    if not runs:
+        raise PreflightError(f"{word!r} names no run: give [LABEL=]RUN[,RUN...], each a folder or a name below {RUNS}/")
+    return Line(label or ", ".join(run.name for run in runs), runs)
+
+
+def _run(name: str) -> RunFolder:
+    for folder in (Path(name), RUNS / name):
+        if (folder / METRICS_FILE).is_file():
+            try:
+                return read_run_folder(folder)
+            except (ValueError, KeyError, OSError) as error:
+                raise PreflightError(f"run {folder} cannot be read: {error}") from error
+    raise PreflightError(f"there is no run {name}: neither {name} nor {RUNS / name} has a {METRICS_FILE}")
+
+
+def _view(rows: Sequence[Row]) -> Table:
+    view = Table("suite", "setting", "runs", "before", "after", "mean", "best")
+    for row in rows:
+        cells = (row.before, row.after, row.mean, row.best)
+        view.add_row(row.suite, row.label, str(row.num_runs), *("–" if cell is None else str(cell) for cell in cells))
+    return view

@@ -1,0 +1,80 @@
+"""Wiring of held-out evaluation: suites, responses on disk, and records of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from actors.datasets.prompts import fixed_prompts
+from cluster.metrics.hub import Metrics
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from cluster.records.trajectory import Prompt
+from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, NoResponseLog, Suite
+from cluster.rollout.response_files import ResponseFiles
+from deploy.wiring.preparation import Prepared
+
+RESPONSES_FOLDER = "evaluations"  # of the run folder
+AFTER_TRAINING = 1  # priority of held-out prompts
+
+
+def build_evaluator(
+    prepared: Prepared,
+    rollouts: Rollouts,
+    rewards: Rewards,
+    on_result: Callable[[EvaluationResult], None],
+    folder: Path | None,
+) -> Evaluator:
+    """Held-out evaluation with the run's own rollout actors; responses go to `folder`, if they are to be kept."""
+    config = prepared.config
+    return Evaluator(
+        suites=list(_suites(prepared)),
+        rollouts=rollouts,
+        rewards=rewards,
+        accuracy_component=config.rewards.accuracy_component,
+        correct_from=config.evaluation.correct_from,
+        max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
+        schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
+        on_result=on_result,
+        responses=_responses(prepared, folder),
+    )
+
+
+def _suites(prepared: Prepared) -> Iterator[Suite]:
+    """The run's own suite, then the others by name. A prompt has another id in each: ids are unique in a run."""
+    evaluation, sampler = prepared.config.evaluation, prepared.config.sampler
+    own = SamplingSettings(1, evaluation.temperature, sampler.max_tokens, prepared.config.seed, AFTER_TRAINING)
+    yield Suite(HELD_OUT, _prompts(prepared, evaluation.split, evaluation.num_prompts), own)
+    for name, suite in evaluation.suites.items():
+        prompts = _prompts(prepared, suite.split, suite.num_prompts)
+        settings = replace(own, num_samples=suite.num_samples, temperature=suite.temperature, top_p=suite.top_p)
+        yield Suite(name, [replace(prompt, prompt_id=f"{name}:{prompt.prompt_id}") for prompt in prompts], settings)
+
+
+def _prompts(prepared: Prepared, split: str, num_prompts: int) -> tuple[Prompt, ...]:
+    return fixed_prompts(prepared.usable(split), prepared.processor, num_prompts).prompts
+
+
+def _responses(prepared: Prepared, folder: Path | None) -> ResponseFiles | NoResponseLog:
+    config = prepared.config
+    if folder is None or not config.evaluation.save_responses:
+        return NoResponseLog()
+    return ResponseFiles(
+        folder,
+        accuracy_component=config.rewards.accuracy_component,
+        correct_from=config.evaluation.correct_from,
+        timeout_s=config.timeouts.object_s,
+    )
+
+
+def record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
+    """Give the hub a result, unless an earlier part of this run has recorded it after the checkpoint that this one
+    went on from."""
+    if metrics.totals.has_evaluation(result.version, result.suite):
+        return
+    metrics.record_evaluation(
+        EvaluationRecord(
+            result.version, result.accuracy, result.low, result.high, result.num_scored, result.suite, result.values
+        )
+    )

@@ -1,0 +1,10 @@
+"""Advantages of tokens, from their rewards and a critic's values. One formula a file; `algorithm.advantage` chooses."""
+
+from __future__ import annotations
+
+from learner.algorithms.token_advantages.gae import gae
+from learner.algorithms.token_advantages.inputs import TokenAdvantage, TokenValues
+
+TOKEN_ADVANTAGES: dict[str, TokenAdvantage] = {"gae": gae}
+
+__all__ = ["TOKEN_ADVANTAGES", "TokenAdvantage", "TokenValues"]

@@ -1,0 +1,30 @@
+"""Generalised advantage estimation."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.signal import lfilter
+
+from learner.algorithms.token_advantages.inputs import TokenValues
+
+
+def gae(response: TokenValues, gamma: float, gae_lambda: float) -> np.ndarray:
+    """A_k = sum_{j >= k} (gamma gae_lambda)^(j - k) d_j with d_j = r_j + gamma V_{j+1} - V_j over the trained tokens
+    j = 1..n of the response.
+
+    V_{j+1} is the value before the next trained token, so that what an environment wrote in between is skipped. After
+    the last trained token it is 0 for a response that has ended, and the value of the state after the response for one
+    that was truncated.
+
+    Source: Schulman et al., arXiv:1506.02438, equation 16.
+    """
+    advantages = np.zeros(len(response.mask))
+    values = response.values[:-1][response.mask].astype(np.float64)
+    if values.size == 0:
+        return advantages
+    end = float(response.values[-1]) if response.is_truncated else 0.0
+    following = np.append(values[1:], end)
+    differences = response.rewards[response.mask] + gamma * following - values
+    # a recursive filter from the end: y_k = d_k + gamma gae_lambda y_{k+1}
+    advantages[response.mask] = lfilter([1.0], [1.0, -gamma * gae_lambda], differences[::-1])[::-1]
+    return advantages

@@ -1,0 +1,182 @@
+"""Critic: one rank of the group that trains a value model beside the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.errors import CheckpointError
+from cluster.records.media import MediaReader
+from configs.schema import LearnerConfig, RunConfig
+from learner.algorithms.aggregation import Totals, token_mean
+from learner.algorithms.value_loss import value_loss
+from learner.backends import build_backend
+from learner.batch import LearnerItem, totals
+from learner.critic.rows import ValueRow, collate_rows
+from learner.critic.value_model import ValueModel
+from learner.gradient_step import GradientStep
+from learner.meter import Meter
+from learner.optim import learning_rate
+from learner.policies.loading import DTYPES, load_policy_model
+from learner.policy_weights import PolicyWeights
+from learner.residence import Residence
+from learner.scoring_pass import gathered
+
+FOLDER = "critic"  # of a learner's state
+Groups = list[list[LearnerItem]]
+
+
+class Critic:
+    """Predicts the return of each token, and is trained on what it turned out to be. All methods are collective.
+
+    Example:
+        critic.connect()
+        critic.begin(weights)  # RL begins here, from these weights
+        groups = credit.assign(critic.valued(groups)).groups
+        metrics = critic.train(minibatches, version=1)
+    """
+
+    def __init__(
+        self, config: RunConfig, rank: int, world_size: int, reader: MediaReader, device: torch.device
+    ) -> None:
+        self._config = config
+        self._settings = _settings(config)
+        self._rank = rank
+        self._world_size = world_size
+        self._reader = reader
+        self._device = device
+        self._clip = config.algorithm.critic.value_clip
+
+    def connect(self) -> None:
+        """Build it from `policy.model`, after the ranks have met."""
+        self._wrap(self._loaded())
+
+    def begin(self, policy: Iterable[tuple[str, Tensor]]) -> None:
+        """Start again, from the policy: (state-dict name, whole tensor) of the model without adapters."""
+        critic = self._loaded()
+        _copy(policy, critic.model.state_dict())
+        self._wrap(critic)
+
+    def valued(self, groups: Groups) -> Groups:
+        """The same items with the values of this moment, which every rank gets of all."""
+        scores = gathered(self._own_values([ValueRow.of(item) for group in groups for item in group]))
+        return [[replace(item, values=scores[item.index]) for item in group] for group in groups]
+
+    def train(self, parts: Sequence[Sequence[LearnerItem]], version: int) -> dict[str, float]:
+        """One optimizer step on each minibatch; returns means over them, over all ranks."""
+        if not parts:
+            return {}
+        meter, rate = Meter(), learning_rate(self._settings, version - 1, self._config.num_steps)
+        norms = [
+            self._step([ValueRow.of(i) for i in part], partial(self._loss, totals(part), meter), rate) for part in parts
+        ]
+        return {
+            **{name: value / len(parts) for name, value in meter.reduce().items()},
+            "critic_grad_norm": sum(norms) / len(norms),
+            "critic_learning_rate": rate,
+            "critic_skipped": float(sum(not math.isfinite(norm) for norm in norms)),
+        }
+
+    def save(self, folder: Path, version: int) -> Callable[[], None]:
+        """Copy its state; what is returned writes it to `folder`, beside training."""
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        return self._backend.save(folder / FOLDER, self._optimizer, version)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            CheckpointError: there is no complete state of a critic in `folder`.
+        """
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} holds no critic: a run without one wrote it, so resume with algorithm.critic.place=none, or "
+                "start a new run"
+            )
+        self._backend.load(folder / FOLDER, self._optimizer)
+
+    def offload(self, part: str) -> None:
+        """Move its weights with the `policy`, or its optimizer's state with the `optimizer`, to host memory."""
+        self._residence.offload(part)
+
+    def onload(self) -> None:
+        """Move everything to the device."""
+        self._residence.onload()
+
+    def _loaded(self) -> ValueModel:
+        return ValueModel(load_policy_model(self._config.policy, torch.float32), self._config.seed).train()
+
+    def _wrap(self, critic: ValueModel) -> None:
+        PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them
+        self._backend = build_backend(self._settings, self._device, DTYPES[self._config.resources.dtype])
+        self._model = self._backend.wrap(critic)
+        self._optimizer = self._backend.optimizer()
+        self._step = GradientStep(self._backend, self._optimizer, self._settings, self._rank, self._world_size)
+        self._residence = Residence(self._model, self._optimizer, self._device)
+
+    def _own_values(self, rows: Sequence[ValueRow]) -> dict[int, np.ndarray]:
+        """Index of an item -> its values, float32 [T + 1], of this rank's share."""
+        found: dict[int, np.ndarray] = {}
+        self._model.eval()  # without dropout: the same row has the same value whenever it is asked for
+        with self._backend.inference():
+            for share in self._step.shares(rows):
+                values = self._model(collate_rows(share, self._reader, self._device).tokens).cpu().numpy()
+                for row, own in zip(share, values, strict=True):
+                    found[row.index] = own[: row.sequence.num_targets].copy()
+        self._model.train()
+        return found
+
+    def _loss(self, part_totals: Totals, meter: Meter, rows: Sequence[ValueRow]) -> Tensor:
+        batch = collate_rows(rows, self._reader, self._device)
+        values = self._model(batch.tokens)  # [B, W]
+        found = value_loss(values, batch.old_values, batch.returns, clip=self._clip)
+        loss = token_mean(found.loss, batch.mask, part_totals)
+        meter.add(value_loss=loss, value_clip_fraction=token_mean(found.is_clipped.float(), batch.mask, part_totals))
+        return loss
+
+
+class NullCritic:
+    """In the place of a Critic where no advantage reads values."""
+
+    def connect(self) -> None: ...
+
+    def begin(self, policy: Iterable[tuple[str, Tensor]]) -> None: ...
+
+    def valued(self, groups: Groups) -> Groups:
+        return groups
+
+    def train(self, parts: Sequence[Sequence[LearnerItem]], version: int) -> dict[str, float]:
+        return {}
+
+    def save(self, folder: Path, version: int) -> Callable[[], None]:
+        return lambda: None
+
+    def load(self, folder: Path) -> None: ...
+
+    def offload(self, part: str) -> None: ...
+
+    def onload(self) -> None: ...
+
+
+def _settings(config: RunConfig) -> LearnerConfig:
+    """The optimizer and backend of the critic: those of the learner, but for what `algorithm.critic` sets."""
+    critic = config.algorithm.critic
+    return config.learner.model_copy(update={"optimizer": critic.optimizer, "learning_rate": critic.learning_rate})
+
+
+@torch.no_grad()
+def _copy(weights: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+    """Fill `state` with the weights of a model that has these and an output layer."""
+    missing = set(state)
+    for name, tensor in weights:
+        if name in state:
+            state[name].copy_(tensor)
+            missing.discard(name)
+    assert not missing, f"the policy has no weights of the names {sorted(missing)}"

@@ -1,0 +1,25 @@
+"""ValueModel: a (vision-)language model that predicts the return of each state."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from learner.critic.head import ScalarHead
+from learner.policies.batch import TokenBatch
+from learner.policies.token import TokenModel
+
+
+class ValueModel(TokenModel):
+    """The backbone of a model with a scalar head in the place of its output layer."""
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Takes the output layer out of `model`, which no other part may use from here on."""
+        super().__init__(model)
+        model.set_output_embeddings(nn.Identity())
+        self.head = ScalarHead(model.config.get_text_config().hidden_size, seed)
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """float32 [B, T]: the value of the state before each target; 0 behind a row's last target."""
+        values = self.head(self.states(batch))  # [N]
+        return values.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, values)

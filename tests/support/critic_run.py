@@ -1,0 +1,71 @@
+"""What one rank does in the tests of a critic: a warm start, updates, a checkpoint and the way back to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import torch
+from backend_run import met_at, steps, weights
+from learner_data import picture, prompt
+from transformers import AutoTokenizer
+
+from cluster.records.trajectory import FinishReason, ScoredGroup
+from configs.schema import RunConfig
+from learner.batch import fetch_items
+from learner.learner import Learner
+from learner.supervised import SupervisedExample
+
+WORDS = (
+    "algorithm=ppo_gae",
+    "algorithm.kl.coef=0",
+    "algorithm.num_epochs=2",
+    "algorithm.num_minibatches=2",
+    "algorithm.critic.learning_rate=1e-3",
+    "algorithm.critic.warmup_steps=1",
+)
+
+
+def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
+    """One rank; rank 0 writes what it saw."""
+    tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+    learner = Learner(config, rank, world_size, (250,))
+    learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
+    updates = [[cut_off(groups[0]), *groups[1:]] for groups in steps(tokenizer)]
+    seen = follow(learner, [*updates, updates[0]], tokenizer, out)
+    if rank == 0:
+        torch.save(seen, out / "seen.pt")
+    learner.close()
+
+
+def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: Path) -> dict:
+    """RL begins from a supervised step; two updates, save, a third one; load, and the third one again."""
+    answer = np.array([1, 2, 3], np.int32)
+    asked = [prompt(tokenizer, "a", [picture(9)]), prompt(tokenizer, "b")]
+    learner.supervised_step([SupervisedExample(a, answer, answer > 0) for a in asked])
+    before = values(learner, updates[1])
+    learner.begin_rl()
+    seen = {"before": before, "start": values(learner, updates[1]), "policy_before": weights(learner)}
+    seen["metrics"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates[:2])]
+    seen |= {"policy": weights(learner), "values": values(learner, updates[1])}
+    learner.save(out / "state")
+    learner.finish_save()
+    seen["third"] = (dict(learner.update(updates[2], 3).metrics), weights(learner), values(learner, updates[1]))
+    learner.load(out / "state")
+    seen["reloaded"] = values(learner, updates[1])
+    seen["again"] = (dict(learner.update(updates[2], 3).metrics), weights(learner), values(learner, updates[1]))
+    return seen
+
+
+def values(learner: Learner, groups: list[ScoredGroup]) -> torch.Tensor:
+    """Of every token of these groups, one after the other; every rank has all of them."""
+    valued = learner._critic.valued(fetch_items(groups, 0, 1.0))
+    return torch.from_numpy(np.concatenate([item.values for row in valued for item in row]))
+
+
+def cut_off(scored: ScoredGroup) -> ScoredGroup:
+    """The same group, whose first response hit the length limit."""
+    first, *others = scored.group.trajectories
+    rows = (dataclasses.replace(first, finish_reason=FinishReason.LENGTH), *others)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=rows))

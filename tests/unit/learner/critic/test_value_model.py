@@ -1,0 +1,109 @@
+"""ValueModel: its values are the head's product with the states of the plain transformers forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import picture, prompt, tiny_config
+from tiny_text_models import write_text_policy
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from cluster.records.media import MediaReader
+from learner.critic.head import ScalarHead
+from learner.critic.value_model import ValueModel
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.loading import load_policy_model
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
+
+
+@pytest.fixture
+def model(folder: Path) -> ValueModel:
+    return ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3).eval()
+
+
+def sequences(folder: Path) -> list[TokenSequence]:
+    """Text, one picture, and two pictures of different sizes, with answers of different lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
+    answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14]]
+    return [
+        TokenSequence.of_response(prompt(tokenizer, f"p{n}", pictures), np.array(answer))
+        for n, (pictures, answer) in enumerate(zip(shown, answers, strict=True))
+    ]
+
+
+def values(model: ValueModel, rows: list[TokenSequence]) -> torch.Tensor:
+    return model(collate(rows, MediaReader(timeout_s=1, max_items=8), CPU))
+
+
+def plain_states(model, row: TokenSequence) -> torch.Tensor:
+    """[T, H]: what transformers' own forward, with its own positions, has before each target."""
+    inputs = {"input_ids": torch.from_numpy(row.token_ids.astype(np.int64))[None]}
+    if row.media:
+        for name in ("pixel_values", "image_grid_thw"):
+            inputs[name] = torch.cat([torch.from_numpy(h.reference.inputs[name]) for h in row.media])
+        types = torch.zeros_like(inputs["input_ids"])
+        for span in row.media_spans:
+            types[0, span.start : span.end] = 1
+        inputs["mm_token_type_ids"] = types
+    states = model(**inputs, output_hidden_states=True).hidden_states[-1][0]
+    return states[row.num_context - 1 : -1]
+
+
+@torch.no_grad()
+def test_values_are_those_of_the_plain_forward_for_text_and_pictures(model, folder) -> None:
+    """LightRFT defect B6: the critic had plain positions in the place of M-RoPE's."""
+    rows = sequences(folder)
+    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    found = values(model, rows)
+    for row, own in zip(rows, found, strict=True):
+        expected = plain_states(plain, row).double() @ model.head.weight[0].double()
+        torch.testing.assert_close(own[: row.num_targets].double(), expected, atol=1e-7, rtol=1e-5)
+        assert not own[row.num_targets :].any()
+
+
+@torch.no_grad()
+def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) -> None:
+    folder = write_text_policy(tmp_path, "qwen3")
+    row = TokenSequence(np.array([3, 4, 5, 6]), 2, (), ())
+    model = ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3).eval()
+    expected = plain_states(AutoModelForCausalLM.from_pretrained(folder).eval(), row) @ model.head.weight[0]
+    torch.testing.assert_close(values(model, [row])[0], expected, atol=1e-7, rtol=1e-5)
+
+
+def test_the_gradient_of_a_value_reaches_the_backbone_and_the_vision_tower(model, folder) -> None:
+    values(model, sequences(folder)).sum().backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert [name for name in missing if "bias" not in name] == []
+
+
+def test_the_model_has_no_output_layer_of_its_own(model) -> None:
+    """It would be a matrix of the vocabulary that nothing reads."""
+    assert [name for name in model.state_dict() if "lm_head" in name] == []
+
+
+def test_every_rank_draws_the_same_head_and_no_generator_moves() -> None:
+    before = torch.get_rng_state()
+    first, second, other = ScalarHead(64, 1), ScalarHead(64, 1), ScalarHead(64, 2)
+    assert torch.equal(first.weight, second.weight) and not torch.equal(first.weight, other.weight)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ScalarHead(4096, 1).weight.std().item() * 4097 == pytest.approx(1, abs=0.05)
+
+
+def test_the_product_is_taken_in_float32() -> None:
+    head, states = ScalarHead(64, 1), torch.randn(3, 5, 64, dtype=torch.bfloat16)
+    expected = (states.double() * head.weight[0].double()).sum(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head(states)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)

@@ -3,7 +3,7 @@
 # A word of ARGS takes the place of the one that `make train` would give: make train ARGS="experiment=digit_sum"
 
 NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-PRESET ?= $(if $(filter 0,$(NUM_GPUS)),laptop,$(if $(filter 1,$(NUM_GPUS)),gpu_1,gpu_2))
+PRESET ?= $(if $(filter 0,$(NUM_GPUS)),laptop,$(if $(filter 1,$(NUM_GPUS)),gpu_1,two_gpu))
 NAME ?= digits-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))

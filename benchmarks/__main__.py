@@ -40,6 +40,9 @@ class Name(StrEnum):
     REWARD_POOL = "reward_pool"
     SCORE_RECORDS = "score_records"
     HTTP_REWARDS = "http_rewards"
+    PACKING = "packing"
+    LOGPROB_MEMORY = "logprob_memory"
+    DATA_READING = "data_reading"
     ALL = "all"
 
 

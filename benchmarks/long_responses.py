@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import ray
 
 from actors.rollout.actor import RolloutActor
 from benchmarks.digits_asynchrony import means, over_synchronous, steps_at
@@ -100,7 +101,7 @@ async def _write_policy(folder: Path, overrides: Sequence[str]) -> None:
     """Teach the tiny model the form of the answers, on the cluster that `private_ray` started."""
     with scratch_config((*WARM_START, *OVERLAPPED), overrides, experiment=EXPERIMENT) as config:
         async with staged(config, ("learner",)) as stage:
-            ranks = LearnerGroup(partial(start_learner, stage.prepared, stage.spawner), config.timeouts)
+            ranks = LearnerGroup(partial(start_learner, stage.prepared, stage.spawner), config.timeouts, ray.put)
             await ranks.start()
             await warm_start(stage.prepared, ranks)
             await ranks.export(folder)

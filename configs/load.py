@@ -31,6 +31,8 @@ from configs.schema.run import RunConfig
 from configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
+COMPUTED_FROM = ("resources.num_nodes",)  # keys that files compute others from
+OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 NAME_BOTH = (
     "`experiment=own policy.model=CHECKPOINT data.path=FOLDER` trains a checkpoint on your own data; "
     "`experiment=digits` trains a small model on pictures that it writes itself"
@@ -47,23 +49,28 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
             that does not stand in the result.
     """
     words = read_words(overrides)
-    values = _composed([word for word in words if word.is_group])
+    values = _composed(words)
     lay_on(values, words)
     config = _validated(without_missing(values) if is_complete else values)
     refuse_overruled(values, words)
     return config
 
 
-def _composed(choices: Sequence[Word]) -> dict[str, Any]:
-    """The groups, the experiment on top of them, and on top of that what the chosen options say themselves."""
+def _composed(words: Sequence[Word]) -> dict[str, Any]:
+    """The groups, the experiment on top of them, and on top of that what the chosen options say themselves.
+
+    Numbers that a file computes from another key (`${times:...}`) are computed from what a word says of that key.
+    """
+    choices = [word for word in words if word.is_group]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         composed = compose("config", [f"{choice.name}={choice.value}" for choice in choices])
-    values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+    values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     chosen = {choice.name: choice.value for choice in choices if choice.name != EXPERIMENT}
     for group in layers():
         if group in chosen:
             merge(values, own_values(group, chosen[group]))
-    return values
+    lay_on(values, [word for word in words if word.name in COMPUTED_FROM and isinstance(word.value, int)])
+    return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
 
 
 def dump_config(config: RunConfig) -> str:

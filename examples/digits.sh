@@ -5,7 +5,7 @@ set -euo pipefail
 
 words=(
     experiment=digits       # configs/experiment/digits.yaml: model, data, warm start and sizes
-    resources=laptop        # two learner ranks and two rollout actors on the CPU; gpu_1 or gpu_2 with GPUs
+    resources=laptop        # two learner ranks and two rollout actors on the CPU; gpu_1 or two_gpu with GPUs
     name=example-digits     # results go to runs/example-digits: report.html, summary.json, checkpoints
     num_steps=20            # RL steps; the experiment's own number is 200
     resume=auto             # a second call goes on from the newest complete checkpoint

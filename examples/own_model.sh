@@ -8,7 +8,7 @@ words=(
     experiment=own                        # values for a released checkpoint: no warm start, long answers
     "policy.model=${MODEL:?set MODEL to the folder of a checkpoint}"
     "data.path=${DATA:?set DATA to the folder of a data set}"
-    "resources=${RESOURCES:-gpu_2}"       # RESOURCES=laptop runs a small checkpoint on the CPU
+    "resources=${RESOURCES:-two_gpu}"       # RESOURCES=laptop runs a small checkpoint on the CPU
     rewards=math_answer                   # the answer in \boxed{} is compared with the reference
     name=example-own
     num_steps=100

@@ -51,7 +51,7 @@ class GradientStep:
     def shares(self, rows: Sequence[R]) -> list[list[R]]:
         """This rank's micro-batches. Where other ranks have more, an untrained row keeps step with them."""
         sequences = [row.sequence for row in rows]
-        plan = split_microbatches(sequences, self._config.tokens_per_microbatch, self._world_size)
+        plan = split_microbatches(sequences, self._config, self._world_size)
         return [[rows[i] for i in share] if share else [self._stand_in(rows)] for share in plan[self._rank]]
 
     def _stand_in(self, rows: Sequence[R]) -> R:

@@ -20,6 +20,7 @@ from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
 from learner.backends import build_backend
 from learner.backends.base import Optimizer
+from learner.backends.sharded import ShardedWriter
 from learner.batch import (
     LearnerBatch,
     LearnerItem,
@@ -37,8 +38,9 @@ from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
+from learner.optim.average import NullAverage, WeightAverage
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, save_policy
+from learner.policies.loading import DTYPES, recompute_blocks, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import PolicyOutput
 from learner.policies.trained import as_policy, load_trained_model
@@ -87,6 +89,7 @@ class Learner:
         torch.manual_seed(self._config.seed + self._rank)
         model = load_trained_model(self._config)
         model.train()
+        recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._outgoing = PolicyWeights(model, self._config)
         if self._config.learner.backend != "single":
             self._rendezvous.join(
@@ -111,12 +114,14 @@ class Learner:
         )
         self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
         self._critic.connect()
+        self._average = self._weight_average()
         self._residence = Residence(self._policy, self._optimizer, self._device)
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
 
     def begin_rl(self) -> None:
-        """RL begins with the weights of this moment, and so does the critic; it takes a warm start over."""
+        """RL begins with the weights of this moment, and so do critic and average; they take a warm start over."""
+        self._average.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
@@ -136,7 +141,8 @@ class Learner:
         values, num_parts = self._critic.train(parts, version), len(parts)
         parts = [] if is_alone else parts
         meter = Meter()
-        grad_norms = [self._step(part, self._loss(part, meter, is_first=n == 0), rate) for n, part in enumerate(parts)]
+        losses = [self._loss(part, meter, is_first=n == 0) for n, part in enumerate(parts)]
+        grad_norms = [self._optimized(part, loss, rate) for part, loss in zip(parts, losses, strict=True)]
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
         if "kl" in metrics:
@@ -199,7 +205,8 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Copy the learner's state for an exact resume; it is written while training goes on."""
-        self._states.save(folder, self._backend, self._optimizer, self._critic, self.version, self._credit.state())
+        parts = (self._critic, self._average)
+        self._states.save(folder, self._backend, self._optimizer, parts, self.version, self._credit.state())
 
     def finish_save(self) -> None:
         """Wait until the copy is on disk; not collective, and may be called beside any other method."""
@@ -208,7 +215,8 @@ class Learner:
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
         self._states.finish()
-        self.version, algorithm = load_state(folder, self._backend, self._optimizer, self._critic, self._rank)
+        parts = (self._critic, self._average)
+        self.version, algorithm = load_state(folder, self._backend, self._optimizer, parts, self._rank)
         self._credit.load(algorithm)
         return self.version
 
@@ -241,6 +249,15 @@ class Learner:
 
         return loss
 
+    def _optimized(
+        self, part: list[LearnerItem], loss: Callable[[Sequence[LearnerItem]], Tensor], rate: float
+    ) -> float:
+        """One optimizer step on a minibatch; returns the gradient norm, and nothing moves if that is not finite."""
+        grad_norm = self._step(part, loss, rate)
+        if math.isfinite(grad_norm):
+            self._average.update()
+        return grad_norm
+
     def _forward(self, rows: Sequence[LearnerItem]) -> tuple[PolicyOutput, LearnerBatch]:
         batch = collate_items(rows, self._reader, self._device)
         has_bonus = self._config.algorithm.entropy.bonus > 0
@@ -251,6 +268,10 @@ class Learner:
         if not self._config.algorithm.overlong_filter:
             return groups
         return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
+
+    def _weight_average(self) -> WeightAverage | NullAverage:
+        decay = self._config.learner.ema_decay
+        return WeightAverage(self._policy, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(

@@ -29,11 +29,13 @@ class LearnerGroup:
     A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
     """
 
-    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig) -> None:
+    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
         """`spawn()` starts the process of every rank and returns the handles; another time it may have to look for a
-        place first, and block.
+        place first, and block. `put` puts what all ranks are given into the object store, once, and returns a reference
+        that Ray resolves to its value in each rank; the caller's process owns it.
         """
         self._spawn = spawn
+        self._put = put
         self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
         self.version = 0
@@ -76,7 +78,8 @@ class LearnerGroup:
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
         """
-        calls = [w.update.remote(groups, self.version + 1) for w in self._workers]
+        shared = self._put(groups)
+        calls = [w.update.remote(shared, self.version + 1) for w in self._workers]
         try:
             report: UpdateReport = await self._all(
                 calls, self._timeouts.update_s, f"to make version {self.version + 1}"
@@ -89,15 +92,18 @@ class LearnerGroup:
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The metrics of an offline job on these rows."""
-        calls = [w.assess.remote(groups) for w in self._workers]
+        shared = self._put(groups)
+        calls = [w.assess.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
 
     async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
-        calls = [w.supervised_step.remote(examples) for w in self._workers]
+        shared = self._put(examples)
+        calls = [w.supervised_step.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
 
     async def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
-        calls = [w.answer_accuracy.remote(examples) for w in self._workers]
+        shared = self._put(examples)
+        calls = [w.answer_accuracy.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 
     async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:

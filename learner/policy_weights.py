@@ -14,6 +14,7 @@ from configs.schema import RunConfig
 from learner.backends.base import Backend
 from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
+from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
 from learner.policies.loading import checkpoint_names, save_policy
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
@@ -29,7 +30,7 @@ class PolicyWeights:
 
     Example:
         weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
-        backend.wrap(TokenPolicy(model))
+        backend.wrap(TokenPolicy(model, config.learner))
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
@@ -72,19 +73,23 @@ class PolicyWeights:
         return Manifest(tuple(specs))
 
 
-def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool) -> None:
+def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool) -> None:
     """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it.
 
     It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
-    these alone, in PEFT's layout.
+    these alone, in PEFT's layout. With `average` the average of the weights is in the place of the weights.
 
     Raises:
-        CheckpointError: there is no complete state in `state`.
+        CheckpointError: there is no complete state in `state`, or no average in it.
     """
     model = load_trained_model(config)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    load_weights(state, backend.wrap(as_policy(model, config)))
+    policy = backend.wrap(as_policy(model, config))
+    load_weights(state, policy)
+    if average:
+        trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+        read_average(state, trained, no_dist=True)
     if config.policy.lora.is_on and not merge:
         save_adapters(folder, model, config.policy.lora, config.policy.model)
     else:

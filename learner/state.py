@@ -4,7 +4,7 @@ state of the algorithm. What is frozen comes from `policy.model` again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class Part(Protocol):
-    """What lies in the same checkpoint as the policy: the critic."""
+    """What lies in the same checkpoint as the policy: the critic, the average of the weights."""
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copy its state; what is returned writes it to `folder`. Collective."""
@@ -38,7 +38,13 @@ class StateWriter:
         self._writing: Future[None] | None = None
 
     def save(
-        self, folder: Path, backend: Backend, optimizer: Optimizer, part: Part, version: int, algorithm: dict[str, Any]
+        self,
+        folder: Path,
+        backend: Backend,
+        optimizer: Optimizer,
+        parts: Sequence[Part],
+        version: int,
+        algorithm: dict[str, Any],
     ) -> None:
         """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective.
 
@@ -46,7 +52,7 @@ class StateWriter:
         """
         self.finish()
         folder.mkdir(parents=True, exist_ok=True)
-        writes = (backend.save(folder, optimizer, version), part.save(folder, version))
+        writes = [backend.save(folder, optimizer, version), *(part.save(folder, version) for part in parts)]
         random_state = torch.get_rng_state()
         algorithm_text = json.dumps(algorithm)
 
@@ -70,16 +76,17 @@ class StateWriter:
 
 
 def load_state(
-    folder: Path, backend: Backend, optimizer: Optimizer, part: Part, rank: int
+    folder: Path, backend: Backend, optimizer: Optimizer, parts: Sequence[Part], rank: int
 ) -> tuple[int, dict[str, Any]]:
-    """Read what this rank wrote to `folder` into policy, optimizer and `part`; returns the version and the algorithm's
+    """Read what this rank wrote to `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
     state. Collective.
 
     Raises:
         CheckpointError: there is no complete learner state in `folder`, or none that this backend and these ranks read.
     """
     version = backend.load(folder, optimizer)
-    part.load(folder)
+    for part in parts:
+        part.load(folder)
     if _rng_file(folder, rank).is_file():  # a rank that the checkpoint did not have keeps its own
         torch.set_rng_state(torch.load(_rng_file(folder, rank)))
     if not (folder / ALGORITHM_FILE).is_file():

@@ -105,7 +105,7 @@ class WeightPublisher:
             if self._rank != 0:
                 yield bucket, self._staging
             elif (lone := lone_bytes(bucket, full)) is not None:
-                yield bucket, lone
+                yield bucket, lone.to(self._device)  # where weights are offloaded, they come from host memory
             else:
                 yield bucket, pack(bucket, full, self._staged(bucket.num_bytes))
 

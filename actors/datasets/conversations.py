@@ -17,20 +17,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.jsonl import (
-    IMAGE_PLACEHOLDER,
-    Skipped,
-    Split,
-    Unusable,
-    first_few,
-    numbered_lines,
-    picture_path,
-)
+from actors.datasets.rows import IMAGE_PLACEHOLDER, RowError, Skipped, Split, first_few
 from cluster.errors import DatasetError
 
 ROLES = ("system", "user", "assistant")
@@ -76,16 +68,16 @@ def read_conversations(folder: Path, split: str, form: str) -> Split:
         raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
     rows: dict[str, Conversation] = {}
     skipped: list[Skipped] = []
-    for number, line in numbered_lines(file):
+    for number, line in _lines(file):
         name = f"{split}-{number}"
         try:
             fields = _parse(line)
             name = str(fields.get("id", name))
             row = _read_row(fields, folder.resolve(), name, FORMS[form])
             if name in rows:
-                raise Unusable("duplicate_id", f"another row before it has the id {name!r}")
+                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
             rows[name] = row
-        except Unusable as why:
+        except RowError as why:
             skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, why.detail))
     if not rows:
         raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
@@ -97,9 +89,9 @@ def _parse(line: bytes) -> Mapping[str, Any]:
         fields = json.loads(line)
         json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no tokenizer takes it
     except (ValueError, RecursionError) as error:
-        raise Unusable("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
+        raise RowError("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
     if not isinstance(fields, dict):
-        raise Unusable("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
+        raise RowError("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
     return fields
 
 
@@ -112,46 +104,46 @@ def _read_row(
 ) -> Conversation:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise Unusable("missing_messages", "the row has no list `messages`: add it")
+        raise RowError("missing_messages", "the row has no list `messages`: add it")
     named: list[str] = []
     turns = tuple(_turn(message, named) for message in messages)
     context, endings = form(fields, turns)
     if not any(turn.role == "user" for turn in context):
-        raise Unusable("no_question", "no user's message comes before the first answer: add one")
+        raise RowError("no_question", "no user's message comes before the first answer: add one")
     for ending in endings:
         for turn in ending.turns:
             if turn.role == "assistant" and IMAGE_PLACEHOLDER in turn.text:
-                raise Unusable("picture_in_answer", "an assistant's message holds a picture: write texts alone")
+                raise RowError("picture_in_answer", "an assistant's message holds a picture: write texts alone")
     return Conversation(name, context, endings, _images(fields, folder, [*context, *endings[0].turns], named))
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
     start = next((place for place, turn in enumerate(turns) if turn.role == "assistant"), None)
     if start is None or turns[-1].role != "assistant":
-        raise Unusable("no_answer", "the last message is not the assistant's: end the row in the answer to imitate")
+        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer to imitate")
     if not any(turn.is_trained for turn in turns[start:]):
-        raise Unusable("nothing_to_train", "every message of the assistant has weight 0: give one the weight 1")
+        raise RowError("nothing_to_train", "every message of the assistant has weight 0: give one the weight 1")
     return turns[:start], (Ending(turns[start:], CHOSEN),)
 
 
 def _pair(fields: Mapping[str, Any], turns: Turns) -> Parts:
     missing = [key for key in ("chosen", "rejected") if fields.get(key) in (None, "")]
     if missing:
-        raise Unusable("missing_pair", f"the row has no `{missing[0]}`: a pair needs `chosen` and `rejected`")
+        raise RowError("missing_pair", f"the row has no `{missing[0]}`: a pair needs `chosen` and `rejected`")
     if turns[-1].role != "user":
-        raise Unusable("no_question", "`messages` of a pair end in the user's: the answers are `chosen` and `rejected`")
+        raise RowError("no_question", "`messages` of a pair end in the user's: the answers are `chosen` and `rejected`")
     chosen, rejected = (_answer(fields[key], key) for key in ("chosen", "rejected"))
     if chosen == rejected:
-        raise Unusable("equal_pair", "`chosen` and `rejected` are equal: remove the row")
+        raise RowError("equal_pair", "`chosen` and `rejected` are equal: remove the row")
     return turns, (Ending((chosen,), CHOSEN), Ending((rejected,), REJECTED))
 
 
 def _scored(fields: Mapping[str, Any], turns: Turns) -> Parts:
     score = fields.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        raise Unusable("bad_score", f"`score` is {score!r}: give a finite number")
+        raise RowError("bad_score", f"`score` is {score!r}: give a finite number")
     if turns[-1].role != "assistant":
-        raise Unusable("no_answer", "the last message is not the assistant's: end the row in the answer that is scored")
+        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer that is scored")
     return turns[:-1], (Ending(turns[-1:], float(score)),)
 
 
@@ -168,7 +160,7 @@ def _answer(given: Any, key: str) -> Turn:
     named: list[str] = []
     turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
     if turn.role != "assistant" or named:
-        raise Unusable("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
+        raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
     return turn
 
 
@@ -176,14 +168,14 @@ def _turn(message: Any, named: list[str]) -> Turn:
     """One message; the pictures that its parts name are added to `named`."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
-        raise Unusable("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
+        raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, named) for part in content)
     if not isinstance(content, str) or not content:
-        raise Unusable("bad_message", f"the content of a message of the {role} is {content!r}: write a text or parts")
+        raise RowError("bad_message", f"the content of a message of the {role} is {content!r}: write a text or parts")
     if message.get("weight", 1) not in (0, 1):
-        raise Unusable("bad_message", f"a message has the weight {message['weight']!r}: write 0 or 1")
+        raise RowError("bad_message", f"a message has the weight {message['weight']!r}: write 0 or 1")
     return Turn(role, content, role == "assistant" and message.get("weight", 1) == 1)
 
 
@@ -198,25 +190,48 @@ def _part(part: Any, named: list[str]) -> str:
         if isinstance(url, str):
             named.append(url)
             return IMAGE_PLACEHOLDER
-    raise Unusable("bad_message", f"a part of a message is {part!r}: write a `text` or an `image_url` part")
+    raise RowError("bad_message", f"a part of a message is {part!r}: write a `text` or an `image_url` part")
 
 
 def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[str]) -> tuple[Path, ...]:
     """The pictures of a row: those that parts name, or those of `images`, one for each placeholder."""
     listed = fields.get("images", [])
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise Unusable("bad_images", f"`images` is {listed!r}: write a list of paths")
+        raise RowError("bad_images", f"`images` is {listed!r}: write a list of paths")
     names = [*named, *listed]
     num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in shown)
     if num_placeholders != len(names) or (named and listed):
-        raise Unusable(
+        raise RowError(
             "placeholder_mismatch",
             f"the messages have {num_placeholders - len(named)} {IMAGE_PLACEHOLDER} and {len(named)} picture parts, "
             f"`images` names {len(listed)} pictures: write parts alone, or one {IMAGE_PLACEHOLDER} a picture",
         )
     for name in names:
         if "://" in name or name.startswith("data:"):
-            raise Unusable(
+            raise RowError(
                 "remote_picture", f"{name[:80]!r} is no path: save the picture below the data folder and name it"
             )
-    return tuple(picture_path(folder, name) for name in names)
+    return tuple(_picture_path(folder, name) for name in names)
+
+
+def _picture_path(folder: Path, name: str) -> Path:
+    """The absolute path of a picture that exists below `folder` (itself resolved), symbolic links followed."""
+    try:
+        path = (folder / name).resolve()
+        leaves_folder = Path(name).is_absolute() or not path.is_relative_to(folder)
+        is_file = not leaves_folder and path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
+        raise RowError("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
+    if leaves_folder:
+        raise RowError("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
+    if not is_file:
+        raise RowError("missing_file", f"there is no file {path}: add it, or fix `image`")
+    return path
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that hold anything, numbered from 1."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line

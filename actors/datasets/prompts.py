@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
-from actors.datasets.jsonl import Row, Skipped, Split, count_by_reason, first_few
+from actors.datasets.curricula import Curriculum
+from actors.datasets.lazy_rows import LazyRows
+from actors.datasets.order import endless
+from actors.datasets.rows import Row, RowError, Skipped, Split, count_by_reason, first_few
 from cluster.errors import DatasetError, SkippedSample
 from cluster.records.trajectory import Prompt
 
@@ -51,11 +54,10 @@ class PromptSource:
     ) -> None:
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
-        self._rows = tuple(rows)
+        self._rows = endless(rows, seed)
         self._processor = processor
         self._split_name = split_name
         self._on_skipped = on_skipped
-        self._order = lru_cache(maxsize=2)(lambda epoch: epoch_order(len(rows), seed, epoch))
         self._cursor = 0
         self._pending: deque[int] = deque()
         self._skipped: dict[str, Skipped] = {}
@@ -81,7 +83,7 @@ class PromptSource:
         Raises:
             SkippedSample: the row there is unusable.
         """
-        return self._processor.prepare(self._row_at(index), self.id_at(index))
+        return self._processor.prepare(self._rows.row(index), self.id_at(index))
 
     def next(self) -> Prompt:
         """The next usable prompt; unusable rows are skipped, counted by reason and named once.
@@ -94,7 +96,7 @@ class PromptSource:
             try:
                 return self.prompt_at(index)
             except SkippedSample as error:
-                self._skip(self._row_at(index).sample_id, error)
+                self._skip(self._sample_at(index), error)
         raise DatasetError(
             f"no row of the split {self._split_name} is usable{first_few(self.skipped)}: "
             "fix the rows or set data.path to another folder"
@@ -113,7 +115,7 @@ class PromptSource:
     def id_at(self, index: int) -> str:
         """The id of the prompt at one index of the endless order."""
         epoch, position = divmod(index, len(self._rows))
-        return f"{epoch}/{position}/{self._row_at(index).sample_id}"
+        return f"{epoch}/{position}/{self._sample_at(index)}"
 
     def index_of(self, prompt_id: str) -> int:
         """The index of an id in the endless order.
@@ -136,20 +138,18 @@ class PromptSource:
         self._cursor += 1
         return self._cursor - 1
 
-    def _row_at(self, index: int) -> Row:
-        epoch, position = divmod(index, len(self._rows))
-        return self._rows[self._order(epoch)[position]]
+    def _sample_at(self, index: int) -> str:
+        """The id of the row, or the name of a record that is none."""
+        try:
+            return self._rows.row(index).sample_id
+        except RowError as error:
+            return error.sample
 
     def _skip(self, sample_id: str, error: SkippedSample) -> None:
         if sample_id not in self._skipped:
             self._skipped[sample_id] = Skipped(sample_id, error.reason, str(error))
             self._on_skipped(self._skipped[sample_id])
             logger.warning("skipped %s of %s: %s", sample_id, self._split_name, error)
-
-
-def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [num_rows]: the order of one epoch, a pure function of its arguments."""
-    return np.random.default_rng([seed % 2**32, epoch]).permutation(num_rows)
 
 
 @dataclass(frozen=True)
@@ -168,13 +168,16 @@ def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> Pro
     """
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    for position, row in enumerate(split.rows):
+    for position in range(len(split.rows)):
         if len(prompts) == num_prompts:
             break
+        sample = ""
         try:
+            row = split.rows[position]
+            sample = row.sample_id
             prompts.append(processor.prepare(row, f"{split.name}/{position}/{row.sample_id}"))
         except SkippedSample as error:
-            skipped.append(Skipped(row.sample_id, error.reason, str(error)))
+            skipped.append(_skipped(sample, error))
     if not prompts:
         raise DatasetError(f"no row of the split {split.name} is usable{first_few(skipped)}: fix the rows")
     return PromptSet(tuple(prompts), tuple(skipped))
@@ -184,8 +187,8 @@ def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> Pro
 class PreflightReport:
     """What a split holds, before training starts."""
 
-    rows: tuple[Row, ...]  # those that are fit to be prompts
-    skipped: tuple[Skipped, ...]  # lines that could not be read and rows that cannot be prompts
+    rows: Sequence[Row]  # those that are fit to be prompts, and those that were not checked
+    skipped: tuple[Skipped, ...]  # records that could not be read and rows that cannot be prompts
     longest_prompt_tokens: int
 
     @property
@@ -194,30 +197,98 @@ class PreflightReport:
         return count_by_reason(self.skipped)
 
 
-def preflight(split: Split, processor: RowChecker, *, max_skipped_fraction: float) -> PreflightReport:
-    """Check every row: its pictures' headers, its placeholders and its length. No picture is decoded.
+@dataclass(frozen=True)
+class CheckedRows:
+    """The rows of a split that are not known to be unusable: first those that were checked."""
+
+    rows: Sequence[Row]
+    num_usable: int  # of those that were checked
+    skipped: tuple[Skipped, ...]
+    longest_prompt_tokens: int
+
+
+def preflight(
+    split: Split,
+    processor: RowChecker,
+    *,
+    max_skipped_fraction: float,
+    max_checked_rows: int,
+    curriculum: Curriculum | None = None,
+) -> PreflightReport:
+    """Check the rows of a split (`checked_rows`), and refuse it if too many are unusable.
 
     Raises:
-        DatasetError: more than `data.max_skipped_fraction` of the split is unusable, or all of it.
+        DatasetError: more than `data.max_skipped_fraction` of the checked rows is unusable, or all of them; or a
+            curriculum has rows that are not checked.
     """
-    rows: list[Row] = []
-    lengths: list[int] = []
-    skipped = list(split.skipped)
-    for row in split.rows:
+    found = checked_rows(split, processor, max_checked_rows, curriculum)
+    _refuse_if_too_many_skipped(split, found.num_usable, found.skipped, max_skipped_fraction)
+    return PreflightReport(found.rows, found.skipped, found.longest_prompt_tokens)
+
+
+def checked_rows(
+    split: Split, processor: RowChecker, max_checked_rows: int, curriculum: Curriculum | None = None
+) -> CheckedRows:
+    """Check rows: their pictures' headers, their placeholders, their length, their ids. No picture is decoded.
+
+    The first `max_checked_rows` are checked, all of them for 0; those behind are checked when they are asked. A
+    curriculum orders rows by what the check says of them.
+
+    Raises:
+        DatasetError: a curriculum has rows that are not checked.
+    """
+    rows, skipped = split.rows, list(split.skipped)
+    num_checked = min(len(rows), max_checked_rows) if max_checked_rows else len(rows)
+    if curriculum is not None and num_checked < len(rows):
+        raise DatasetError(
+            f"data.curriculum orders rows that were checked, and data.max_checked_rows={max_checked_rows} leaves "
+            f"{len(rows) - num_checked:,} of the split {split.name} unchecked: set data.max_checked_rows=0"
+        )
+    usable, difficulty, seen, longest = array("q"), array("d"), set[int](), 0
+    for place in range(num_checked):
+        sample = ""
         try:
-            lengths.append(processor.check(row))
-            rows.append(row)
+            row = rows[place]
+            sample = row.sample_id
+            _refuse_duplicate(row, place, rows, seen)
+            num_tokens = processor.check(row)
+            if curriculum is not None:
+                difficulty.append(curriculum.difficulty(row, num_tokens))
+            longest = max(longest, num_tokens)
+            usable.append(place)
         except SkippedSample as error:
-            skipped.append(Skipped(row.sample_id, error.reason, str(error)))
-    _refuse_if_too_many_skipped(split, rows, skipped, max_skipped_fraction)
-    return PreflightReport(tuple(rows), tuple(skipped), max(lengths))
+            skipped.append(_skipped(sample, error))
+    num_usable = len(usable)
+    usable.extend(range(num_checked, len(rows)))
+    return CheckedRows(_chosen(rows, usable, difficulty), num_usable, tuple(skipped), longest)
+
+
+def _skipped(sample: str, error: SkippedSample) -> Skipped:
+    """`sample` is the row's id; a record that is no row names itself."""
+    return Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error))
+
+
+def _refuse_duplicate(row: Row, place: int, rows: Sequence[Row], seen: set[int]) -> None:
+    """Of rows with the same id the first is kept; `seen` holds the hashes of ids."""
+    key = hash(row.sample_id)
+    if key in seen:
+        name = f"{rows.name(place)} ({row.sample_id})" if isinstance(rows, LazyRows) else row.sample_id
+        raise RowError("duplicate_id", f"another row before it has the id {row.sample_id!r}", name)
+    seen.add(key)
+
+
+def _chosen(rows: Sequence[Row], places: Sequence[int], difficulty: Sequence[float]) -> Sequence[Row]:
+    if isinstance(rows, LazyRows):
+        hard = np.asarray(difficulty, dtype=np.float64) if difficulty else None
+        return rows.chosen(np.asarray(places, dtype=np.int64), hard)
+    return tuple(rows[place] for place in places)
 
 
 def _refuse_if_too_many_skipped(
-    split: Split, rows: Sequence[Row], skipped: Sequence[Skipped], max_skipped_fraction: float
+    split: Split, num_usable: int, skipped: Sequence[Skipped], max_skipped_fraction: float
 ) -> None:
-    total = len(rows) + len(skipped)
-    if not rows or len(skipped) > max_skipped_fraction * total:
+    total = num_usable + len(skipped)
+    if not num_usable or len(skipped) > max_skipped_fraction * total:
         reasons = ", ".join(f"{reason} {number}" for reason, number in count_by_reason(skipped).items())
         raise DatasetError(
             f"{len(skipped)} of {total} samples of the split {split.name} are unusable: {reasons}{first_few(skipped)}, "

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import transformers
@@ -23,18 +22,20 @@ from transformers import (
     ProcessorMixin,
 )
 
-from actors.datasets.jsonl import IMAGE_PLACEHOLDER, Row
+from actors.datasets.pictures import Picture
+from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, Turn
 from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
-from configs.schema.rollout import DataConfig, SamplerConfig
-from learner.policies.families import takes_pictures
+from configs.schema.data import DataConfig
+from configs.schema.rollout import SamplerConfig
+from learner.policies.families import family_at
+from learner.policies.families.base import PictureFamily
 
-# A policy that sampled one of these would claim a picture that is not there.
-MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
+NUM_CACHED_SIZES = 4096
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,18 @@ class ChatProcessor:
         self._max_images = sampler.max_images_per_prompt
         self._media = media
         self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
-        self.takes_pictures = takes_pictures(model)
-        self._processor = _load(model, data) if self.takes_pictures else _load_tokenizer(model)
+        self._family = family_at(model)
+        self.takes_pictures = self._family.takes_pictures
+        self._processor = _load(self._family, model, data) if self.takes_pictures else _load_tokenizer(model)
         self._tokenizer = self._processor.tokenizer if self.takes_pictures else self._processor
         added = self._tokenizer.added_tokens_decoder
         self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
+        if isinstance(self._family, PictureFamily):
+            self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
         self.fingerprint = _fingerprint(self._processor, self._tokenizer)
-        self.media_token_ids = tuple(i for i, token in added.items() if token.content in MEDIA_TOKENS)
+        self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
@@ -144,7 +148,7 @@ class ChatProcessor:
         found = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
         return next(((text, i) for text, i in found if rendered.startswith(text)), None)
 
-    def check_pictures(self, images: Sequence[Path], name: str) -> None:
+    def check_pictures(self, images: Sequence[Picture], name: str) -> None:
         """Whether the model takes pictures, and so many; `name` is that of the row.
 
         Raises:
@@ -152,7 +156,7 @@ class ChatProcessor:
         """
         if images and not self.takes_pictures:
             raise PromptError(
-                f"{name} has {len(images)} pictures, and policy.model is a text-only model: "
+                f"{name} has {len(images)} pictures, and {self._family.without_pictures}: "
                 "remove the row, or choose a vision-language model"
             )
         if len(images) > self._max_images:
@@ -161,7 +165,7 @@ class ChatProcessor:
                 "raise it or remove the row"
             )
 
-    def picture_sizes(self, images: Sequence[Path]) -> list[tuple[int, int]]:
+    def picture_sizes(self, images: Sequence[Picture]) -> list[tuple[int, int]]:
         """(width, height) of each file, from its header.
 
         Raises:
@@ -169,7 +173,7 @@ class ChatProcessor:
         """
         return [check_image(path, self._limits) for path in images]
 
-    def read_pictures(self, images: Sequence[Path]) -> tuple[list[bytes], list[tuple[int, int]]]:
+    def read_pictures(self, images: Sequence[Picture]) -> tuple[list[bytes], list[tuple[int, int]]]:
         """Content and (width, height) of each file.
 
         Raises:
@@ -178,23 +182,23 @@ class ChatProcessor:
         contents = [read_image(path, self._limits) for path in images]
         return contents, [measure_image(c, path, self._limits) for c, path in zip(contents, images, strict=True)]
 
-    def count_pictures(
-        self, compact_ids: np.ndarray, images: Sequence[Path], sizes: Sequence[tuple[int, int]], name: str
-    ) -> tuple[np.ndarray, list[int]]:
-        """Where the placeholders stand in `compact_ids`, and how many tokens each picture takes.
+    def expansions(
+        self, compact_ids: np.ndarray, images: Sequence[Picture], sizes: Sequence[tuple[int, int]], name: str
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Where the placeholders stand in `compact_ids`, and the ids that each picture becomes.
 
         Raises:
             PromptError: there is not one placeholder a picture.
         """
-        num_tokens = [self._num_tokens(size, path) for size, path in zip(sizes, images, strict=True)]
+        expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
         image_token = self._processor.image_token_id if self.takes_pictures else None
         places = np.flatnonzero(compact_ids == image_token)
-        if len(places) != len(num_tokens):
+        if len(places) != len(expansions):
             raise PromptError(
-                f"{name} has {len(num_tokens)} pictures and its rendered text {len(places)} placeholders: "
+                f"{name} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "
                 f"write one {IMAGE_PLACEHOLDER} a picture into the question"
             )
-        return places, num_tokens
+        return places, expansions
 
     def _check_row(self, row: Row) -> None:
         self.check_pictures(row.images, row.sample_id)
@@ -202,52 +206,47 @@ class ChatProcessor:
 
     def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
         """The row's tokens, given its pictures' (width, height)."""
-        text, compact_ids = self._encode(row.question)
-        places, num_tokens = self.count_pictures(compact_ids, row.images, sizes, row.sample_id)
-        expanded_ids, spans = expand(compact_ids, places, num_tokens)
+        text, compact_ids = self._encode(row.history, row.question)
+        places, expansions = self.expansions(compact_ids, row.images, sizes, row.sample_id)
+        expanded_ids, spans = expand(compact_ids, places, expansions)
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
-                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(num_tokens)} of them pictures), "
+                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures), "
                 f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels"
             )
         return _Layout(text, compact_ids, expanded_ids, spans)
 
-    def _render_and_tokenize(self, question: str) -> tuple[str, np.ndarray]:
-        """The chat prompt as text and as ids, one placeholder a picture."""
-        user_text = question + self._data.prompt_suffix
-        self.refuse_special_tokens(user_text)
-        turns = [("user", user_text)]
-        if self._data.system_prompt:
+    def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
+        """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
+        turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
+        for _, turn_text in turns:
+            for part in turn_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
+                self.refuse_special_tokens(part)
+        if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         text = self.render(turns, is_open=True)
         ids = self.tokenize(text)
         ids.flags.writeable = False  # shared by all prompts of this question
         return text, ids
 
-    def _num_tokens(self, size: tuple[int, int], source: Path) -> int:
-        """Placeholders that a picture of (width, height) takes."""
-        width, height = size
-        images = self._processor.image_processor
+    def _expanded(self, size: tuple[int, int], source: Picture) -> np.ndarray:
+        """The ids that a picture of (width, height) becomes."""
         try:
-            num_patches = images.get_number_of_image_patches(height, width)
+            return self._expansion(size)
         except ValueError as error:
+            width, height = size
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
-        return num_patches // images.merge_size**2
 
-    def store_picture(self, content: bytes, path: Path) -> MediaHandle:
+    def store_picture(self, content: bytes, path: Picture) -> MediaHandle:
         """Where the processed picture is; equal files are processed once."""
         key = content_key(content, self.fingerprint)
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
-    def _process(self, content: bytes, path: Path) -> ProcessedMedia:
+    def _process(self, content: bytes, path: Picture) -> ProcessedMedia:
         image = decode_image(content, path, self._limits)
-        inputs = self._processor.image_processor(images=[image], return_tensors="pt")
         return ProcessedMedia(
             modality="image",
-            inputs={
-                "pixel_values": inputs["pixel_values"].numpy(),  # float32 [num_patches, patch_dim]
-                "image_grid_thw": inputs["image_grid_thw"].numpy(),  # int64 [1, 3]
-            },
+            inputs=self._family.process(self._processor, image),
             thumbnail=_thumbnail(image),
             file=content if self._keep_files else b"",
         )
@@ -271,19 +270,22 @@ class ChatProcessor:
 
 
 def expand(
-    compact_ids: np.ndarray, places: np.ndarray, num_tokens: Sequence[int]
+    compact_ids: np.ndarray, places: np.ndarray, expansions: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, tuple[MediaSpan, ...]]:
-    """Repeat the placeholder at `places[i]` `num_tokens[i]` times; the expanded ids and where each run of them stands.
+    """Put `expansions[i]` in the place of the placeholder at `places[i]`; the expanded ids and where each one stands.
 
     Example:
-        >>> expand(np.array([1, 9, 2]), np.array([1]), [3])
+        >>> expand(np.array([1, 9, 2]), np.array([1]), [np.array([9, 9, 9])])
         (array([1, 9, 9, 9, 2]), (MediaSpan(start=1, end=4),))
     """
     repeats = np.ones(len(compact_ids), dtype=np.int64)
-    repeats[places] = num_tokens
+    repeats[places] = [len(ids) for ids in expansions]
     ends = np.cumsum(repeats)[places]
-    spans = tuple(MediaSpan(int(end) - num, int(end)) for end, num in zip(ends, num_tokens, strict=True))
-    return np.repeat(compact_ids, repeats), spans
+    spans = tuple(MediaSpan(int(end) - len(ids), int(end)) for end, ids in zip(ends, expansions, strict=True))
+    expanded = np.repeat(compact_ids, repeats)
+    for span, ids in zip(spans, expansions, strict=True):
+        expanded[span.start : span.end] = ids
+    return expanded, spans
 
 
 def _content(question: str) -> list[dict[str, str]]:
@@ -293,10 +295,10 @@ def _content(question: str) -> list[dict[str, str]]:
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def _load(model: str, data: DataConfig) -> ProcessorMixin:
-    """The model's processor with the pixel budget of `data`."""
+def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin:
+    """The model's processor, with the pixel budget of `data` where the family has one."""
     try:
-        processor = AutoProcessor.from_pretrained(model, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+        processor = AutoProcessor.from_pretrained(model, **family.processor_options(data))
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
@@ -307,13 +309,15 @@ def _load(model: str, data: DataConfig) -> ProcessorMixin:
             f"policy.model={model} is of a vision-language type but has no image processor: download it again with its "
             "preprocessor_config.json"
         )
-    size = processor.image_processor.size
-    if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
-        raise ValueError(
-            f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
-            "data.max_pixels: choose a checkpoint of the Qwen2-VL or Qwen2.5-VL family"
-        )
+    if family.has_pixel_budget:
+        size = processor.image_processor.size
+        if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
+            raise ValueError(
+                f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
+                "data.max_pixels: choose another checkpoint of its family"
+            )
     _refuse_unfit_tokenizer(processor, model)
+    family.refuse_unfit(processor, AutoConfig.from_pretrained(model))
     return processor
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending, Turn
+from actors.datasets.rows import IMAGE_PLACEHOLDER
 from actors.processors.chat import ChatProcessor, expand
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
@@ -112,7 +113,8 @@ class ConversationProcessor:
         """The row's pictures."""
         self._chat.check_pictures(row.images, row.sample_id)
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
-            self._chat.refuse_special_tokens(turn.text)
+            for part in turn.text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
+                self._chat.refuse_special_tokens(part)
         return row.images
 
     def _laid_out(self, row: Conversation, sizes: Sequence[tuple[int, int]]) -> tuple[_Pieces, list[_Whole]]:
@@ -159,15 +161,16 @@ class ConversationProcessor:
 
     def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, sizes: Sequence[tuple[int, int]]) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
-        places, num_tokens = self._chat.count_pictures(compact, row.images, sizes, row.sample_id)
-        ids, spans = expand(compact, places, num_tokens)
+        places, expansions = self._chat.expansions(compact, row.images, sizes, row.sample_id)
+        ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
-                f"{row.sample_id} has {len(ids)} tokens ({sum(num_tokens)} of them pictures), offline.max_tokens is "
-                f"{self._max_tokens}: raise it, or lower data.max_pixels"
+                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures), "
+                f"offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels"
             )
-        mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, num_tokens)
-        num_more = sum(num - 1 for place, num in zip(places, num_tokens, strict=True) if place < len(context.ids))
+        untrained = [np.zeros(len(expansion), dtype=bool) for expansion in expansions]
+        mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, untrained)
+        num_more = sum(len(e) - 1 for place, e in zip(places, expansions, strict=True) if place < len(context.ids))
         return _Whole(ids, mask, len(context.ids) + num_more, spans)
 
 

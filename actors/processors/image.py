@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import IO
 
 from PIL import Image
 
+from actors.datasets.pictures import EncodedPicture, Picture
 from cluster.errors import MediaError
 from cluster.records.rgb import FORMATS, to_rgb
 
@@ -24,27 +24,27 @@ class ImageLimits:
     max_decoded_pixels: int
 
 
-def check_image(path: Path, limits: ImageLimits) -> tuple[int, int]:
+def check_image(source: Picture, limits: ImageLimits) -> tuple[int, int]:
     """(width, height) from the file's header alone; for checks of a whole dataset.
 
     Raises:
         MediaError: the file is missing, empty, too large or no picture.
     """
-    with _open_file(path, limits) as file, _open_image(file, path, limits) as image:
+    with _open_file(source, limits) as file, _open_image(file, source, limits) as image:
         return image.size
 
 
-def read_image(path: Path, limits: ImageLimits) -> bytes:
+def read_image(source: Picture, limits: ImageLimits) -> bytes:
     """The file's bytes.
 
     Raises:
         MediaError: the file is missing, empty or too large.
     """
-    with _open_file(path, limits) as file:
+    with _open_file(source, limits) as file:
         return file.read()
 
 
-def measure_image(content: bytes, source: Path, limits: ImageLimits) -> tuple[int, int]:
+def measure_image(content: bytes, source: Picture, limits: ImageLimits) -> tuple[int, int]:
     """(width, height) from the header in `content`, the bytes of the file `source`.
 
     Raises:
@@ -54,7 +54,7 @@ def measure_image(content: bytes, source: Path, limits: ImageLimits) -> tuple[in
         return image.size
 
 
-def decode_image(content: bytes, source: Path, limits: ImageLimits) -> Image.Image:
+def decode_image(content: bytes, source: Picture, limits: ImageLimits) -> Image.Image:
     """The picture as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several.
 
     Raises:
@@ -69,8 +69,13 @@ def decode_image(content: bytes, source: Path, limits: ImageLimits) -> Image.Ima
 
 
 @contextmanager
-def _open_file(path: Path, limits: ImageLimits) -> Iterator[IO[bytes]]:
+def _open_file(source: Picture, limits: ImageLimits) -> Iterator[IO[bytes]]:
     """The open file, once its size is known to be in bounds."""
+    if isinstance(source, EncodedPicture):
+        _check_num_bytes(source, len(source.content), limits)
+        yield BytesIO(source.content)
+        return
+    path = source
     try:
         if not path.is_file():  # asked first, because opening a named pipe waits for ever
             raise MediaError(f"{path} is missing or no regular file: add the picture or remove its row")
@@ -81,7 +86,7 @@ def _open_file(path: Path, limits: ImageLimits) -> Iterator[IO[bytes]]:
         raise MediaError(f"{path} cannot be read ({error}): make it readable or remove its row") from error
 
 
-def _check_num_bytes(path: Path, num_bytes: int, limits: ImageLimits) -> None:
+def _check_num_bytes(path: Picture, num_bytes: int, limits: ImageLimits) -> None:
     if num_bytes == 0:
         raise MediaError(f"{path} is empty: replace the file or remove its row")
     if num_bytes > limits.max_image_bytes:
@@ -91,7 +96,7 @@ def _check_num_bytes(path: Path, num_bytes: int, limits: ImageLimits) -> None:
         )
 
 
-def _open_image(file: IO[bytes], source: Path, limits: ImageLimits) -> Image.Image:
+def _open_image(file: IO[bytes], source: Picture, limits: ImageLimits) -> Image.Image:
     """Read the header; no pixel is decoded yet."""
     try:
         image = Image.open(file, formats=FORMATS)

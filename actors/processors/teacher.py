@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from cluster.errors import PreflightError
 from configs.schema import RunConfig
-from learner.policies.families import max_positions, takes_pictures
+from learner.policies.families import family_at, max_positions, model_type_at, takes_pictures
 
 TEACHER = "algorithm.distillation.teacher"
 NAME_ANOTHER = f"set {TEACHER} to a checkpoint of the family of policy.model"
@@ -70,6 +70,11 @@ def _check_vocabulary(policy: str, teacher: Path) -> None:
 
 
 def _check_pictures(policy: str, teacher: Path) -> None:
+    if family_at(policy) is not family_at(str(teacher), TEACHER):
+        kinds = [model_type_at(str(source)) for source in (teacher, policy)]
+        raise PreflightError(
+            f"{TEACHER}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {NAME_ANOTHER}"
+        )
     ours, theirs = (_picture_settings(source) for source in (policy, teacher))
     differing = [name for name in PICTURE_SETTINGS if ours[name] != theirs[name]]
     if differing:

@@ -37,9 +37,9 @@ class ReferenceScorer:
     def load(self, folder: Path) -> None:
         """Take the frozen policy from a checkpoint folder; before the first `score`."""
         config = self._config
-        frozen = config.policy.model_copy(update={"model": str(folder), "freeze": (), "gradient_checkpointing": False})
+        frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
-        self._policy = TokenPolicy(model).eval()
+        self._policy = TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
         """For each group one float32 [T] array a trajectory, in order.
@@ -79,7 +79,7 @@ class ReferenceScorer:
     @torch.no_grad()
     def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
         scores: dict[int, np.ndarray] = {}
-        [plan] = split_microbatches(sequences, self._config.learner.tokens_per_microbatch, 1)
+        [plan] = split_microbatches(sequences, self._config.learner, 1)
         for rows in plan:
             batch = collate([sequences[i] for i in rows], self._reader, self._device)
             logprobs = self._policy(batch, self._distribution).logprobs.cpu().numpy()

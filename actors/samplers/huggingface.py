@@ -23,10 +23,10 @@ from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import EngineLoad, SamplingSettings
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from learner.policies.batch import joined
+from learner.policies.families import family_of
 from learner.policies.loading import DTYPES, checkpoint_names, load_model
 from learner.policies.lora import changed_weights
-
-IMAGE_TOKEN_TYPE = 1  # what transformers' mm_token_type_ids calls an image placeholder
 
 
 class HuggingFaceSampler:
@@ -44,6 +44,7 @@ class HuggingFaceSampler:
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
         self._model = model.to(self._device).eval()
+        self._family = family_of(self._model.config, self._settings.model)
         names = checkpoint_names(self._model)
         self._parameters = {names[name]: p for name, p in self._model.named_parameters() if name in names}
 
@@ -206,13 +207,15 @@ class HuggingFaceSampler:
         ids = torch.from_numpy(prompt.expanded_ids).long().expand(num_copies, -1)  # [n, P]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if media:
-            types = torch.zeros_like(ids)
+            is_placeholder = torch.zeros_like(ids, dtype=torch.bool)
             for span in prompt.media_spans:
-                types[:, span.start : span.end] = IMAGE_TOKEN_TYPE
-            inputs["mm_token_type_ids"] = types
-            for key in media[0].inputs:
-                values = torch.from_numpy(np.concatenate([m.inputs[key] for m in media]))
-                inputs[key] = values.repeat(num_copies, *(1 for _ in values.shape[1:]))
+                is_placeholder[:, span.start : span.end] = True
+            is_placeholder &= ids == self._family.placeholder_id(self._model.config)
+            arrays = {key: joined([m.inputs[key] for m in media] * num_copies) for key in media[0].inputs}
+            copied = {key: torch.tensor(array) for key, array in arrays.items()}
+            inputs |= self._family.generate_inputs(self._model, is_placeholder.long()) | self._family.forward_inputs(
+                copied
+            )
         return {key: value.to(self._device) for key, value in inputs.items()}
 
 

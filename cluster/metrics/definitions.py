@@ -85,12 +85,40 @@ class CounterName(StrEnum):
     UNLOGGED_STEPS = "unlogged_steps"
 
 
+class LiveName(StrEnum):
+    """What the Ray gauges say at every moment, from the start of the process on."""
+
+    UP = "up"
+    PHASE = "phase"
+    PHASE_SECONDS = "phase_seconds"
+    STEP = "step"
+    TOTAL_STEPS = "total_steps"
+    LAST_STEP_TIME = "last_step_time"
+    IN_FLIGHT = "in_flight"
+    IN_FLIGHT_OLDEST_AGE_S = "in_flight_oldest_age_s"
+    WORKERS = "workers"
+    WORKER_VERSION = "worker_version"
+    WORKER_IN_FLIGHT = "worker_in_flight"
+    WORKER_RESTARTS = "worker_restarts"
+
+
+class SplitName(StrEnum):
+    """Gauges of a step or an evaluation that are no single value of `MetricName`."""
+
+    SECONDS = "seconds"
+    REWARD_COMPONENT = "reward_component"
+    STALENESS_TOKENS = "staleness_tokens"
+    EVALUATION_ACCURACY = "evaluation_accuracy"
+    EVALUATION_VERSION = "evaluation_version"
+
+
 @dataclass(frozen=True)
 class Metric:
-    """What a number means. `unit` is empty where the number has none."""
+    """What a number means. `unit` is empty where the number has none; `tag` is what splits it beside the run's tags."""
 
     unit: str
     help: str
+    tag: str = ""
 
 
 METRICS: Mapping[str, Metric] = {
@@ -155,6 +183,32 @@ METRICS: Mapping[str, Metric] = {
     MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }
 
+ALL_REASONS = "all"
+"""The reason under which the Ray gauge of a counter has its sum: there from the start on, at 0."""
+
+LIVE: Mapping[str, Metric] = {
+    LiveName.UP: Metric("", "1 while the run's process lives"),
+    LiveName.PHASE: Metric("", "1 for the phase that the loop is in, 0 for those that it was in before", "phase"),
+    LiveName.PHASE_SECONDS: Metric("s", "How long the loop is in its phase"),
+    LiveName.STEP: Metric("", "The step that is being made, or was made last; 0 before the first one"),
+    LiveName.TOTAL_STEPS: Metric("", "Steps that the run is to make"),
+    LiveName.LAST_STEP_TIME: Metric("s", "When the last step ended, in seconds since the epoch; the start before it"),
+    LiveName.IN_FLIGHT: Metric("", "Prompts that are being sampled"),
+    LiveName.IN_FLIGHT_OLDEST_AGE_S: Metric("s", "How long the oldest of them is being sampled"),
+    LiveName.WORKERS: Metric("", "Workers of a role by state", "state"),
+    LiveName.WORKER_VERSION: Metric("", "Weight version that a worker serves"),
+    LiveName.WORKER_IN_FLIGHT: Metric("", "Prompts or calls that a worker has in hand"),
+    LiveName.WORKER_RESTARTS: Metric("", "How often a worker was started again"),
+}
+
+SPLIT: Mapping[str, Metric] = {
+    SplitName.SECONDS: Metric("s", "Seconds of one step by phase; `total` is the whole step", "phase"),
+    SplitName.REWARD_COMPONENT: Metric("", "Mean of a reward component over the responses of one step", "component"),
+    SplitName.STALENESS_TOKENS: Metric("tokens", "Tokens of one step by the age of their weights", "lag"),
+    SplitName.EVALUATION_ACCURACY: Metric("", "Held-out accuracy of the newest evaluation"),
+    SplitName.EVALUATION_VERSION: Metric("", "Weight version of the newest evaluation"),
+}
+
 COUNTERS: Mapping[str, Metric] = {
     CounterName.REJECTED: Metric("", "Finished groups that were not trained on"),
     CounterName.REJECTED_RESPONSES: Metric("", "Finished responses that were not trained on"),
@@ -176,4 +230,10 @@ COUNTERS: Mapping[str, Metric] = {
 
 def describe(name: str) -> Metric:
     """The meaning of a value; one that only the learner knows is described by where it comes from."""
-    return METRICS[name] if name in METRICS else Metric("", f"{name}, as the learner reports it")
+    for known in (METRICS, LIVE, SPLIT):
+        if name in known:
+            return known[name]
+    counter = name.removesuffix("_total")
+    if counter != name and counter in COUNTERS:
+        return COUNTERS[counter]
+    return Metric("", f"{name}, as the learner reports it")

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from cluster.metrics.definitions import CounterName, MetricName
@@ -21,7 +22,7 @@ from cluster.metrics.sinks.fan_out import FanOut
 from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord
 from cluster.metrics.step_values import component_means, staleness_of, step_values
 from cluster.metrics.totals import RunTotals
-from cluster.workers.status import Progress
+from cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
     from cluster.records.trajectory import ScoredGroup
@@ -40,6 +41,12 @@ class Samples(Protocol):
     """Keeps a few responses of the run to look at."""
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None: ...
+
+
+class Watcher(Protocol):
+    """Takes the status of the run between steps; it does not raise."""
+
+    def post(self, status: RunStatus) -> None: ...
 
 
 class MeasuredStep:
@@ -103,8 +110,18 @@ class Metrics:
     dropped; a report sample that cannot be fetched is logged and counted. Neither ends the run.
     """
 
-    def __init__(self, sinks: Sequence[Sink], clock: Clock, *, accuracy_component: str, samples: Samples) -> None:
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        clock: Clock,
+        *,
+        accuracy_component: str,
+        samples: Samples,
+        watchers: Sequence[Watcher] = (),
+    ) -> None:
+        """`watchers` get the run's status between steps."""
         self.totals = RunTotals()
+        self._watchers = watchers
         self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
         self._clock = clock
         self._accuracy_component = accuracy_component
@@ -146,8 +163,18 @@ class Metrics:
     def progress(self) -> Progress:
         """What the loop does now: a phase of its step, or `starting` before the first and `ending` after the last."""
         if self._scope is not None:
-            return self._scope.progress()
-        return Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+            found = self._scope.progress()
+        else:
+            found = Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+        if self.totals.num_steps == 0:
+            return found
+        step_s = self.totals.seconds["total"] / self.totals.num_steps
+        return replace(found, step_s=step_s, tokens_per_s=self.totals.last_values[MetricName.TOKENS_PER_S])
+
+    def post(self, status: RunStatus) -> None:
+        """Hand the run's status to what shows it."""
+        for watcher in self._watchers:
+            watcher.post(status)
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
         """State the accuracy of one version on one suite."""

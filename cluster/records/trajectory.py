@@ -22,7 +22,10 @@ NO_IDS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Where one medium stands in `Prompt.expanded_ids`: the half-open interval [start, end) of its placeholders."""
+    """Where one medium stands in `Prompt.expanded_ids`: the half-open interval [start, end) of its expansion.
+
+    Some families have other tokens between the placeholders; those of the family's placeholder id take embeddings.
+    """
 
     start: int
     end: int

@@ -238,6 +238,7 @@ class Checkpoints:
             path = await asyncio.to_thread(self._complete, draft, version, state)
         self._is_overdue = False
         await self._recovery.saved(version)
+        _logger.info("checkpoint of step %d: %s", version, path)
         return path
 
     @contextmanager

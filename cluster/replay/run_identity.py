@@ -6,6 +6,17 @@ from typing import Any
 
 from configs.schema.run import RunConfig
 
+# Each of them changes which row has which place in the order.
+ORDER_KEYS = (
+    "row_format",
+    "sources",
+    "temperature",
+    "weight_by_rows",
+    "curriculum",
+    "shuffle_bytes",
+    "max_checked_rows",
+)
+
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """The dotted keys that must not change between the parts of one run, with their values as JSON."""
@@ -16,6 +27,7 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "policy.freeze": list(config.policy.freeze),
         "data.kind": config.data.kind.value,
         "data.path": str(config.data.path),
+        **{f"data.{key}": value for key, value in config.data.model_dump(mode="json", include=set(ORDER_KEYS)).items()},
         "learner.backend": config.learner.backend,
         "resources.dtype": config.resources.dtype,
         **({"algorithm.distillation.teacher": teacher} if teacher else {}),

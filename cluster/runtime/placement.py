@@ -11,7 +11,7 @@ a placement group that does not fit would wait for ever and say nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import PlacementError
 from configs.schema import ResourcesConfig, RunConfig, WorkerResources
@@ -26,13 +26,18 @@ class NodeResources:
     """What one node has to give: what is free there, in Ray's units.
 
     `all_cpus` are those of the node, held or not (None: they are all free): what is bound to cores is bound to
-    the same ones whatever else runs there.
+    the same ones whatever else runs there. `name` is what people call the node, `HOSTNAME (IP)`.
     """
 
     node_id: str
     num_cpus: float
     num_gpus: float
     all_cpus: float | None = None
+    name: str = ""
+
+    @property
+    def shown(self) -> str:
+        return self.name or self.node_id
 
     @property
     def num_cores(self) -> int:
@@ -43,7 +48,9 @@ class NodeResources:
 class PlacedWorker:
     """One worker of one role at its place.
 
-    `cores` are positions in the list of cores that the node lets a process use; empty means not bound.
+    `cores` are positions in the list of cores that the node lets a process use; empty means not bound. `gpus` are the
+    GPUs of the node that the plan counts on, by position; Ray picks them itself, by the same rule (the fullest that
+    holds a share).
     """
 
     role: str
@@ -53,6 +60,8 @@ class PlacedWorker:
     num_gpus: float
     num_threads: int
     cores: tuple[int, ...]
+    gpus: tuple[int, ...] = ()
+    node_name: str = ""
 
     @property
     def name(self) -> str:
@@ -74,7 +83,7 @@ class PlanRow:
     """One role on one node, as a line of the table that people read."""
 
     role: str
-    node_id: str
+    node: str  # its name
     num_workers: int
     num_cpus: float  # of all these workers
     num_gpus: float  # of all these workers
@@ -106,7 +115,7 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     spaces = [_Space(node) for node in nodes]
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
     most_demanding = sorted(asked, key=lambda role: (role != "learner", -asked[role].num_gpus, -asked[role].num_cpus))
-    placed: dict[str, list[_Space]] = {}
+    placed: dict[str, list[_Seat]] = {}
     for role in most_demanding:
         placed[role] = _place_role(role, asked[role], spaces, packed=role == "learner", preset=resources.preset)
     return PlacementPlan(tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role])))
@@ -146,7 +155,7 @@ def plan_table(plan: PlacementPlan) -> list[PlanRow]:
     return [
         PlanRow(
             role=role,
-            node_id=node_id,
+            node=workers[0].node_name or node_id,
             num_workers=len(workers),
             num_cpus=sum(worker.num_cpus for worker in workers),
             num_gpus=sum(worker.num_gpus for worker in workers),
@@ -168,12 +177,14 @@ class _Space:
     def fits(self, workers: WorkerResources) -> bool:
         return self.free_cpus + EPSILON >= workers.num_cpus and self._gpus_for(workers.num_gpus) is not None
 
-    def take(self, workers: WorkerResources) -> None:
+    def take(self, workers: WorkerResources) -> tuple[int, ...]:
+        """Take what one worker needs; returns its GPUs."""
         gpus = self._gpus_for(workers.num_gpus)
-        assert gpus is not None, f"{self.node.node_id} was asked for GPUs that it does not have"
+        assert gpus is not None, f"{self.node.shown} was asked for GPUs that it does not have"
         self.free_cpus -= workers.num_cpus
         for gpu in gpus:
             self.free_gpus[gpu] -= min(1.0, workers.num_gpus)
+        return tuple(gpus)
 
     def capacity(self, workers: WorkerResources) -> int:
         """How many more workers of this kind fit."""
@@ -186,30 +197,39 @@ class _Space:
         return count
 
     def describe(self) -> str:
-        return f"{self.node.node_id} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs free"
+        return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs free"
 
     def _gpus_for(self, num_gpus: float) -> list[int] | None:
         """GPUs to take: the fullest one that holds a share, or as many empty ones; None if there are too few."""
         share = min(1.0, num_gpus)
         holding = [gpu for gpu, free in enumerate(self.free_gpus) if free + EPSILON >= share]
-        holding.sort(key=lambda gpu: self.free_gpus[gpu])
+        holding.sort(key=lambda gpu: round(self.free_gpus[gpu], 4))
         count = 0 if num_gpus == 0 else max(1, round(num_gpus))
         return holding[:count] if len(holding) >= count else None
 
 
+@dataclass(frozen=True)
+class _Seat:
+    """Where one worker is placed."""
+
+    node: NodeResources
+    gpus: tuple[int, ...]
+
+
 def _place_role(
     role: str, workers: WorkerResources, spaces: Sequence[_Space], *, packed: bool, preset: str
-) -> list[_Space]:
-    """The space of each worker of one role, taken from `spaces`."""
+) -> list[_Seat]:
+    """The place of each worker of one role, taken from `spaces`."""
     chosen: list[_Space] = []
+    seats: list[_Seat] = []
     for index in range(workers.num_workers):
         fitting = [space for space in spaces if space.fits(workers)]
         if not fitting:
             raise PlacementError(_refusal(role, index, workers, spaces, preset))
         space = _roomiest(fitting, workers) if packed and not chosen else _preferred(fitting, workers, chosen, packed)
-        space.take(workers)
+        seats.append(_Seat(space.node, space.take(workers)))
         chosen.append(space)
-    return chosen
+    return seats
 
 
 def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
@@ -238,19 +258,20 @@ def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_
     )
 
 
-def _workers(role: str, workers: WorkerResources, spaces: Sequence[_Space]) -> list[PlacedWorker]:
+def _workers(role: str, workers: WorkerResources, seats: Sequence[_Seat]) -> list[PlacedWorker]:
     """The placed workers of one role; those on one node are bound to cores one after the other."""
-    seats: dict[str, int] = {}
+    taken: dict[str, int] = {}
     placed = []
-    for index, space in enumerate(spaces):
-        seat = seats.get(space.node.node_id, 0)
-        seats[space.node.node_id] = seat + 1
-        placed.append(_placed(role, index, workers, space.node, seat))
+    for index, seat in enumerate(seats):
+        position = taken.get(seat.node.node_id, 0)
+        taken[seat.node.node_id] = position + 1
+        placed.append(replace(_placed(role, index, workers, seat.node, position), gpus=seat.gpus))
     return placed
 
 
 def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources, seat: int) -> PlacedWorker:
     return PlacedWorker(
+        node_name=node.shown,
         role=role,
         index=index,
         node_id=node.node_id,
@@ -265,7 +286,7 @@ def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) 
     """Cores of the worker that sits `seat`-th on its node; beyond the last core the first ones are shared."""
     if workers.num_threads > node.num_cores:
         raise PlacementError(
-            f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.node_id} has "
+            f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.shown} has "
             f"{node.num_cores} cores: set resources.{role}.num_threads={max(1, node.num_cores)} or "
             f"resources.{role}.bind_cores=false"
         )

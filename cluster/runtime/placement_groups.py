@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import ray
@@ -43,16 +45,23 @@ class Booking:
 def cluster_nodes() -> tuple[NodeResources, ...]:
     """What is free on every live node of the connected cluster."""
     free = available_resources_per_node()
-    alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    alive = {node_id: node["Resources"] for node_id, node in nodes.items()}
     return tuple(
         NodeResources(
             node_id,
             num_cpus=free[node_id].get("CPU", 0.0),
             num_gpus=free[node_id].get("GPU", 0.0),
             all_cpus=alive[node_id].get("CPU", 0.0),
+            name=node_name(nodes[node_id]),
         )
         for node_id in sorted(alive)
     )
+
+
+def node_name(node: Mapping[str, Any]) -> str:
+    """`HOSTNAME (IP)` of a row of `ray.nodes()`."""
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
 def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s: float) -> PlacementPlan:
@@ -67,10 +76,22 @@ def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s:
     while True:
         try:
             return plan_placement(config, cluster_nodes(), roles)
-        except PlacementError:
+        except PlacementError as error:
             if time.monotonic() > deadline:
-                raise
+                raise PlacementError(f"{error}{_held()}") from error
         time.sleep(PLAN_INTERVAL_S)
+
+
+def holders(names: Iterable[str]) -> dict[str, int]:
+    """Run -> how many of these groups, named `RUN/ROLE/INDEX/...`, are its own; others are counted under their name."""
+    return dict(Counter(name.partition("/")[0] for name in names if name))
+
+
+def _held() -> str:
+    rows = placement_group_table().values()
+    found = holders(row["name"] for row in rows if row["state"] in ("CREATED", "PENDING", "RESCHEDULING"))
+    shown = ", ".join(f"{run} ({number} groups)" for run, number in found.items())
+    return f". What is not free is held by the runs {shown}" if shown else ""
 
 
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
@@ -113,12 +134,13 @@ def book_more(
             "something else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    has = {node["NodeID"]: node["Resources"] for node in ray.nodes()}
-    return [(booking, _all_of(nodes[booking.bundle_index], has)) for booking in bookings]
+    rows = {node["NodeID"]: node for node in ray.nodes()}
+    return [(booking, _all_of(rows[nodes[booking.bundle_index]])) for booking in bookings]
 
 
-def _all_of(node_id: str, has: Mapping[str, Mapping[str, float]]) -> NodeResources:
-    return NodeResources(node_id, num_cpus=has[node_id].get("CPU", 0.0), num_gpus=has[node_id].get("GPU", 0.0))
+def _all_of(node: Mapping[str, Any]) -> NodeResources:
+    has = node["Resources"]
+    return NodeResources(node["NodeID"], has.get("CPU", 0.0), has.get("GPU", 0.0), name=node_name(node))
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:

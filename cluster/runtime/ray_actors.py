@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from cluster.runtime.error_text import COLOUR
 from cluster.runtime.gc_tuning import tune_gc
+from cluster.runtime.network import use_node_interface
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.placement_groups import Booking
 from cluster.runtime.ray_deaths import actor_death
@@ -172,8 +173,8 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """`role` with a constructor that first claims its cores and at last tunes its garbage collector, and a sign of
-    life; everything else is inherited.
+    """`role` with a constructor that first claims its cores and its node's network interface and at last tunes its
+    garbage collector, and a sign of life; everything else is inherited.
     """
 
     class Hosted(role):
@@ -181,6 +182,7 @@ def _hosted(role: type, name: str) -> type:
             if cores:
                 usable = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, [usable[core] for core in cores])
+            use_node_interface()
             super().__init__(*args, **kwargs)
             tune_gc()
 

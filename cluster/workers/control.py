@@ -91,6 +91,7 @@ class ControlLoop:
         replay: Callable[[], Awaitable[ReplayStats]],
         roles: Mapping[str, Scalable],
         on_panel_lost: Callable[[str], None],
+        on_status: Callable[[RunStatus], None],
         interval_s: float,
         start_s: float,
         deadline_s: float,
@@ -108,6 +109,7 @@ class ControlLoop:
         self._replay = replay
         self._roles = roles
         self._on_panel_lost = on_panel_lost
+        self._on_status = on_status
         self._interval_s = interval_s
         self._start_s = start_s
         self._deadline_s = deadline_s
@@ -131,6 +133,7 @@ class ControlLoop:
     async def _visit_for_ever(self) -> None:
         while True:
             status = await self._status()
+            self._on_status(status)
             try:
                 await self._visit(status)
             except Exception as error:  # the run does not need the panel; the next call starts another

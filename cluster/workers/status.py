@@ -69,6 +69,8 @@ class Progress:
     step: int  # being made, or made last; 0 before the first one
     phase: str
     seconds: float
+    step_s: float | None = None  # mean seconds of a step so far; None before the first one has ended
+    tokens_per_s: float | None = None  # trained, of the last step
 
 
 @dataclass(frozen=True)

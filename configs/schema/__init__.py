@@ -1,13 +1,12 @@
 """The schema of a run's configuration."""
 
 from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
+from configs.schema.data import DataConfig, DataKind
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from configs.schema.rollout import (
-    DataConfig,
-    DataKind,
     LoRAConfig,
     PolicyConfig,
     SamplerConfig,

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
+from configs.schema.data import WRITTEN, DataKind
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
-from configs.schema.rollout import DataKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -173,6 +173,24 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
     )
 
 
+def _mixture_has_sources(config: RunConfig) -> str | None:
+    data = config.data
+    if data.kind is DataKind.MIXTURE and not data.sources:
+        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
+    if data.kind is not DataKind.MIXTURE and data.sources:
+        return (
+            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
+            "data.kind=mixture, or data.sources={}"
+        )
+    unfit = [name for name, source in data.sources.items() if source.kind in (*WRITTEN, DataKind.MIXTURE)]
+    if unfit:
+        return (
+            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
+            "huggingface or webdataset"
+        )
+    return None
+
+
 def _pixel_range_is_open(config: RunConfig) -> str | None:
     if config.data.min_pixels <= config.data.max_pixels:
         return None
@@ -266,6 +284,18 @@ def _adapters_have_a_place(config: RunConfig) -> str | None:
     )
 
 
+def _nodes_are_counted(config: RunConfig) -> str | None:
+    resources = config.resources
+    roles = (resources.learner, resources.rollout)
+    if all(workers.num_workers % resources.num_nodes == 0 for workers in roles):
+        return None
+    return (
+        f"resources.num_nodes={resources.num_nodes} but resources.learner.num_workers={resources.learner.num_workers} "
+        f"and resources.rollout.num_workers={resources.rollout.num_workers}: choose resources=multi_node, which counts "
+        "its workers by nodes, or leave resources.num_nodes out"
+    )
+
+
 def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
     for role, workers in config.resources.roles.items():
         num_gpus = workers.num_gpus
@@ -290,7 +320,7 @@ def _device_has_its_gpus(config: RunConfig) -> str | None:
         if resources.device == "cpu" and num_gpus > 0:
             return (
                 f"resources.device=cpu but resources.{role}.num_gpus={num_gpus:g} would be booked for nothing: "
-                f"set resources.{role}.num_gpus=0, or use a GPU preset such as resources=gpu_2"
+                f"set resources.{role}.num_gpus=0, or use a GPU preset such as resources=two_gpu"
             )
     return None
 
@@ -346,6 +376,81 @@ def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
     return None
 
 
+def _activations_have_a_host_apart(config: RunConfig) -> str | None:
+    if config.learner.activation_checkpointing != "blocks_offloaded" or config.resources.device == "cuda":
+        return None
+    return (
+        f"learner.activation_checkpointing=blocks_offloaded moves activations to host memory but resources.device="
+        f"{config.resources.device}, where they are already: set learner.activation_checkpointing=blocks"
+    )
+
+
+def _offload_has_a_host_apart(config: RunConfig) -> str | None:
+    offload, resources = config.learner.offload, config.resources
+    if offload == "none":
+        return None
+    key = f"learner.offload={offload}"
+    if resources.device != "cuda":
+        return (
+            f"{key} moves state to host memory but resources.device={resources.device}, where it is already: "
+            "set learner.offload=none"
+        )
+    if resources.colocated:
+        return (
+            f"{key} keeps state in host memory and resources.colocated=true moves all of it there and back between "
+            "turns: set learner.offload=none, or a preset with devices for both"
+        )
+    return None
+
+
+def _backend_can_offload(config: RunConfig) -> str | None:
+    learner = config.learner
+    if learner.offload == "none":
+        return None
+    key = f"learner.offload={learner.offload}"
+    match learner.backend:
+        case "single":
+            return f"{key} is not done by learner.backend=single: use learner=fsdp2 or learner=deepspeed"
+        case "fsdp2" if learner.offload == "optimizer":
+            return (
+                f"{key}: FSDP2 offloads parameters, gradients and optimizer state together: set "
+                "learner.offload=parameters or none"
+            )
+        case "deepspeed" if learner.offload == "parameters" and learner.zero_stage != 3:
+            return (
+                f"{key} needs sharded parameters but learner.zero_stage={learner.zero_stage}: set learner.zero_stage=3 "
+                "or learner.offload=optimizer"
+            )
+    return None
+
+
+def _average_can_be_kept(config: RunConfig) -> str | None:
+    decay, resources = config.learner.ema_decay, config.resources
+    if decay == 0:
+        return None
+    key = f"learner.ema_decay={decay:g}"
+    if config.learner.backend == "deepspeed":
+        return (
+            f"{key} keeps an average that `mobula export` can read, which it cannot of learner.backend=deepspeed: use "
+            "learner=fsdp2, or set learner.ema_decay=0"
+        )
+    if resources.colocated and resources.device == "cuda":
+        return (
+            f"{key} keeps a copy of the weights on the GPU, which resources.colocated=true gives to the engines: set "
+            "learner.ema_decay=0, or use a preset with devices for both"
+        )
+    return None
+
+
+def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
+    if not config.learner.packing or config.policy.attention != "eager":
+        return None
+    return (
+        "learner.packing=true keeps rows apart in sdpa and flash_attention_2 but policy.attention=eager: set "
+        "policy.attention=sdpa or learner.packing=false"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
@@ -361,6 +466,7 @@ RULES: tuple[Rule, ...] = (
     _nothing_cuts_the_distribution,
     _pictures_of_the_task_fit,
     _pixel_range_is_open,
+    _mixture_has_sources,
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,
@@ -368,11 +474,17 @@ RULES: tuple[Rule, ...] = (
     _single_learner_is_one,
     _adapters_can_travel,
     _adapters_have_a_place,
+    _nodes_are_counted,
     _gpus_are_whole_or_shares,
     _device_has_its_gpus,
     _transport_fits_device,
     _nccl_members_have_their_own_gpu,
     _attention_fits_device,
+    _activations_have_a_host_apart,
+    _offload_has_a_host_apart,
+    _backend_can_offload,
+    _average_can_be_kept,
+    _attention_keeps_rows_apart,
     _suites_have_names,
     _greedy_suites_have_one_sample,
 )

@@ -34,10 +34,28 @@ class LearnerConfig(Section):
     """AdamW's term beside the root of the squared gradient; larger, and rounding moves small gradients less."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)]
     """Muon's decay of the gradient's mean."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)]
+    """Decay, with each optimizer step, of an average of the weights that is kept beside them, in checkpoints too;
+    `mobula export --ema` writes it. 0 keeps none."""
     max_grad_norm: PositiveFloat
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt
-    """Padded tokens in one forward and backward pass of one rank."""
+    """Tokens in one forward and backward pass of one rank; without `packing`, padding counts."""
+    packing: bool
+    """Compute rows of different lengths without padding; each attends to itself alone. Needs `policy.attention` of
+    `sdpa` or `flash_attention_2`."""
+    picture_token_cost: NonNegativeFloat
+    """What it takes to encode one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4
+    times the vision tower's parameters over the decoder's."""
+    logprob_chunk_tokens: PositiveInt
+    """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
+    backward pass computes them again."""
+    activation_checkpointing: Literal["none", "blocks", "blocks_offloaded"]
+    """`blocks` keeps the input of each text and vision block alone and computes the rest again in the backward pass;
+    `blocks_offloaded` keeps these inputs in host memory, which needs a GPU to make sense."""
+    offload: Literal["none", "optimizer", "parameters"]
+    """What lies in host memory between its uses, on a GPU alone: optimizer state, with the step taken on the CPU, or
+    parameters too. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
     zero_stage: Literal[2, 3]
     """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.rollout import DataKind
+from configs.schema.data import DataKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:
     job, kind = config.offline.job, config.data.kind
-    if config.offline.is_on == (kind is DataKind.CHAT):
+    has_chat = any(found is DataKind.CHAT for found in (kind, *(s.kind for s in config.data.sources.values())))
+    if config.offline.is_on == (kind is DataKind.CHAT) == has_chat:
         return None
     if config.offline.is_on:
         return (

@@ -61,6 +61,12 @@ class ResourcesConfig(Section):
     """Size of the object store of a cluster that this run starts itself; Ray starts none below 75 MiB."""
     num_cpus: Annotated[int, Field(ge=0)]
     """CPUs of a cluster that this run starts itself; 0 takes what the machine has."""
+    num_nodes: PositiveInt
+    """Nodes that `resources=multi_node` is made for: it has four engines and four learner ranks for each. The workers
+    of other presets are not counted by nodes."""
+    address: str
+    """The Ray cluster to join: HOST:PORT of its control store, or `auto` for the one that runs on this machine. Empty
+    joins the one that RAY_ADDRESS names, and without it starts a private one."""
     dashboard: bool
     """Whether a cluster that this run starts itself serves the Ray dashboard, on the loopback address."""
 

@@ -1,9 +1,8 @@
-"""What is asked and who answers: policy, data, sampler."""
+"""Who answers: policy and sampler."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -38,54 +37,18 @@ class PolicyConfig(Section):
 
     model: Annotated[str, NOT_EMPTY]
     """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
-    tiny: Literal["none", "qwen2.5-vl"]
-    """If `model` is a folder that does not exist yet, write this random-weight model there first."""
+    tiny: Annotated[str, NOT_EMPTY]
+    """If `model` is a folder that does not exist yet, write this random-weight model there first: a name of
+    `mobula init-model` without `tiny-`. `none` writes nothing."""
     tiny_tied_embeddings: bool
     """Whether the tiny model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation of learner and reference."""
-    gradient_checkpointing: bool
-    """Recompute activations in the backward pass to save memory."""
     freeze: tuple[str, ...]
-    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`."""
+    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`; so are those of a part
+    of the model's family: `vision` (the tower), `connector`, `language`."""
     lora: LoRAConfig
     """Adapters in place of full training."""
-
-
-class DataKind(StrEnum):
-    JSONL = "jsonl"
-    CHAT = "chat"
-    DIGITS = "digits"
-    DIGIT_SUM = "digit_sum"
-    DIGIT_LIST = "digit_list"
-
-
-class DataConfig(Section):
-    """The prompts: a folder with train.jsonl, validation.jsonl and test.jsonl."""
-
-    kind: DataKind
-    """`jsonl` reads questions from a folder that is there, `chat` conversations for offline jobs; the digit tasks write
-    theirs first if it is missing."""
-    path: Annotated[Path, NOT_EMPTY]
-    """The folder."""
-    prompt_suffix: str
-    """Text that is put behind every question."""
-    system_prompt: str
-    """System turn of every prompt; empty for none."""
-    max_prompt_tokens: PositiveInt
-    """A longer prompt (vision tokens included) is skipped and counted, never cut."""
-    min_pixels: PositiveInt
-    """Smaller pictures are scaled up to this many pixels by the model's image processor."""
-    max_pixels: PositiveInt
-    """Larger pictures are scaled down to this many pixels by the model's image processor."""
-    max_image_bytes: PositiveInt
-    """A larger file is refused before it is read."""
-    max_decoded_pixels: PositiveInt
-    """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
-    media_cache_bytes: PositiveInt
-    """Byte budget of processed pictures that are kept for later epochs."""
-    max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
-    """If a larger share of a split is unusable the run refuses to start."""
 
 
 class SamplerKind(StrEnum):

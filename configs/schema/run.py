@@ -11,11 +11,12 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
+from configs.schema.data import DataConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
-from configs.schema.rollout import DataConfig, PolicyConfig, SamplerConfig
+from configs.schema.rollout import PolicyConfig, SamplerConfig
 
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 
@@ -93,6 +94,8 @@ class MetricsConfig(Section):
     """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
     progress: bool
     """Show a progress bar."""
+    json_log: bool
+    """Write each event of `run.log` as a JSON object to `run.log.jsonl` as well."""
     heartbeat_s: Annotated[float, Field(gt=0, le=10)]
     """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
     num_report_samples: PositiveInt

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,9 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.data_commands import data
 from deploy.cli.errors import FAILED, explained
+from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.terminal import terminal
 
@@ -49,16 +52,25 @@ Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to w
 DEADLINE_S = 60.0
 
 
-class TinyModel(StrEnum):
-    """Models that `init-model` writes."""
-
-    QWEN2_5_VL = "tiny-qwen2.5-vl"
-
-
 class Compatible(StrEnum):
     """Whose published results `score` reproduces."""
 
     AERORL = "aerorl"
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """RL post-training of vision-language models on a Ray actor/learner cluster."""
 
 
 def main() -> None:
@@ -164,6 +176,24 @@ def status(
 
 
 @app.command()
+def top(
+    name: RunName = None,
+    run: RunFolder = None,
+    address: RunCluster = None,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
+    timeout: Deadline = DEADLINE_S,
+) -> None:
+    """Watch a run that goes on: phase, speed, time left, queue, workers and their versions."""
+    with explained("the run goes on"):
+        from deploy.run.run_client import find_run
+        from deploy.tools.top import show_top
+
+        console = terminal()
+        ended = show_top(find_run(name, run, address), console, interval_s=interval, timeout_s=timeout)
+    console.print(ended, markup=False, highlight=False)
+
+
+@app.command()
 def scale(
     words: Annotated[
         list[str],
@@ -212,13 +242,14 @@ def export(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
     output: Annotated[Path | None, typer.Option(help="The folder to write; else export/ in the run folder.")] = None,
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
         from deploy.tools import export as exporting
 
-        raise typer.Exit(exporting.export(run, step, merge=merge, output=output))
+        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, output=output))
 
 
 @app.command()
@@ -280,20 +311,21 @@ def plan(
     address: Annotated[
         str | None, typer.Option(help="Plan for this Ray cluster (HOST:PORT, or auto), not for this machine.")
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(metavar="NxGxMEMORY", help="Plan for nodes that are not there, e.g. 2x8x80GB.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan for the nodes that a YAML file describes.")
+    ] = None,
 ) -> None:
-    """Show which worker would run where, and whether it fits."""
-    from cluster.runtime.placement import needed_roles, plan_placement, plan_table
+    """Show which worker would run where, what memory each one takes, and whether it fits."""
     from configs.load import load_config
-    from deploy.tools.plan_view import as_table, nodes_at
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        nodes = nodes_at(config, address)
-        placement = plan_placement(config.resources, nodes, needed_roles(config))
-    place = f"the cluster at {address}" if address else "this machine"
-    console = terminal()
-    console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
-    console.print(f"{len(placement.workers)} workers fit {place}.")
+        from deploy.planning.plan_command import show_plan
+
+        show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
 
 
 @app.command()
@@ -308,7 +340,7 @@ def show_config(overrides: Overrides = None) -> None:
 
 @app.command()
 def init_model(
-    model: Annotated[TinyModel, typer.Argument(help="The model to write.")],
+    model: Annotated[str, typer.Argument(help="tiny-FAMILY, the model to write; a wrong name lists all.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
@@ -317,13 +349,17 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
-        from learner.policies.tiny import write_tiny_qwen2_5_vl
+        from learner.policies.tiny import TINY, write_tiny
 
+        name = model.removeprefix("tiny-")
+        if name == model or name not in TINY:
+            names = ", ".join(f"tiny-{name}" for name in TINY)
+            raise ConfigError(f"there is no model {model} to write: choose {names}")
         try:
-            written = write_tiny_qwen2_5_vl(folder, seed=seed, tie_word_embeddings=tied)
+            written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    message = f"{model.value} written to {written}: use it with policy.model={written}"
+    message = f"{model} written to {written}: use it with policy.model={written}"
     terminal(soft_wrap=True).print(message, markup=False)
 
 
@@ -398,7 +434,12 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
+app.add_typer(data, name="data")
 app.command()(lmms_eval)
+app.command()(submit)
+app.command()(stop)
+app.command()(logs)
+app.command("list")(list_jobs)
 
 
 def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:

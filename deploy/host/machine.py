@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster.runtime.placement import NodeResources
 from configs.schema import ResourcesConfig
+from deploy.host.usage import MIB, NvidiaGpus
 
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")
@@ -25,15 +26,20 @@ class Machine:
     available_memory_bytes: int
     shared_memory_bytes: int  # free in /dev/shm, where the object store lives
     cpu_flags: frozenset[str]
+    total_memory_bytes: int | None = None
+    gpu_memory_bytes: int | None = None  # of the smallest GPU; None without one
 
 
 def this_machine() -> Machine:
+    meminfo = MEMORY_FILE.read_text()
     return Machine(
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=_num_gpus(),
-        available_memory_bytes=_available_memory_bytes(MEMORY_FILE.read_text()),
+        available_memory_bytes=_memory_bytes(meminfo, "MemAvailable"),
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         cpu_flags=_cpu_flags(CPU_FILE.read_text()),
+        total_memory_bytes=_memory_bytes(meminfo, "MemTotal"),
+        gpu_memory_bytes=_gpu_memory_bytes(),
     )
 
 
@@ -52,9 +58,17 @@ def _num_gpus() -> int:
     return min(present, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
 
 
-def _available_memory_bytes(meminfo: str) -> int:
+def _memory_bytes(meminfo: str, name: str) -> int:
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return int(fields[name].split()[0]) * 1024
+
+
+def _gpu_memory_bytes() -> int | None:
+    gpus = NvidiaGpus(os.environ)
+    try:
+        return min((int(reading.memory_total_mib * MIB) for reading in gpus.read()), default=None)
+    finally:
+        gpus.close()
 
 
 def _cpu_flags(cpuinfo: str) -> frozenset[str]:

@@ -34,7 +34,8 @@ class Session:
 
 @contextmanager
 def ray_session(config: RunConfig) -> Iterator[Session]:
-    """Join the cluster that RAY_ADDRESS names (`ray job submit` sets it) or start one here; leave it at the end.
+    """Join the cluster that `resources.address` or RAY_ADDRESS names (`ray job submit` sets it), or start one here;
+    leave it at the end.
 
     A cluster that this process is already connected to is used as it is and left running.
     """
@@ -42,7 +43,9 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
         if ray.is_initialized():
             yield Session(cluster_nodes(), _is_loopback(), mark)
             return
-        if os.environ.get(ADDRESS_VARIABLE):
+        if config.resources.address:
+            ray.init(config.resources.address, namespace=config.name, logging_level="WARNING")
+        elif os.environ.get(ADDRESS_VARIABLE):
             ray.init(namespace=config.name, logging_level="WARNING")
         else:
             start_private(config, include_dashboard=config.resources.dashboard)
@@ -69,7 +72,7 @@ def run_record(config: RunConfig, session: Session) -> RunRecord:
 
 def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
     """The nodes of the cluster that would be started here; None where one is joined and has to be asked."""
-    if ray.is_initialized() or os.environ.get(ADDRESS_VARIABLE):
+    if ray.is_initialized() or config.resources.address or os.environ.get(ADDRESS_VARIABLE):
         return None
     return (as_node(this_machine(), config.resources),)
 

@@ -6,8 +6,11 @@ traceback, is in `run.log` alone.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
+from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -16,6 +19,8 @@ from rich.console import Console
 from cluster.workers import faults
 
 LOG_FILE = "run.log"
+JSON_LOG_FILE = "run.log.jsonl"
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 OURS = ("actors", "cluster", "deploy", "learner", "rewards")
 NUM_KEPT = 10_000  # lines from before there is a run folder
 NEVER = logging.CRITICAL + 1
@@ -23,8 +28,34 @@ NEVER = logging.CRITICAL + 1
 _logger = logging.getLogger(__name__)
 
 
+class PlainFormatter(logging.Formatter):
+    """Text without the colours that libraries put into their errors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return ANSI.sub("", super().format(record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (ISO 8601, UTC), level, logger, message and, for an error, its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, tz=UTC)
+        row = {
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": ANSI.sub("", record.getMessage()),
+        }
+        if record.exc_info:
+            row["traceback"] = ANSI.sub("", self.formatException(record.exc_info))
+        return json.dumps(row, ensure_ascii=False)
+
+
 class ConsoleHandler(logging.Handler):
-    """Each record with the time of day: the first line of a warning or an error, all lines of others."""
+    """Each record with the time of day: the first line of a warning or an error, all lines of others.
+
+    Where the console is no terminal, every line has the time, and none is broken or coloured.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -37,8 +68,12 @@ class ConsoleHandler(logging.Handler):
             line = line.partition("\n")[0]
         if record.exc_info and (error := record.exc_info[1]) is not None:
             line += f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        now = time.strftime("%H:%M:%S", time.localtime(record.created))
-        self._console.print(f"{now} {line}", markup=False, highlight=False, soft_wrap=True)
+        line = ANSI.sub("", line)
+        form = "%H:%M:%S" if self._console.is_terminal else "%Y-%m-%d %H:%M:%S"
+        now = time.strftime(form, time.localtime(record.created))
+        parts = [line] if self._console.is_terminal else line.splitlines() or [""]
+        for part in parts:
+            self._console.print(f"{now} {part}", markup=False, highlight=False, soft_wrap=True)
 
 
 def set_up_logging(console: Console) -> None:
@@ -53,16 +88,23 @@ def set_up_logging(console: Console) -> None:
         logger.propagate = False
 
 
-def log_to(folder: Path) -> None:
-    """From now on everything is also written to the run's log, first what was kept so far."""
-    file = logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+def log_to(folder: Path, *, as_json: bool = False) -> None:
+    """From now on everything is also written to the run's log, first what was kept so far; with `as_json` to
+    `run.log.jsonl` too, one object an event."""
+    files = [logging.FileHandler(folder / LOG_FILE, encoding="utf-8")]
+    files[0].setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if as_json:
+        files.append(logging.FileHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
+        files[1].setFormatter(JsonFormatter())
     for kept in {h for name in OURS for h in logging.getLogger(name).handlers if isinstance(h, MemoryHandler)}:
-        kept.setTarget(file)
-        kept.close()  # flushes
+        for record in kept.buffer:
+            for file in files:
+                file.handle(record)
+        kept.buffer.clear()
+        kept.close()
     for name in OURS:
         logger = logging.getLogger(name)
-        logger.handlers = [file, *(h for h in logger.handlers if not isinstance(h, MemoryHandler))]
+        logger.handlers = [*files, *(h for h in logger.handlers if not isinstance(h, MemoryHandler))]
     logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE)]
 
 

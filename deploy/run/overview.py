@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from cluster.runtime.placement import PlacementPlan
 from cluster.weight_sync.manifest import Manifest
 from configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from deploy.wiring.preparation import Prepared
+from learner.policies.families import frozen_prefixes
 from learner.policies.lora import adapter_manifest
 
 LABEL_WIDTH = 15
@@ -30,7 +31,8 @@ class Parameters:
         total = _count(checkpoint)
         if policy.lora.is_on:
             return cls(total, _count(adapter_manifest(checkpoint, policy)), total)
-        frozen = sum(prod(spec.shape) for spec in checkpoint.tensors if spec.name.startswith(policy.freeze))
+        starts = frozen_prefixes(policy)
+        frozen = sum(prod(spec.shape) for spec in checkpoint.tensors if spec.name.startswith(starts))
         return cls(total, total - frozen, frozen)
 
 

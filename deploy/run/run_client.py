@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
@@ -78,6 +79,20 @@ def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
     return _asked(_read_status, timeout_s, f"the status of run {run.run}", run, timeout_s - RESERVE_S)
 
 
+def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
+    """What the run says of itself, as often as it is asked, over one connection of this process.
+
+    Raises:
+        RunOverError: no process answers for it, or no longer.
+        DeadlineError: it did not answer in time.
+    """
+    _check_goes_on(run)
+    with connected(run.address, run.namespace) as ray:
+        while True:
+            panel = _Panel(ray, run, timeout_s)
+            yield panel.ask_until_known(lambda handle: handle.status.remote(), "say its status")
+
+
 def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
     """Have the run change its numbers of workers, role by role; what became of each.
 
@@ -100,6 +115,22 @@ def knock(address: str, consequence: str) -> None:
         socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise RunOverError(f"{consequence}: no Ray cluster answers at {address} ({error})") from error
+
+
+def knock_http(address: str) -> None:
+    """Fail at once where no HTTP server listens at `address`, http://HOST:PORT.
+
+    Raises:
+        PreflightError: none does.
+    """
+    found = urlsplit(address)
+    port = found.port or (443 if found.scheme == "https" else 80)
+    try:
+        socket.create_connection((found.hostname, port), timeout=KNOCK_TIMEOUT_S).close()
+    except OSError as error:
+        raise PreflightError(
+            f"no Ray dashboard answers at {address} ({error}): give --address http://HEAD:8265 of a cluster that runs"
+        ) from error
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -18,7 +20,7 @@ from deploy.host.session import Session, expected_nodes, ray_session, run_record
 import ray
 from rich.console import Console
 
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from cluster.errors import NothingTrainedError, PreflightError
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.files import write_atomically
@@ -40,8 +42,11 @@ from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
 from deploy.host.run_record import recorded
 from deploy.host.terminal import terminal
+from deploy.planning.nodes import joined_nodes, this_node
+from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.run.logs import log_to, set_up_logging
 from deploy.run.overview import overview
+from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
     build_controller,
@@ -131,12 +136,14 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         MobulaError: it failed on the way; summary and report tell what was done until then.
         KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
     """
-    started = time.perf_counter()
     version = start_version(config)
+    started = time.perf_counter() - (earlier_wall_s(config) if version else 0.0)
     set_up_logging(console)
     check_run_folder(config)
     with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
-        log_to(config.run_folder)
+        log_to(config.run_folder, as_json=config.metrics.json_log)
+        place = f"process {os.getpid()} on {socket.gethostname()}"
+        _logger.info("run %s starts at version %d: %s", config.name, version, place)
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
@@ -151,6 +158,9 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         finally:
             metrics.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+            _logger.info(
+                "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
+            )
     return summary
 
 
@@ -197,9 +207,15 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
     nodes = expected_nodes(config)
     if nodes is not None:
         plan_placement(config.resources, nodes, roles)
+        if "learner" in roles:
+            refuse_too_little_memory(config, (this_node(config.resources),))
     prepared = prepare(config, ray.put)
     with ray_session(config) as session:
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        if nodes is None:
+            check_on_all_nodes(config)
+            if "learner" in roles:
+                refuse_too_little_memory(config, joined_nodes())
         yield _Cluster(prepared, session, plan)
 
 
@@ -277,6 +293,14 @@ async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
     return await task
 
 
+def earlier_wall_s(config: RunConfig) -> float:
+    """Wall seconds of the run's earlier parts that ended in order; a part that was killed left none."""
+    try:
+        return json.loads((config.run_folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0.0
+
+
 def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
     """Summary and report, whatever happened."""
     config = prepared.config
@@ -307,7 +331,8 @@ def _write_plan(path: Path, plan: PlacementPlan) -> None:
             "index": worker.index,
             "cpus": worker.num_cpus,
             "gpus": worker.num_gpus,
-            "node": worker.node_id,
+            "node": worker.node_name,
+            "node_id": worker.node_id,
             "cores": list(worker.cores),
         }
         for worker in plan.workers

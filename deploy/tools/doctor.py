@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from cluster.errors import PlacementError
+from cluster.errors import PlacementError, PreflightError
 from cluster.runtime.placement import needed_roles, plan_placement
 from configs.schema import RunConfig, SamplerKind
 from deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
@@ -55,6 +55,7 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield check_python(sys.version_info[:2])
     yield check_placement(config, machine)
     yield check_memory(config, machine)
+    yield check_planned_memory(config, machine)
     yield check_shared_memory(config, machine)
     yield check_vector_units(config, machine)
     yield check_gpus(config, machine)
@@ -94,6 +95,31 @@ def check_memory(config: RunConfig, machine: Machine) -> Finding:
     return Finding("Memory", Verdict.MISSING, detail, action)
 
 
+def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
+    """Whether weights, gradients, optimizer, activations and caches fit this machine, by the estimate of `plan`."""
+    name = "Planned memory"
+    try:
+        from deploy.planning.clusters import PlannedNode
+        from deploy.planning.fit import plan_memory
+        from deploy.planning.plan_view import refuse_shortfalls
+        from deploy.planning.policy_shape import policy_shape
+
+        shape = policy_shape(config)
+        if shape is None:
+            return Finding(name, Verdict.WARNING, "policy.model is not named yet", "give policy.model=CHECKPOINT")
+        node = PlannedNode(as_node(machine, config.resources), machine.gpu_memory_bytes, machine.available_memory_bytes)
+        plan = plan_memory(config, shape, [node])
+        refuse_shortfalls(config, shape, [node], plan)
+    except PlacementError:
+        return Finding(name, Verdict.WARNING, "not planned: the resources do not suffice", "see Resources")
+    except PreflightError as error:
+        return Finding(name, Verdict.MISSING, "the estimate exceeds what there is", str(error))
+    except (ImportError, OSError) as error:
+        return Finding(name, Verdict.WARNING, f"not planned: {error}", "see the packages below")
+    needed = "; ".join(f"{d.place} {d.num_bytes / GIB:.1f} GiB" for d in plan.demands)
+    return Finding(name, Verdict.OK, f"{needed}, by the estimate of `mobula plan`")
+
+
 def check_shared_memory(config: RunConfig, machine: Machine) -> Finding:
     wanted = config.resources.object_store_bytes
     detail = f"{machine.shared_memory_bytes / GIB:.1f} GiB free, the object store takes {wanted / GIB:.1f} GiB"
@@ -121,7 +147,7 @@ def check_gpus(config: RunConfig, machine: Machine) -> Finding:
         action = "install the NVIDIA driver, look at CUDA_VISIBLE_DEVICES, or use resources=laptop"
         return Finding("CUDA", Verdict.MISSING, detail, action)
     if config.resources.device == "cpu" and machine.num_gpus > 0:
-        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=gpu_2")
+        return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=two_gpu")
     return Finding("CUDA", Verdict.OK, detail)
 
 

@@ -20,22 +20,27 @@ from learner.policy_weights import export_state
 EXPORT_FOLDER = "export"  # of the run folder
 
 
-def export(run: str, step: int | None, *, merge: bool, output: Path | None) -> int:
+def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path | None) -> int:
     """Write the policy of a checkpoint, the newest one if `step` is None; returns the exit code. The run may go on.
+
+    With `ema` its weights are their average (`learner.ema_decay`).
 
     Raises:
         PreflightError: there is no such run or checkpoint, the output exists or cannot be written, or there is nothing
-            to merge.
+            to merge, or no average.
     """
     folder = _find(run)
     config = load_resolved(folder / CONFIG_FILE)
-    _check(config, folder, merge)
+    _check(config, folder, merge=merge, ema=ema)
     version, state = _state(folder / CHECKPOINTS_FOLDER, step)
     is_adapter = config.policy.lora.is_on and not merge
-    target = output or folder / EXPORT_FOLDER / f"step-{version:06d}{'-adapter' if is_adapter else ''}"
+    target = (
+        output
+        or folder / EXPORT_FOLDER / f"step-{version:06d}{'-ema' if ema else ''}{'-adapter' if is_adapter else ''}"
+    )
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
-    _write(config, state, target, merge=merge)
+    _write(config, state, target, merge=merge, ema=ema)
     what = f"a PEFT adapter of {config.policy.model}" if is_adapter else "a checkpoint in the Hugging Face layout"
     terminal(soft_wrap=True).print(f"step {version} of {folder}: {target}, {what}", markup=False, highlight=False)
     return 0
@@ -49,7 +54,7 @@ def _find(run: str) -> Path:
     raise PreflightError(f"there is no run in {run} or {RUNS / run}: give the run's FOLDER, or its NAME below {RUNS}")
 
 
-def _check(config: RunConfig, folder: Path, merge: bool) -> None:
+def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:
     if config.learner.backend == "deepspeed":
         raise PreflightError(
             f"{folder} was trained with learner.backend=deepspeed, whose states only its own ranks can read: use "
@@ -57,6 +62,11 @@ def _check(config: RunConfig, folder: Path, merge: bool) -> None:
         )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
+    if ema and config.learner.ema_decay == 0:
+        raise PreflightError(
+            f"{folder} kept no average of its weights (learner.ema_decay=0): leave out --ema, or train with "
+            "learner.ema_decay=0.999"
+        )
 
 
 def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
@@ -70,12 +80,12 @@ def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
     return newest
 
 
-def _write(config: RunConfig, state: Path, target: Path, *, merge: bool) -> None:
+def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool) -> None:
     """The folder appears whole or not at all."""
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        export_state(config, state, draft, merge=merge)
+        export_state(config, state, draft, merge=merge, average=ema)
         os.rename(draft, target)
     except OSError as error:
         raise PreflightError(

@@ -35,12 +35,23 @@ def _lines(status: RunStatus, now: float) -> Iterator[Text]:
     progress, age_s = status.progress, now - status.posted_at
     yield _line("run", f"{status.run}, step {progress.step} of {status.total_steps}, driver {status.driver_pid}")
     yield _line("phase", f"{progress.phase}, for {progress.seconds:.1f} s")
+    if progress.step_s is not None:
+        left = duration(progress.step_s * max(0, status.total_steps - progress.step))
+        tokens = "" if progress.tokens_per_s is None else f", {progress.tokens_per_s:,.0f} tokens/s"
+        yield _line("speed", f"{progress.step_s:.1f} s a step{tokens}, about {left} left")
     if age_s > LATE_S:
         yield Text(f"this was {age_s:.0f} s ago: the driver is busy, or hangs", style="yellow")
     yield from _in_flight_lines(status.in_flight)
     yield from _replay_lines(status.replay)
     if status.num_panels_lost:
         yield _line("control", f"started again {status.num_panels_lost} times")
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 40 s, 12 min, 5.2 h."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _in_flight_lines(in_flight: InFlightSummary) -> Iterator[Text]:

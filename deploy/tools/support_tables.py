@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
+from actors.datasets.formats import FORMATS
+from actors.datasets.readers import READERS
 from configs.groups import groups
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -67,7 +69,10 @@ def _models() -> Iterator[Row]:
     by_model = "`policy.model`"
     yield "text and still pictures, by `model_type`", VISION_FAMILIES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model
+    yield "other image-text-to-text models of transformers", ("parity gate before the first step",), by_model
     yield "data", groups()["data"], "`data=`, `data.path`"
+    yield "dataset readers", READERS, "`data.kind`"
+    yield "row formats", FORMATS, "`data.row_format`"
 
 
 def _algorithms() -> Iterator[Row]:

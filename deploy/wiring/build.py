@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.rows import count_by_reason
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName
@@ -38,6 +38,7 @@ from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
+from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
@@ -114,7 +115,7 @@ def spawn_learner(
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
     """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
     config = prepared.config
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -164,6 +165,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
+    weights.on_published(parity_gate(prepared, training.learner, inference.rollouts.receivers))
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
     records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)

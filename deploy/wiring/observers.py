@@ -35,11 +35,13 @@ def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequ
         fetch=fetch,
         timeout_s=config.timeouts.object_s,
     )
+    optional = _optional_sinks(config, console, version)
     metrics = Metrics(
-        [journal, EstimateSink(num_steps=config.num_steps), *_optional_sinks(config, console, version), *sinks],
+        [journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
         samples=samples,
+        watchers=[sink for sink in optional if isinstance(sink, RaySink)],
     )
     metrics.resume(journal.kept)
     return metrics

@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
-from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.rows import count_by_reason
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName

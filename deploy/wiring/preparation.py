@@ -15,8 +15,9 @@ from huggingface_hub import snapshot_download
 
 from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
-from actors.datasets.jsonl import Skipped, Split, read_split
+from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
+from actors.datasets.rows import Skipped, Split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.teacher import TEACHER, check_teacher
@@ -24,11 +25,12 @@ from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.schema import DataKind, EvaluationConfig, PolicyConfig, RunConfig
-from learner.policies.families import max_positions, takes_pictures
+from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
+from configs.schema.data import WRITTEN
+from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.tiny import TINY, write_tiny
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +85,6 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
     _check_trained(checkpoint, config.policy)
-    takes_pictures(config.policy.model)
     _check_positions(config)
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
@@ -91,9 +92,9 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     processor = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
-    reader = read_split
+    reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.offline.is_on:
-        reader = partial(read_conversations, form=config.offline.rows)
+        reader = partial(read_conversations, config.data.path, form=config.offline.rows)
         processor = ConversationProcessor(
             processor,
             system_prompt=config.data.system_prompt,
@@ -113,10 +114,10 @@ def _splits(evaluation: EvaluationConfig) -> list[str]:
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
     """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
     names = [spec.name for spec in checkpoint.tensors]
-    refuse_unknown_prefixes(policy.freeze, names)
+    refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:
         adapted_modules(checkpoint, policy)
-    elif all(name.startswith(policy.freeze) for name in names):
+    elif all(name.startswith(frozen_prefixes(policy)) for name in names):
         raise PreflightError(
             f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
             "would be trained: take a prefix out of it"
@@ -156,9 +157,11 @@ def ensure_model(config: RunConfig) -> Path:
     """
     folder = Path(config.policy.model)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        if config.policy.tiny not in TINY:
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         with _writing("policy.model", folder):
-            return write_tiny_qwen2_5_vl(folder, seed=0, tie_word_embeddings=config.policy.tiny_tied_embeddings)
+            return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     return checkpoint_folder("policy.model", config.policy.model)
 
 
@@ -216,7 +219,7 @@ def require_model(config: RunConfig) -> None:
 
 def ensure_data(config: RunConfig) -> None:
     """Write the digits of `data.kind` if their folder is not there yet."""
-    if config.data.kind not in (DataKind.JSONL, DataKind.CHAT):
+    if config.data.kind in WRITTEN:
         with _writing("data.path", config.data.path):
             write_digits(config.data.path, task=config.data.kind.value)
 
@@ -237,10 +240,14 @@ def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
     (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _checked(
-    config: RunConfig, reader: Callable[[Path, str], Split], processor: RowChecker, name: str
-) -> PreflightReport:
-    report = preflight(reader(config.data.path, name), processor, max_skipped_fraction=config.data.max_skipped_fraction)
+def _checked(config: RunConfig, reader: Callable[[str], Split], processor: RowChecker, name: str) -> PreflightReport:
+    report = preflight(
+        reader(name),
+        processor,
+        max_skipped_fraction=config.data.max_skipped_fraction,
+        max_checked_rows=config.data.max_checked_rows,
+        curriculum=curriculum_of(config.data) if name == TRAIN else None,
+    )
     if report.skipped:
         _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)
     return report

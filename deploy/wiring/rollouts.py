@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.datasets.jsonl import Skipped
+from actors.datasets.rows import Skipped
 from actors.rollout.actor import RolloutActor
 from actors.rollout.client import RolloutClient
 from actors.samplers.base import EngineSettings

@@ -88,6 +88,7 @@ def control_loop(
         replay=replay.stats,
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
+        on_status=metrics.post,
         interval_s=VISIT_INTERVAL_S,
         start_s=config.timeouts.start_s,
         deadline_s=VISIT_DEADLINE_S,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 
 import numpy as np
 
-from actors.datasets.jsonl import Row
-from actors.datasets.prompts import PromptSource, epoch_order, fixed_prompts
+from actors.datasets.order import epoch_order
+from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.rows import Row, RowError
 from actors.processors.chat import ChatProcessor
 from cluster.records.trajectory import Prompt
 from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
@@ -48,11 +50,13 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
     """
     if num_rows == 0:
         return rows
-    by_answer: defaultdict[str, list[Row]] = defaultdict(list)
-    for place in epoch_order(len(rows), seed, 0):
-        by_answer[rows[place].answer].append(rows[place])
+    by_answer: defaultdict[str, list[int]] = defaultdict(list)
+    for place in epoch_order(len(rows), seed, 0).tolist():
+        with suppress(RowError):  # a record that was not checked, and is none
+            by_answer[rows[place].answer].append(place)
     turns = zip_longest(*by_answer.values())
-    return [row for turn in turns for row in turn if row is not None][:num_rows]
+    places = [place for turn in turns for place in turn if place is not None]
+    return [rows[place] for place in places[:num_rows]]
 
 
 def _example(processor: ChatProcessor, prompt: Prompt) -> SupervisedExample:

@@ -125,10 +125,22 @@ class DeepSpeedBackend:
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._config.max_grad_norm,
             "zero_allow_untested_optimizer": True,  # torch's fused AdamW
-            "zero_optimization": {"stage": self._config.zero_stage, "overlap_comm": False},
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW takes an offloaded step too
+            "zero_optimization": {"stage": self._config.zero_stage, "overlap_comm": False, **self._offload()},
             "steps_per_print": 1 << 62,
             "wall_clock_breakdown": False,
         }
+
+    def _offload(self) -> dict[str, Any]:
+        """What lies in host memory, in pinned pages."""
+        host = {"device": "cpu", "pin_memory": True}
+        match self._config.offload:
+            case "none":
+                return {}
+            case "optimizer":
+                return {"offload_optimizer": host}
+            case "parameters":
+                return {"offload_optimizer": host, "offload_param": host}
 
 
 class _Turn:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -42,11 +42,12 @@ class FSDP2Backend:
         self._states = ShardedWriter()
         mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
+        offload = OffloadPolicy() if self._config.offload == "none" else CPUOffloadPolicy()
         policy.to(self._device)
         for module in policy.modules():
             if isinstance(module, GradientCheckpointingLayer) and _num_parameters(module) >= MIN_UNIT_NUMEL:
-                fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(policy, mesh=mesh, mp_policy=precision)
+                fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
         self._policy = policy
         return policy
 

@@ -38,7 +38,10 @@ class ShardedWriter:
         self, folder: Path, policy: TokenModel, optimizer: torch.optim.Optimizer, version: int
     ) -> Callable[[], None]:
         """Copy the state; what is returned writes it."""
-        state = {**_trained_state(policy, optimizer), "version": version}
+        return self.copied({**_trained_state(policy, optimizer), "version": version}, folder)
+
+    def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
+        """Copy any state of tensors, sharded or whole; what is returned writes it."""
         copy = BlockingAsyncStager(cache_staged_state_dict=False).stage(state)
         no_dist = self._group is None
         return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)

@@ -24,7 +24,7 @@ from learner.critic.value_model import ValueModel
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.optim import learning_rate
-from learner.policies.loading import DTYPES, load_policy_model
+from learner.policies.loading import DTYPES, load_policy_model, recompute_blocks
 from learner.policy_weights import PolicyWeights
 from learner.residence import Residence
 from learner.scoring_pass import gathered
@@ -111,7 +111,9 @@ class Critic:
         self._residence.onload()
 
     def _loaded(self) -> ValueModel:
-        return ValueModel(load_policy_model(self._config.policy, torch.float32), self._config.seed).train()
+        model = load_policy_model(self._config.policy, torch.float32)
+        recompute_blocks(model, self._config.learner.activation_checkpointing)
+        return ValueModel(model, self._config.seed, packs=self._config.learner.packing).train()
 
     def _wrap(self, critic: ValueModel) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them

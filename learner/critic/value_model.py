@@ -13,9 +13,9 @@ from learner.policies.token import TokenModel
 class ValueModel(TokenModel):
     """The backbone of a model with a scalar head in the place of its output layer."""
 
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+    def __init__(self, model: PreTrainedModel, seed: int, *, packs: bool) -> None:
         """Takes the output layer out of `model`, which no other part may use from here on."""
-        super().__init__(model)
+        super().__init__(model, packs=packs)
         model.set_output_embeddings(nn.Identity())
         self.head = ScalarHead(model.config.get_text_config().hidden_size, seed)
 

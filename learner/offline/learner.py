@@ -35,7 +35,7 @@ class OfflineLearner(Learner):
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
         if totals.num_tokens > 0:
-            grad_norm = self._step(examples, partial(self._part, totals, meter), rate)
+            grad_norm = self._optimized(examples, partial(self._part, totals, meter), rate)
             is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
         self.version = version
         counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}

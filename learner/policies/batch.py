@@ -13,7 +13,7 @@ from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
-TEXT, IMAGE = 0, 1  # transformers' mm_token_type_ids
+POSITION_INPUTS = ("image_grid_thw",)  # what M-RoPE positions depend on beside the places of pictures
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,19 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """The unique pictures of a batch, and where they go: embedding `sources[i]` to `[rows[i], columns[i]]`."""
+    """The unique pictures of a batch, and the order in which the batch holds them, row by row."""
 
     inputs: dict[str, Tensor]  # forward() argument -> all unique pictures along axis 0; empty without pictures
-    num_embeddings: int  # of all unique pictures together
-    sources: Tensor  # int64 [M], M placeholders in the batch
-    rows: Tensor  # int64 [M]
-    columns: Tensor  # int64 [M]
+    num_parts: tuple[int, ...]  # of each unique picture (patches or tiles): its share of axis 0 of its pixels
+    order: tuple[int, ...]  # the unique picture of each recorded span, by row and place
 
 
 @dataclass(frozen=True)
 class PositionLayout:
     """What M-RoPE positions depend on. Rows whose pictures have equal sizes and places share one layout."""
 
-    token_types: Tensor  # int64 [L, S]
-    image_grid_thw: Tensor  # int64 [K, 3]: pictures of all layouts, in order
+    rows: Tensor  # int64 [L]: one row of each layout
+    pictures: Tensor  # int64 [K]: the unique pictures of these rows, in order
     row_layouts: Tensor  # int64 [B]
 
 
@@ -70,6 +68,9 @@ class TokenBatch:
     """B rows of at most S tokens, of which at most T a row are scored. Padding is on the right."""
 
     input_ids: Tensor  # int64 [B, S]
+    row_lengths: tuple[int, ...]  # B
+    lengths: Tensor  # int64 [B]: of the rows without padding
+    in_media: Tensor  # bool [B, S]: within a recorded span
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
@@ -86,16 +87,23 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     target_mask = np.arange(targets.shape[1]) < num_targets[:, None]
     rows, steps = np.nonzero(target_mask)
     columns = steps + np.array([s.num_context - 1 for s in sequences])[rows]
+    in_media = np.zeros(input_ids.shape, dtype=bool)
+    for row, sequence in enumerate(sequences):
+        for span in sequence.media_spans:
+            in_media[row, span.start : span.end] = True
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
+        row_lengths=tuple(s.num_tokens for s in sequences),
+        lengths=_tensor(np.array([s.num_tokens for s in sequences]), device),
+        in_media=_tensor(in_media, device),
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),
         hidden_rows=_tensor(rows, device),
         hidden_columns=_tensor(columns, device),
         media=_media_batch(sequences, media, device),
-        layout=_layout(sequences, media, input_ids.shape[1], device),
+        layout=_layout(sequences, media, device),
     )
 
 
@@ -107,52 +115,62 @@ def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndar
     return padded
 
 
+def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Tensors of several pictures along axis 0; other axes are filled up with zeros behind the shorter ones.
+
+    One alone is not copied: it lies in the object store, which is read-only.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    widest = np.max([array.shape[1:] for array in arrays], axis=0).astype(int).tolist()
+    padded = [
+        np.pad(array, [(0, 0), *((0, most - n) for n, most in zip(array.shape[1:], widest, strict=True))])
+        if list(array.shape[1:]) != widest
+        else array
+        for array in arrays
+    ]
+    return np.concatenate(padded)
+
+
 def _media_batch(
     sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
 ) -> MediaBatch:
-    widths = {handle.key: span.end - span.start for s in sequences for handle, span in _placed(s)}
-    starts = dict(zip(media, np.cumsum([0, *(widths[key] for key in media)]), strict=False))
-    placed = [(row, starts[handle.key], span) for row, s in enumerate(sequences) for handle, span in _placed(s)]
-    sources = [np.arange(start, start + span.end - span.start) for _, start, span in placed]
-    rows = [np.full(span.end - span.start, row) for row, _, span in placed]
-    columns = [np.arange(span.start, span.end) for _, _, span in placed]
+    indices = {key: index for index, key in enumerate(media)}
     names = next(iter(media.values())).inputs.keys() if media else ()
     return MediaBatch(
-        inputs={n: _tensor(np.concatenate([m.inputs[n] for m in media.values()]), device) for n in names},
-        num_embeddings=sum(widths.values()),
-        sources=_tensor(_joined(sources), device),
-        rows=_tensor(_joined(rows), device),
-        columns=_tensor(_joined(columns), device),
+        inputs={n: _tensor(_own(joined([m.inputs[n] for m in media.values()])), device) for n in names},
+        num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in media.values()),
+        order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s)),
     )
 
 
 def _layout(
-    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], width: int, device: torch.device
+    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
 ) -> PositionLayout:
-    layouts: dict[tuple[tuple[int, ...], ...], int] = {}
-    row_layouts = []
-    for sequence in sequences:
-        key = tuple(
-            (span.start, span.end, *(int(n) for n in media[handle.key].inputs["image_grid_thw"].reshape(3)))
-            for handle, span in _placed(sequence)
-        )
-        row_layouts.append(layouts.setdefault(key, len(layouts)))
-    token_types = np.full((len(layouts), width), TEXT, dtype=np.int64)
-    for key, row in layouts.items():
-        for start, end, *_ in key:
-            token_types[row, start:end] = IMAGE
-    grids = np.array([grid for key in layouts for _, _, *grid in key], dtype=np.int64).reshape(-1, 3)
-    return PositionLayout(
-        _tensor(token_types, device), _tensor(grids, device), _tensor(np.array(row_layouts, dtype=np.int64), device)
-    )
+    indices = {key: index for index, key in enumerate(media)}
+    layouts: dict[tuple[tuple[int | bytes, ...], ...], int] = {}
+    rows, pictures, row_layouts = [], [], []
+    for row, sequence in enumerate(sequences):
+        key = tuple((span.start, span.end, *_sizes(media[handle.key])) for handle, span in _placed(sequence))
+        if key not in layouts:
+            layouts[key] = len(layouts)
+            rows.append(row)
+            pictures += [indices[handle.key] for handle, _ in _placed(sequence)]
+        row_layouts.append(layouts[key])
+    return PositionLayout(*(_tensor(np.array(a, dtype=np.int64), device) for a in (rows, pictures, row_layouts)))
+
+
+def _sizes(medium: ProcessedMedia) -> list[bytes]:
+    return [medium.inputs[name].tobytes() for name in POSITION_INPUTS if name in medium.inputs]
 
 
 def _placed(sequence: TokenSequence) -> list[tuple[MediaHandle, MediaSpan]]:
     return list(zip(sequence.media, sequence.media_spans, strict=True))
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+def _own(array: np.ndarray) -> np.ndarray:
+    """The array, copied if it must not be written to."""
+    return np.require(array, requirements="W")
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from configs.schema import PolicyConfig
+from learner.policies.families import family_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -29,10 +30,15 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.inde
 def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `policy.model`, on the CPU, frozen parameters marked, ready to train."""
     model = load_model(config.model, dtype, config.attention)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     freeze(model, config.freeze)
     return model
+
+
+def recompute_blocks(model: PreTrainedModel, kind: str) -> None:
+    """Set what a model in training mode keeps for the backward pass; `kind` is `learner.activation_checkpointing`."""
+    if kind != "none":
+        reentrant = {"use_reentrant": False}  # so that blocks whose inputs have no gradient are trained too
+        model.gradient_checkpointing_enable(reentrant, offload=kind == "blocks_offloaded")
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
@@ -47,7 +53,7 @@ def takes_pictures(config: PretrainedConfig) -> bool:
 
 
 def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
-    """Take parameters out of training whose checkpoint name starts with one of `prefixes`.
+    """Take parameters out of training whose checkpoint name starts with one of `prefixes`, or is of a part named there.
 
     Raises:
         ValueError: a prefix that names nothing.
@@ -56,21 +62,25 @@ def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
         return
     parameters = dict(model.named_parameters())
     names = {state: name for state, name in checkpoint_names(model).items() if state in parameters}
-    refuse_unknown_prefixes(prefixes, list(names.values()))
+    parts = family_of(model.config, model.config.name_or_path).parts
+    refuse_unknown_prefixes(prefixes, parts, list(names.values()))
+    starts = tuple(start for entry in prefixes for start in parts.get(entry, (entry,)))
     for state_name, name in names.items():
-        if name.startswith(prefixes):
+        if name.startswith(starts):
             parameters[state_name].requires_grad_(False)
 
 
-def refuse_unknown_prefixes(prefixes: tuple[str, ...], names: Sequence[str]) -> None:
-    """Each of `policy.freeze` must be the start of some parameter's checkpoint name.
+def refuse_unknown_prefixes(
+    prefixes: tuple[str, ...], parts: Mapping[str, tuple[str, ...]], names: Sequence[str]
+) -> None:
+    """Each of `policy.freeze` must be one of the family's `parts`, or the start of some parameter's checkpoint name.
 
     Raises:
         ValueError: a prefix that names nothing.
     """
     for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
-            raise ValueError(_no_match(prefix, names))
+        if not any(name.startswith(parts.get(prefix, (prefix,))) for name in names):
+            raise ValueError(_no_match(prefix, parts, names))
 
 
 def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
@@ -119,10 +129,11 @@ def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: M
     model.save_pretrained(folder, state_dict=state)
 
 
-def _no_match(prefix: str, names: Sequence[str]) -> str:
+def _no_match(prefix: str, parts: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> str:
     stems = {".".join(parts[: i + 1]) + "." for parts in (n.split(".") for n in names) for i in range(len(parts) - 1)}
     nearest = get_close_matches(prefix, sorted(stems), n=3, cutoff=0.0)
+    choices = ", ".join([*nearest, *parts])
     return (
-        f"policy.freeze: no parameter of the checkpoint starts with {prefix!r}; the nearest are "
-        f"{', '.join(nearest)}: use one of them, or take it out of policy.freeze"
+        f"policy.freeze: no parameter of the checkpoint starts with {prefix!r}; the nearest are {choices}: "
+        "use one of them, or take it out of policy.freeze"
     )

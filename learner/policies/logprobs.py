@@ -37,6 +37,21 @@ def token_logprobs(
 
     The same numbers as vLLM's `processed_logprobs` with this temperature and a `logit_bias` of -100 on banned ids.
     """
+    all_logprobs = _all_logprobs(logits, distribution)
+    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
+    with torch.no_grad():
+        is_argmax = all_logprobs.argmax(dim=-1) == targets
+    return TokenLogprobs(_of_targets(all_logprobs, targets), entropy, is_argmax)
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution) -> Tensor:
+    """`token_logprobs(...).logprobs` alone."""
+    return _of_targets(_all_logprobs(logits, distribution), targets)
+
+
+def _all_logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
+    """float32 [..., V]"""
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])
@@ -44,9 +59,8 @@ def token_logprobs(
         logits = logits + bias
     if distribution.temperature != 1.0:
         logits = logits / distribution.temperature
-    all_logprobs = logits.log_softmax(dim=-1)  # [..., V]
-    with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
-    with torch.no_grad():
-        is_argmax = all_logprobs.argmax(dim=-1) == targets
-    return TokenLogprobs(all_logprobs.gather(-1, targets[..., None])[..., 0], entropy, is_argmax)
+    return logits.log_softmax(dim=-1)
+
+
+def _of_targets(all_logprobs: Tensor, targets: Tensor) -> Tensor:
+    return all_logprobs.gather(-1, targets[..., None])[..., 0]

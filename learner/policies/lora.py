@@ -19,6 +19,7 @@ from torch import Tensor
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import PolicyConfig
+from learner.policies.families import frozen_prefixes
 
 A, B = "lora_A.weight", "lora_B.weight"
 WEIGHT = "weight"
@@ -69,7 +70,8 @@ def adapted_modules(manifest: Manifest, policy: PolicyConfig) -> dict[str, tuple
             f"{', '.join(sorted(kinds))}: name some of these"
         )
     found = [spec for spec in matrices if _kind(spec.name) in policy.lora.target_modules]
-    adapted = {_module(spec.name): spec.shape for spec in found if not spec.name.startswith(policy.freeze)}
+    frozen = frozen_prefixes(policy)
+    adapted = {_module(spec.name): spec.shape for spec in found if not spec.name.startswith(frozen)}
     if not adapted:
         raise ValueError(
             f"policy.freeze={list(policy.freeze)} takes away every layer of policy.lora.target_modules="

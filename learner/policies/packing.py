@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+from configs.schema import LearnerConfig
 from learner.policies.batch import TokenSequence
 
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
 
 
 def split_microbatches(
-    sequences: Sequence[TokenSequence], tokens_per_microbatch: int, num_ranks: int
+    sequences: Sequence[TokenSequence], config: LearnerConfig, num_ranks: int
 ) -> list[list[Microbatch]]:
-    """For each rank its micro-batches, of at most `tokens_per_microbatch` padded tokens each (or a single longer row).
+    """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
 
     Rows are ordered so that neighbours share their pictures and have similar lengths, cut into one part of nearly
-    equal token count a rank, and each part into micro-batches. Every rank gets equally many, because each one is a
+    equal cost a rank, and each part into micro-batches. Every rank gets equally many, because each one is a
     collective; what a rank lacks are empty ones. Depends on lengths and media alone, so all ranks agree unasked.
     """
     order = _order(sequences)
-    parts = _cut_evenly(order, [sequences[i].num_tokens for i in order], num_ranks)
-    batches = [_cut_by_budget(part, sequences, tokens_per_microbatch) for part in parts]
+    costs = _costs(sequences, config.picture_token_cost)
+    parts = _cut_evenly(order, [costs[i] for i in order], num_ranks)
+    cut = _cut_packed if config.packing else _cut_padded
+    batches = [cut(part, sequences, config.tokens_per_microbatch) for part in parts]
     most = max(len(b) for b in batches)
     return [b + [()] * (most - len(b)) for b in batches]
+
+
+def _costs(sequences: Sequence[TokenSequence], picture_token_cost: float) -> list[float]:
+    """Tokens of each row, and its share of its pictures' encoding: rows with the same ones encode them together."""
+    media = [tuple(handle.key for handle in s.media) for s in sequences]
+    sharing = Counter(media)
+    in_pictures = [sum(span.end - span.start for span in s.media_spans) for s in sequences]
+    return [
+        s.num_tokens + picture_token_cost * num / sharing[keys]
+        for s, num, keys in zip(sequences, in_pictures, media, strict=True)
+    ]
 
 
 def _order(sequences: Sequence[TokenSequence]) -> list[int]:
@@ -37,18 +52,31 @@ def _order(sequences: Sequence[TokenSequence]) -> list[int]:
     return [i for n, rows in enumerate(blocks) for i in (rows if n % 2 == 0 else reversed(rows))]
 
 
-def _cut_evenly(order: list[int], lengths: list[int], num_parts: int) -> list[list[int]]:
-    """Contiguous parts; a row belongs to the part that its middle token falls into."""
-    total = max(sum(lengths), 1)
+def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[list[int]]:
+    """Contiguous parts; a row belongs to the part that its middle falls into."""
+    total = max(sum(costs), 1)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    done = 0
-    for row, length in zip(order, lengths, strict=True):
-        parts[min(int((done + length / 2) * num_parts / total), num_parts - 1)].append(row)
-        done += length
+    done = 0.0
+    for row, cost in zip(order, costs, strict=True):
+        parts[min(int((done + cost / 2) * num_parts / total), num_parts - 1)].append(row)
+        done += cost
     return parts
 
 
-def _cut_by_budget(rows: list[int], sequences: Sequence[TokenSequence], budget: int) -> list[Microbatch]:
+def _cut_packed(rows: list[int], sequences: Sequence[TokenSequence], budget: int) -> list[Microbatch]:
+    batches: list[list[int]] = []
+    num_tokens = 0
+    for row in rows:
+        num_tokens += sequences[row].num_tokens
+        if batches and num_tokens <= budget:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            num_tokens = sequences[row].num_tokens
+    return [tuple(batch) for batch in batches]
+
+
+def _cut_padded(rows: list[int], sequences: Sequence[TokenSequence], budget: int) -> list[Microbatch]:
     batches: list[list[int]] = []
     width = 0
     for row in rows:

@@ -50,8 +50,6 @@ def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> Pre
                 f"policy.model={config.model} is a {classifier.__name__} with {model.num_labels} labels that lacks "
                 f"{sorted(info['missing_keys'])[:5]}: name a reward model with one label, or a language model"
             )
-        if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         freeze(model, config.freeze)
         return model
     return _with_new_head(load_policy_model(config, dtype), classifier, seed)

@@ -20,4 +20,6 @@ def load_trained_model(config: RunConfig) -> PreTrainedModel:
 
 def as_policy(model: PreTrainedModel, config: RunConfig) -> TokenModel:
     """The module whose forward a learner calls."""
-    return ScoreModel(model) if config.offline.job == "reward_model" else TokenPolicy(model)
+    if config.offline.job == "reward_model":
+        return ScoreModel(model, packs=config.learner.packing)
+    return TokenPolicy(model, config.learner)

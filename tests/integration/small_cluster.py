@@ -180,7 +180,7 @@ class SmallRun:
             health=HealthChecks(interval_s=0.5, probe_interval_s=5, max_failures_in_a_row=3, no_worker_s=START_S),
             on_lost=self._lost,
         )
-        self._ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts)
+        self._ranks = LearnerGroup(self._spawn_ranks, CONFIG.timeouts, ray.put)
         self._learner = RestartableLearner(
             self._ranks,
             newest=lambda: newest_learner_state(self.folder / "checkpoints"),

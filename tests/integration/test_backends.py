@@ -14,12 +14,15 @@ from backend_run import LORA, config_of, equal, train
 from safetensors.torch import load_file
 
 from cluster.errors import CheckpointError
+from configs.errors import ConfigError
 from learner.backends import fsdp2
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+AVERAGE, BLOCKS = "learner.ema_decay=0.5", "learner.activation_checkpointing=blocks"
+PACKED = "learner.packing=true"
 MODELS = {"untied": (), "tied": (), "adapters": LORA}  # name -> overrides that go with it
 
 
@@ -34,13 +37,13 @@ class Variant:
 
 VARIANTS = {
     "fsdp2": {
-        "untied": Variant("untied", ("learner=fsdp2",)),
-        "tied": Variant("tied", ("learner=fsdp2",), min_unit_numel=1 << 20),
-        "adapters": Variant("adapters", ("learner=fsdp2",)),
+        "untied": Variant("untied", ("learner=fsdp2", AVERAGE, BLOCKS)),
+        "tied": Variant("tied", ("learner=fsdp2", AVERAGE, PACKED), min_unit_numel=1 << 20),
+        "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
     },
     "deepspeed": {
-        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2")),
-        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3")),
+        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", PACKED)),
+        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", BLOCKS)),
         "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3")),
     },
 }
@@ -50,7 +53,8 @@ def _rank(rank: int, variants: dict[str, Variant], models: Path, out: Path) -> N
     torch.set_num_threads(1)
     for name, variant in variants.items():
         fsdp2.MIN_UNIT_NUMEL = variant.min_unit_numel
-        words = ("resources.learner.num_workers=2", *variant.overrides, *MODELS[variant.model])
+        chunked = "learner.logprob_chunk_tokens=3"  # one process computes the logits of a micro-batch at once
+        words = ("resources.learner.num_workers=2", chunked, *variant.overrides, *MODELS[variant.model])
         train(config_of(models / variant.model, *words), rank, 2, out / name)
 
 
@@ -61,7 +65,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, overrides in MODELS.items():
         model = write_tiny_qwen2_5_vl(out / name, seed=0, tie_word_embeddings=name == "tied")
         (out / f"one-{name}").mkdir()
-        train(config_of(model, *overrides), 0, 1, out / f"one-{name}")
+        train(config_of(model, *overrides, AVERAGE), 0, 1, out / f"one-{name}")
     return out
 
 
@@ -127,15 +131,28 @@ def test_a_group_goes_back_to_where_rl_began(ran: Ran) -> None:
         assert seen["metrics_again"] == seen["metrics"], "the optimizer is as fresh as it was"
 
 
+def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: Path) -> None:
+    if "learner=deepspeed" in ran.variant.overrides:
+        with pytest.raises(ConfigError, match="use learner=fsdp2, or set learner.ema_decay=0"):
+            config_of(ran.base, *ran.variant.overrides, "resources.learner.num_workers=2", AVERAGE)
+        return
+    config = config_of(ran.base, *MODELS[ran.variant.model], AVERAGE)
+    for n, folder in enumerate(ran.folders):
+        export_state(config, folder / "state", tmp_path / str(n), merge=True, average=True)
+    one, two = (load_file(tmp_path / str(n) / "model.safetensors") for n in range(2))
+    assert equal(one, two, atol=2e-6)
+    assert not equal(two, load_file(ran.folders[1] / "export" / "model.safetensors"), atol=1e-4)
+
+
 def test_one_process_exports_the_state_of_any_number_of_ranks(ran: Ran, tmp_path: Path) -> None:
     """At the same weights the ranks wrote `export` themselves."""
     config = config_of(ran.base, *MODELS[ran.variant.model])
     for n, folder in enumerate(ran.folders):
         if n == 1 and "learner=deepspeed" in ran.variant.overrides:
             with pytest.raises(CheckpointError, match="holds no complete learner state"):
-                export_state(config, folder / "state", tmp_path / str(n), merge=True)
+                export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
             continue
-        export_state(config, folder / "state", tmp_path / str(n), merge=True)
+        export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
         found, expected = (load_file(at / "model.safetensors") for at in (tmp_path / str(n), folder / "export"))
         assert equal(found, expected, atol=0)
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from actors.datasets.jsonl import count_by_reason
 from actors.datasets.prompts import PromptSource
+from actors.datasets.rows import count_by_reason
 from cluster.errors import DatasetError
 from configs.load import load_config
 from configs.words import overridden

@@ -39,7 +39,7 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return torch.load(out / "seen.pt")
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=["fsdp2", "zero_3", pytest.param("zero_2", marks=pytest.mark.exhaustive)])
 def two(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp(request.param)
     multiprocessing.set_forkserver_preload(["critic_run", "deepspeed"])  # imported once, not by every rank

@@ -97,6 +97,8 @@ class FakeMetrics:
     def count(self, name: str, reason: str) -> None:
         self._losses.append(reason)
 
+    def post(self, status: RunStatus) -> None: ...
+
 
 @asynccontextmanager
 async def parts(config: RunConfig, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:

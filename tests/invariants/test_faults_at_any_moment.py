@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -51,6 +52,12 @@ def finished_run(
     return run, pool
 
 
+@cache
+def synchronous_run(*, drop_uniform: bool) -> Run:
+    """A run without faults at staleness 0."""
+    return finished_run([], max_staleness=0, drop_uniform=drop_uniform)[0]
+
+
 def trained_ids(run: Run) -> list[str]:
     return [prompt_id for step in run.learner.prompt_ids for prompt_id in step]
 
@@ -69,7 +76,7 @@ def oldest_trained_age(run: Run) -> int:
 def test_random_faults_lose_no_prompt_train_none_twice_and_change_none(
     injected: list[Fault], max_staleness: int, drop_uniform: bool, timing: int
 ) -> None:
-    faultless, _ = finished_run([], max_staleness=0, drop_uniform=drop_uniform)
+    faultless = synchronous_run(drop_uniform=drop_uniform)
     run, _ = finished_run(injected, max_staleness=max_staleness, drop_uniform=drop_uniform, timing=timing)
     trained = trained_ids(run)
     assert sorted(trained) == sorted(trained_ids(faultless))

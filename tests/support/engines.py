@@ -19,7 +19,7 @@ from members import FixedMembers
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
 from actors.rollout.actor import RolloutActor
 from actors.rollout.client import RolloutClient

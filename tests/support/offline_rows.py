@@ -24,7 +24,7 @@ JOBS = {
 
 SMALL = (
     "policy=tiny_qwen2_5_vl",
-    "policy.gradient_checkpointing=false",
+    "learner.activation_checkpointing=none",
     "learner=single",
     "resources.learner.num_workers=1",
     "offline.max_tokens=256",

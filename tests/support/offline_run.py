@@ -55,7 +55,7 @@ class OfflineRun:
         config.run_folder.mkdir(parents=True, exist_ok=True)
         self.prepared = prepare(config, lambda value: value)
         self.learner = OfflineLearner(config, 0, 1, ())
-        self.ranks = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts)
+        self.ranks = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts, lambda value: value)
         self.reference: Reference = (
             OneScorer(config, reference_folder(config)) if config.needs_reference else NullReference()
         )

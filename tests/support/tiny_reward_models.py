@@ -22,7 +22,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from learner.policies.tiny import CHAT_TEMPLATE, build_config, build_processor, build_tokenizer
+from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+from learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
 from rewards.models.score_head import classifier_class
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -40,7 +41,7 @@ def write_text_model(folder: Path, *, num_labels: int = 1, pad: bool = True) -> 
     """A Qwen2 with a score head."""
     torch.manual_seed(1)
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = VISION_TEMPLATE
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=512, num_labels=num_labels, initializer_range=0.2,

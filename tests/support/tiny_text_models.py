@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from learner.policies.tiny import CHAT_TEMPLATE, MAX_POSITIONS, build_tokenizer
+from learner.policies.tiny.tokenizer import MAX_POSITIONS, VISION_TEMPLATE, build_tokenizer
 
 OWN = {"qwen3": {"head_dim": 32}, "gemma": {"head_dim": 32}, "gemma3_text": {"head_dim": 32, "sliding_window": 16}}
 
@@ -15,7 +15,7 @@ OWN = {"qwen3": {"head_dim": 32}, "gemma": {"head_dim": 32}, "gemma3_text": {"he
 def write_text_policy(folder: Path, family: str, *, with_template: bool = True) -> Path:
     """A model of two layers, of the `model_type` that is named."""
     tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE if with_template else None
+    tokenizer.chat_template = VISION_TEMPLATE if with_template else None
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
         family, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2,

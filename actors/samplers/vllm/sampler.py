@@ -16,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import BatchFeature
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+from vllm.multimodal.processing import ProcessorInputs, TimingContext
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -45,6 +47,7 @@ from cluster.roles import EngineLoad, SamplingSettings
 from cluster.runtime.concurrency import run_all
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+from learner.policies.families import family_of
 
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often the core is checked
@@ -69,7 +72,9 @@ class VLLMSampler:
 
     async def start(self) -> None:
         keep_sampled_logprobs_alone()
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # see `_in_a_row`
+        warnings.filterwarnings(
+            "ignore", message="The given NumPy array is not writable"
+        )  # one picture alone is not copied
         start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         try:
@@ -83,6 +88,9 @@ class VLLMSampler:
         if self._engine.model_config.is_multimodal_model:
             processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
             self._fields_of = processor._get_mm_fields_config
+            self._model = self._engine.model_config.hf_config
+            self._family = family_of(self._model, self._settings.model)
+            self._placeholder_id = self._family.placeholder_id(self._model)
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
@@ -289,15 +297,32 @@ class VLLMSampler:
         salt = self._cache_salt()
         if not media:
             return tokens_input(ids, cache_salt=salt)
-        arrays = {key: _in_a_row([m.inputs[key] for m in media]) for key in media[0].inputs}
+        arrays = self._family.engine_inputs(self._model, [m.inputs for m in media])
         features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
         return mm_input(
             ids,
             MultiModalKwargsItems.from_hf_inputs(features, self._fields(features, arrays)),
             mm_hashes={"image": [handle.key for handle in prompt.media]},
-            mm_placeholders={"image": [_placeholder(span) for span in prompt.media_spans]},
+            mm_placeholders={"image": [self._placeholder(prompt, span) for span in prompt.media_spans]},
             cache_salt=salt,
         )
+
+    def expanded_by_engine(
+        self, compact_ids: list[int], pictures: Sequence[Image.Image], options: Mapping[str, int]
+    ) -> list[int]:
+        """What vLLM's own processing makes of a compact prompt; `options` are settings of the image processor.
+
+        Requests do not use it: they bring expanded ids and processed pictures.
+        """
+        processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
+        items = processor.info.parse_mm_data({"image": list(pictures)})
+        inputs = ProcessorInputs(compact_ids, items, hf_processor_mm_kwargs=dict(options))
+        return list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
+
+    def _placeholder(self, prompt: Prompt, span: MediaSpan) -> PlaceholderRange:
+        """The place of a picture; its embeddings take those of its ids that are placeholders."""
+        is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_id)
+        return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray]) -> Any:
         """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
@@ -343,14 +368,3 @@ class VLLMSampler:
             else:
                 self._failure = core_failure(self._engine)
         return self._failure
-
-
-def _in_a_row(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """The arrays in a row. One alone is not copied: it lies in the object store, which is read-only; vLLM shares
-    processed pictures among requests, so it only reads them.
-    """
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _placeholder(span: MediaSpan) -> PlaceholderRange:
-    return PlaceholderRange(offset=span.start, length=span.end - span.start)

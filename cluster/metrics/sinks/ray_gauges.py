@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from ray.util.metrics import Gauge
 
-from cluster.metrics.definitions import COUNTERS, describe
+from cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from cluster.workers.status import RunStatus, WorkerState
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
-_EXTRA_TAG = {"seconds": "phase", "reward_component": "component", "staleness_tokens": "lag"}
+WorkerKey = tuple[str, str, str, str]  # series, role, index of a worker or nothing, value of the extra tag
 
 
 class TaggedGauge(Protocol):
@@ -33,7 +36,8 @@ class RaySink:
 
     Ray forgets a gauge about 20 s after it was last set, and a step may take longer: a thread sets all of them again
     every `heartbeat_s` (at most 10 s, `metrics.heartbeat_s`) until `close()`. What fails in the thread is raised by the
-    next `emit`. Counts are gauges too: after a resume a counter of Ray could not start where the run stood.
+    next `emit`. Counts are gauges too: after a resume a counter of Ray could not start where the run stood; their sum
+    over all reasons is there from the start, at 0. What is said of workers is tagged with their role and index.
     """
 
     name = "ray"
@@ -44,29 +48,42 @@ class RaySink:
         *,
         heartbeat_s: float,
         make_series: Callable[[str, str, tuple[str, ...]], TaggedGauge] = ray_series,
+        now: Callable[[], float] = time.time,
     ) -> None:
+        """`now` is in seconds since the epoch."""
         if {"run", "role", "index"} != set(tags):
             raise ValueError(f"Ray metrics are tagged with run, role and index, got {sorted(tags)}")
         self._tags = dict(tags)
         self._heartbeat_s = heartbeat_s
         self._make_series = make_series
         self._series: dict[str, TaggedGauge] = {}
+        self._now = now
         self._latest: dict[Key, float] = {}
+        self._of_workers: dict[WorkerKey, float] = {}
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._beat, name="metrics-heartbeat", daemon=True)
+        self._publish(_at_start(now()))
         self._thread.start()
+
+    def post(self, status: RunStatus) -> None:
+        """Take what a run says of itself between steps; it goes out with the next heartbeat."""
+        with self._lock:
+            phases = {key: 0.0 for key in self._latest if key[0] == LiveName.PHASE}
+            self._latest.update({**phases, **_of_run(status)})
+            self._of_workers = dict(_of_workers(status))
 
     def emit(self, record: StepRecord) -> None:
         gone = {key: 0.0 for key in self._latest if key[0] == "staleness_tokens"}  # a lag that this step did not have
-        self._publish({**gone, **_flat(record)})
+        self._publish({**gone, **_flat(record), (LiveName.LAST_STEP_TIME, ""): self._now()})
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         """Gauges of the run's own suite; the others are in metrics.jsonl and TensorBoard."""
         if record.suite != HELD_OUT:
             return
-        self._publish({("evaluation_accuracy", ""): record.accuracy, ("evaluation_version", ""): record.version})
+        accuracy, version = SplitName.EVALUATION_ACCURACY, SplitName.EVALUATION_VERSION
+        self._publish({(accuracy, ""): record.accuracy, (version, ""): record.version})
 
     def close(self) -> None:
         self._is_closing.set()
@@ -84,6 +101,7 @@ class RaySink:
             try:
                 with self._lock:
                     self._set_all(self._latest)
+                    self._set_workers()
             except Exception as error:  # carried to the next emit, which drops this sink
                 self._failure = error
                 return
@@ -93,6 +111,11 @@ class RaySink:
             if math.isfinite(value):
                 tags = {**self._tags, **_extra_tag(name, extra)}
                 self._find(name, tuple(tags)).set(value, tags=tags)
+
+    def _set_workers(self) -> None:
+        for (name, role, index, extra), value in self._of_workers.items():
+            tags = {**self._tags, "role": role, "index": index, **_extra_tag(name, extra)}
+            self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
         if name not in self._series:
@@ -111,27 +134,60 @@ def _series_name(name: str) -> str:
 
 def _extra_tag(name: str, extra: str) -> dict[str, str]:
     """The fourth tag of a series that has one; that of a counter is the reason."""
-    key = _EXTRA_TAG[name] if name in _EXTRA_TAG else "reason"
+    known = {**LIVE, **SPLIT}
+    key = known[name].tag if name in known else "reason"
     return {key: extra} if extra else {}
 
 
-def _flat(record: StepRecord) -> dict[Key, float]:
-    """Every number of a record under its series and extra tag."""
+def _at_start(now: float) -> dict[Key, float]:
+    """What can be said before the first step."""
+    counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in COUNTERS}
+    return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
+
+
+def _of_run(status: RunStatus) -> dict[Key, float]:
+    progress = status.progress
     return {
-        ("step", ""): record.step,
+        (LiveName.PHASE, progress.phase): 1.0,
+        (LiveName.PHASE_SECONDS, ""): progress.seconds,
+        (LiveName.STEP, ""): float(progress.step),
+        (LiveName.TOTAL_STEPS, ""): float(status.total_steps),
+        (LiveName.IN_FLIGHT, ""): float(status.in_flight.num_prompts),
+        (LiveName.IN_FLIGHT_OLDEST_AGE_S, ""): status.in_flight.oldest_age_s,
+    }
+
+
+def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
+    """Every worker, and how many of its role are in which state: all states, so that one that is left reads 0."""
+    states: dict[str, Counter[str]] = {}
+    for worker in status.workers:
+        role, _, index = worker.name.partition("/")
+        states.setdefault(role, Counter())[worker.state] += 1
+        if worker.version is not None:
+            yield (LiveName.WORKER_VERSION, role, index, ""), float(worker.version)
+        yield (LiveName.WORKER_IN_FLIGHT, role, index, ""), float(worker.num_in_flight)
+        yield (LiveName.WORKER_RESTARTS, role, index, ""), float(worker.num_restarts)
+    for role, found in states.items():
+        for state in WorkerState:
+            yield (LiveName.WORKERS, role, "", state.value), float(found[state])
+
+
+def _flat(record: StepRecord) -> dict[Key, float]:
+    """Every number of a record under its series and extra tag; a counter also as the sum over its reasons."""
+    return {
+        (LiveName.STEP, ""): record.step,
         **{(name, ""): value for name, value in record.values.items()},
-        **{("seconds", phase): seconds for phase, seconds in record.seconds.items()},
-        **{("reward_component", name): mean for name, mean in record.components.items()},
-        **{("staleness_tokens", str(lag)): float(tokens) for lag, tokens in record.staleness.items()},
+        **{(SplitName.SECONDS, phase): seconds for phase, seconds in record.seconds.items()},
+        **{(SplitName.REWARD_COMPONENT, name): mean for name, mean in record.components.items()},
+        **{(SplitName.STALENESS_TOKENS, str(lag)): float(tokens) for lag, tokens in record.staleness.items()},
         **{
             (f"{name}_total", reason): float(count)
             for name, reasons in record.counters.items()
-            for reason, count in reasons.items()
+            for reason, count in {**reasons, ALL_REASONS: sum(reasons.values())}.items()
         },
     }
 
 
 def _describe(name: str) -> str:
-    counter = name.removesuffix("_total")
-    metric = COUNTERS[counter] if counter in COUNTERS and counter != name else describe(name)
+    metric = describe(name)
     return f"{metric.help} [{metric.unit}]" if metric.unit else metric.help

@@ -11,14 +11,15 @@ import pytest
 from PIL import Image
 
 from actors.datasets.conversations import read_conversations
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor, TooLongError
 from cluster.errors import DatasetError, PromptError
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
-from learner.policies.tiny import CHAT_TEMPLATE, write_tiny_qwen2_5_vl
+from  import CHAT_TEMPLATE
+from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 USER = {"role": "user", "content": "2 + 2?"}
 ASKED = {"role": "user", "content": "<image>"}

@@ -10,7 +10,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from actors.datasets.digits import DigitsTask, write_digits
-from learner.policies.tiny import build_tokenizer
+from learner.policies.tiny.tokenizer import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
 TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum", "digit_list")

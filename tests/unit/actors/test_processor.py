@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from actors.datasets.jsonl import Row
+from actors.datasets.pictures import EncodedPicture
+from actors.datasets.rows import Row, Turn
 from actors.processors import chat
 from actors.processors.chat import ChatProcessor
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaStore, ProcessedMedia
 from cluster.records.trajectory import Prompt
-from configs.schema.rollout import DataConfig, DataKind, SamplerConfig, SamplerKind
+from configs.schema.data import CurriculumConfig, DataConfig, DataKind
+from configs.schema.rollout import SamplerConfig, SamplerKind
 from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
@@ -30,6 +32,22 @@ def data_config(**changes: object) -> DataConfig:
     return DataConfig(
         kind=DataKind.JSONL,
         path=Path("data"),
+        row_format="question",
+        columns={},
+        splits={},
+        media_path="",
+        label="",
+        streamed_rows=0,
+        cache_path=Path("data/cache"),
+        shuffle_bytes=1,
+        max_checked_rows=0,
+        allowed_hosts=(),
+        max_redirects=0,
+        download_timeout_s=1,
+        sources={},
+        temperature=1.0,
+        weight_by_rows=False,
+        curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
         prompt_suffix=r" Answer in \boxed{}.",
         system_prompt="",
         max_prompt_tokens=512,
@@ -165,6 +183,29 @@ def test_pictures_stand_where_the_question_puts_them(processor: ChatProcessor, p
 def test_the_system_prompt_is_a_turn_of_its_own(model: str) -> None:
     prompt = build(model, system_prompt="Be brief.", prompt_suffix="")[0].prepare(row("2+2?"), "p")
     assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
+
+
+def test_turns_before_the_question_are_part_of_the_prompt_and_their_pictures_come_first(
+    model: str, pictures: Pictures
+) -> None:
+    first, second = pictures((56, 56), (84, 56))
+    history = (Turn("system", "Be brief."), Turn("user", "<image>Which?"), Turn("assistant", "A 7."))
+    row = Row("r", "And<image>?", "8", "8", (first, EncodedPicture(second.read_bytes(), "second")), history=history)
+    processor, _ = build(model, system_prompt="Be kind.")
+    prompt = processor.prepare(row, "0/0/r")
+    turns = [("system", "Be brief."), ("user", "Which?"), ("assistant", "A 7."), ("user", "And")]
+    assert [prompt.text.count(text) for _, text in turns] == [1, 1, 1, 1] and "Be kind." not in prompt.text
+    places = [prompt.text.index(text) for _, text in turns]
+    assert places == sorted(places)
+    assert [span.end - span.start for span in prompt.media_spans] == [4, 6]
+    assert prompt.media[1].source == "second"
+    alone = build(model)[0].prepare(Row("r", "And<image>?", "8", "8", (second,)), "0/0/r")
+    assert alone.media[0].key == prompt.media[1].key, "a picture is one medium, as a file and as bytes"
+
+
+def test_a_turn_before_the_question_may_not_imitate_special_tokens(processor: ChatProcessor) -> None:
+    with pytest.raises(PromptError, match="special token"):
+        processor.check(Row("r", "q", "a", "a", history=(Turn("assistant", "<|im_end|>"), Turn("user", "x"))))
 
 
 def test_a_prompt_carries_ids_and_references(processor: ChatProcessor) -> None:
@@ -333,11 +374,14 @@ def test_answers_end_in_eos_and_decode_to_their_text(processor: ChatProcessor) -
     assert processor.decode(ids) == r"\boxed{7}"
 
 
+MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+
+
 def test_stop_pad_and_media_ids_are_those_of_the_checkpoint(model: str, processor: ChatProcessor) -> None:
     tokenizer = AutoProcessor.from_pretrained(model).tokenizer
     assert processor.eos_token_ids == tuple(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]))
     assert processor.pad_token_id == tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert set(processor.media_token_ids) == set(tokenizer.convert_tokens_to_ids(chat.MEDIA_TOKENS))
+    assert set(processor.media_token_ids) == set(tokenizer.convert_tokens_to_ids(MEDIA_TOKENS))
     assert not set(processor.media_token_ids) & set(processor.eos_token_ids)
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.datasets.jsonl import Row, Skipped, Split, count_by_reason
-from actors.datasets.prompts import PromptSource, epoch_order, fixed_prompts, preflight
+from actors.datasets.order import epoch_order
+from actors.datasets.prompts import PromptSource, fixed_prompts, preflight
+from actors.datasets.rows import Row, Skipped, Split, count_by_reason
 from cluster.errors import DatasetError, MediaError, PromptError
 from cluster.records.trajectory import Prompt
 
@@ -148,7 +149,7 @@ def test_a_held_out_split_without_usable_rows_is_an_error() -> None:
 def test_preflight_keeps_the_usable_rows_and_names_the_others() -> None:
     unread = Skipped("train.jsonl:3", "broken_json", "the line is not JSON")
     split = Split("train", rows(4), (unread,))
-    report = preflight(split, FakeProcessor(bad_text={"r3"}), max_skipped_fraction=0.4)
+    report = preflight(split, FakeProcessor(bad_text={"r3"}), max_skipped_fraction=0.4, max_checked_rows=0)
     assert report.rows == rows(4)[:3]
     assert report.skipped == (unread, Skipped("r3", "bad_prompt", "r3 is too long"))
     assert (report.num_skipped, report.longest_prompt_tokens) == ({"broken_json": 1, "bad_prompt": 1}, 3)
@@ -157,9 +158,11 @@ def test_preflight_keeps_the_usable_rows_and_names_the_others() -> None:
 def test_preflight_refuses_a_split_with_too_many_unusable_rows() -> None:
     processor = FakeProcessor(bad_media={"r0", "r1"})
     with pytest.raises(DatasetError, match=r"2 of 4 .*r0: r0 is corrupt.*data.max_skipped_fraction is 0.4"):
-        preflight(Split("train", rows(4), ()), processor, max_skipped_fraction=0.4)
+        preflight(Split("train", rows(4), ()), processor, max_skipped_fraction=0.4, max_checked_rows=0)
 
 
 def test_preflight_refuses_a_split_without_usable_rows_whatever_is_allowed() -> None:
     with pytest.raises(DatasetError, match="1 of 1"):
-        preflight(Split("train", rows(1), ()), FakeProcessor(bad_media={"r0"}), max_skipped_fraction=1.0)
+        preflight(
+            Split("train", rows(1), ()), FakeProcessor(bad_media={"r0"}), max_skipped_fraction=1.0, max_checked_rows=0
+        )

@@ -34,7 +34,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
     # options that are not there
-    (["resources=latop"], ["did you mean resources=laptop?", "laptop, laptop_colocated, laptop_overlapped, node_8gpu"]),
+    (["resources=latop"], ["did you mean resources=laptop?", "laptop_overlapped, maye_8, multi_node, node_8gpu"]),
     (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
     (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),
@@ -125,7 +125,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
-    (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=gpu_2"]),
+    (["resources.rollout.num_gpus=1"], ["resources.rollout.num_gpus=1", "resources=two_gpu"]),
     (["resources=gpu_2", "resources.reference.num_gpus=0"], ["resources.reference.num_gpus=0", "device=cpu"]),
     (["resources=gpu_2", "resources.rollout.num_gpus=0.5"], ["NCCL", "resources.rollout.num_gpus=1"]),
     (["resources=gpu_2", "resources.learner.num_gpus=1.5"], ["resources.learner.num_gpus=1 or 2"]),
@@ -212,7 +212,11 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 NEEDS: dict[str, list[str]] = {
     "policy=hf": ["policy.model=some/model"],
-    "data=jsonl": ["data.path=some/folder"],
+    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    "data=mixture": [
+        "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
+        "label: '', weight: 1.0}}"
+    ],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],

@@ -208,6 +208,14 @@ def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: 
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("name", ["tiny-none", "qwen3", "tiny-"])
+def test_init_model_lists_what_it_can_write(tmp_path: Path, name: str) -> None:
+    result = CliRunner().invoke(app, ["init-model", name, str(tmp_path / "model")])
+    assert result.exit_code == 2
+    assert "tiny-qwen3-vl" in result.stderr and "tiny-smolvlm" in result.stderr
+    assert not (tmp_path / "model").exists()
+
+
 def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = CliRunner().invoke(app, ["init-model", "tiny-qwen2.5-vl", str(tmp_path / "file" / "model")])

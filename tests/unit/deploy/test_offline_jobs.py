@@ -14,7 +14,7 @@ from offline_rows import offline_config
 from offline_run import OfflineRun
 from safetensors.torch import load_file
 
-from actors.datasets.jsonl import count_by_reason
+from actors.datasets.rows import count_by_reason
 from cluster.errors import NothingTrainedError
 from cluster.metrics.report.run_folder import read_run_folder
 from cluster.metrics.sinks.jsonl import read_records

@@ -65,7 +65,7 @@ def test_plain_transformers_computes_what_the_learner_computes(folder: Path, tmp
     learner = trained(tiny_config(folder, "algorithm.max_staleness=4", "policy.freeze=[visual.]"))
     config = learner._config
     state = saved(learner, tmp_path / "state")
-    export_state(config, state, tmp_path / "export", merge=False)
+    export_state(config, state, tmp_path / "export", merge=False, average=False)
     expected = torch.from_numpy(learner.sequence_logprobs(canary(folder)[0]))
     torch.testing.assert_close(logprobs(load(tmp_path / "export"), folder), expected, atol=1e-5, rtol=0)
     assert (logprobs(load(folder), folder) - expected).abs().max() > 1e-3, "training moved the policy"
@@ -75,8 +75,8 @@ def test_plain_transformers_computes_what_the_learner_computes(folder: Path, tmp
 def test_peft_computes_what_the_learner_computes_and_so_do_the_merged_weights(folder: Path, tmp_path: Path) -> None:
     learner = trained(tiny_config(folder, "algorithm.max_staleness=4", *LORA))
     state = saved(learner, tmp_path / "state")
-    export_state(learner._config, state, tmp_path / "adapter", merge=False)
-    export_state(learner._config, state, tmp_path / "merged", merge=True)
+    export_state(learner._config, state, tmp_path / "adapter", merge=False, average=False)
+    export_state(learner._config, state, tmp_path / "merged", merge=True, average=False)
     expected = torch.from_numpy(learner.sequence_logprobs(canary(folder)[0]))
     base = load(folder)
     assert (logprobs(base, folder) - expected).abs().max() > 1e-3, "training moved the policy"
@@ -92,4 +92,4 @@ def test_peft_computes_what_the_learner_computes_and_so_do_the_merged_weights(fo
 
 def test_a_folder_without_a_state_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path} holds no complete learner state"):
-        export_state(tiny_config(folder), tmp_path, tmp_path / "export", merge=False)
+        export_state(tiny_config(folder), tmp_path, tmp_path / "export", merge=False, average=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from tiny_text_models import write_text_policy
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
 from cluster.errors import PreflightError, PromptError
 from cluster.records.media import MediaReader, MediaStore
@@ -19,7 +20,8 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.wiring.preparation import prepare
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import TEXT_FAMILIES, max_positions, takes_pictures
+from learner.policies.families import max_positions, takes_pictures
+from learner.policies.families.text import TextFamily
 from learner.policies.loading import load_model
 from learner.policies.logprobs import PLAIN
 from learner.policies.tiny import MAX_POSITIONS, write_tiny_qwen2_5_vl
@@ -35,14 +37,14 @@ def processor(run: RunConfig) -> ChatProcessor:
     return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False)
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", TextFamily.model_types)
 def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, family: str) -> None:
     model = load_model(str(write_text_policy(tmp_path, family)), torch.float32, "sdpa").eval()
     rows = [np.random.default_rng(n).integers(0, 250, size).astype(np.int32) for n, size in enumerate((50, 33))]
     reader = MediaReader(timeout_s=1, max_items=1)
     batch = collate([TokenSequence(row, 10, (), ()) for row in rows], reader, torch.device("cpu"))
     with torch.no_grad():
-        found = TokenPolicy(model)(batch, PLAIN).logprobs
+        found = TokenPolicy(deepcopy(model), load_config(["experiment=digits"]).learner)(batch, PLAIN).logprobs
         for row, ids in zip(found, map(torch.from_numpy, rows), strict=True):
             logits = model(ids.long()[None]).logits[0, 9:-1]
             expected = logits.log_softmax(-1).gather(-1, ids.long()[10:, None])[:, 0]
@@ -74,8 +76,9 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("qwen3_vl", "is of the model type qwen3_vl, which is not supported"),
-        ("gemma2", "is of the model type gemma2, which is not supported"),
+        ("qwen3_vl_moe", "is of the model type qwen3_vl_moe, which is not supported .its experts lie transposed"),
+        ("gemma2", "is of the model type gemma2, which is not supported .its logits are capped"),
+        ("bert", "is of the model type bert, which is not supported"),
         ("no_such_family", "config.json that transformers .* cannot use"),
     ],
 )
@@ -83,7 +86,7 @@ def test_another_family_is_refused_by_its_name_with_those_that_there_are(tmp_pat
     model = write_tiny_qwen2_5_vl(tmp_path / "model")
     settings = json.loads((model / "config.json").read_text()) if kind == "no_such_family" else {}
     (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
-    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl, or .*qwen3"):
+    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl.* or .*qwen3"):
         prepare(config(model, tmp_path), lambda media: media)
 
 

@@ -37,19 +37,48 @@ class FakeHandle:
         self.update = SimpleNamespace(remote=lambda groups, version: reply(version))
 
 
+def by_value(groups: object) -> object:
+    """In the place of the object store."""
+    return groups
+
+
 def report(version: int, loss: float) -> Answer:
     return Answer(UpdateReport(version, {"loss": loss}))
 
 
 async def test_updates_count_versions_and_rank_zero_reports() -> None:
-    group = LearnerGroup(lambda: [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: report(v, 9.0))], TIMEOUTS)
+    group = LearnerGroup(
+        lambda: [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: report(v, 9.0))], TIMEOUTS, by_value
+    )
     assert await group.update([]) == UpdateReport(1, {"loss": 0.5})
     assert (await group.update([])).version == 2
 
 
+async def test_the_groups_of_a_step_are_put_once_and_every_rank_gets_the_same_reference() -> None:
+    put, given = [], []
+
+    class Rank:
+        def __init__(self) -> None:
+            self.update = SimpleNamespace(remote=self._called)
+
+        def _called(self, reference: object, version: int) -> Answer:
+            given.append(reference)
+            return report(version, 0.5)
+
+    def store(value: object) -> str:
+        put.append(value)
+        return f"reference {len(put)}"
+
+    group = LearnerGroup(lambda: [Rank() for _ in range(3)], TIMEOUTS, store)
+    await group.update(["of step 1"])
+    await group.update(["of step 2"])
+    assert put == [["of step 1"], ["of step 2"]]
+    assert given == ["reference 1"] * 3 + ["reference 2"] * 3
+
+
 async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version() -> None:
     lost, failed = FakeHandle(lambda v: Answer(is_lost=True)), FakeHandle(lambda v: Answer(ValueError("rank 1 broke")))
-    group = LearnerGroup(lambda: [lost, failed], TIMEOUTS)
+    group = LearnerGroup(lambda: [lost, failed], TIMEOUTS, by_value)
     with pytest.raises(ValueError, match="rank 1 broke"):
         await group.update([])
     assert group.version == 0
@@ -60,16 +89,16 @@ async def test_only_groups_that_every_rank_misses_leave_the_ranks_as_they_were()
     hasty = TIMEOUTS.model_copy(update={"object_s": 0.05})
     missing = FakeHandle(lambda v: Answer(LostObjectError("groups cannot be had")))
     with pytest.raises(LostObjectError):
-        await LearnerGroup(lambda: [missing, missing], hasty).update([])
+        await LearnerGroup(lambda: [missing, missing], hasty, by_value).update([])
     for other in (Answer(is_lost=True), report(1, 0.5)):
         with pytest.raises(WorkerDiedError, match="began an update that others could not"):
-            await LearnerGroup(lambda: [missing, FakeHandle(lambda v: other)], hasty).update([])  # noqa: B023
+            await LearnerGroup(lambda: [missing, FakeHandle(lambda v: other)], hasty, by_value).update([])  # noqa: B023
 
 
 async def test_a_silent_rank_is_named_after_the_deadline() -> None:
     hasty = TIMEOUTS.model_copy(update={"update_s": 0.05})
     ranks = [FakeHandle(lambda v: report(v, 0.5)), FakeHandle(lambda v: Answer(is_lost=True))]
-    group = LearnerGroup(lambda: ranks, hasty)
+    group = LearnerGroup(lambda: ranks, hasty, by_value)
     with pytest.raises(DeadlineError, match="learner/1 to make version 1"):
         await group.update([])
 
@@ -90,6 +119,6 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
 async def test_ranks_that_miss_another_one_say_that_it_is_lost_before_ray_does(error: Exception, is_lost: bool) -> None:
     """A rank whose node dies is noticed by the others at once, and by Ray after some failed health checks."""
     silent = FakeHandle(lambda v: Answer(is_lost=True))
-    group = LearnerGroup(lambda: [FakeHandle(lambda v: Answer(error)), silent], TIMEOUTS)
+    group = LearnerGroup(lambda: [FakeHandle(lambda v: Answer(error)), silent], TIMEOUTS, by_value)
     with pytest.raises(WorkerDiedError if is_lost else type(error)):
         await group.update([])

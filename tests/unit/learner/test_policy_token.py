@@ -11,7 +11,8 @@ from learner_data import picture, prompt, tiny_config
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from cluster.records.media import MediaReader
-from configs.schema import PolicyConfig
+from configs.load import load_config
+from configs.schema import LearnerConfig, PolicyConfig
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import checkpoint_names, freeze, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution, token_logprobs
@@ -40,7 +41,13 @@ def tokenizer(folder: Path):
 
 @pytest.fixture
 def policy(config: PolicyConfig) -> TokenPolicy:
-    return TokenPolicy(load_policy_model(config, torch.float32)).eval()
+    return TokenPolicy(
+        load_policy_model(config, torch.float32), learner_config("learner.logprob_chunk_tokens=4")
+    ).eval()
+
+
+def learner_config(*overrides: str) -> LearnerConfig:
+    return load_config(["experiment=digits", *overrides]).learner
 
 
 def reader() -> MediaReader:
@@ -52,7 +59,7 @@ def mixed_sequences(tokenizer) -> list[TokenSequence]:
     image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     pictures = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
     asked = [prompt(tokenizer, f"p{n}", shown) for n, shown in enumerate(pictures)]
-    answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14], [20, image_pad, 21]]
+    answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14], [20, 21, image_pad]]
     prompts = [*asked, asked[2]]
     return [TokenSequence.of_response(p, np.array(a)) for p, a in zip(prompts, answers, strict=True)]
 
@@ -92,7 +99,7 @@ def test_a_whole_prompt_is_scored_like_transformers_scores_it(policy, folder, to
 
 @torch.no_grad()
 def test_a_batch_scores_each_row_as_if_it_were_alone(policy, tokenizer) -> None:
-    sequences = mixed_sequences(tokenizer)  # one row holds a sampled placeholder id: it is text, whatever its id says
+    sequences = mixed_sequences(tokenizer)  # one row ends in a sampled placeholder id, which no token looks at
     together = policy(collate(sequences, reader(), CPU), HOT)
     for row, sequence in enumerate(sequences):
         alone = policy(collate([sequence], reader(), CPU), HOT)
@@ -114,6 +121,16 @@ def test_text_only_batches_reach_every_parameter_and_move_no_vision_weight(polic
     policy(collate(mixed_sequences(tokenizer)[:1], reader(), CPU), PLAIN).logprobs.sum().backward()
     assert all(p.grad is not None for p in policy.parameters())
     assert all(p.grad.abs().max() == 0 for p in policy.model.model.visual.parameters())
+
+
+def test_a_placeholder_that_no_picture_was_recorded_for_is_refused(policy, tokenizer) -> None:
+    image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    row = TokenSequence.of_response(prompt(tokenizer, "p", [picture(1)]), np.array([20, image_pad, 21]))
+    with pytest.raises(ValueError, match=f"placeholder {image_pad} outside of its recorded pictures"):
+        policy(collate([row], reader(), CPU), PLAIN)
+    foreign = TokenSequence(row.token_ids[:-2], row.num_context, (picture(1, 6, 4),), row.media_spans)
+    with pytest.raises(ValueError, match="spans hold 4 placeholders but the vision tower made 6 embeddings"):
+        policy(collate([foreign], reader(), CPU), PLAIN)
 
 
 def test_gradients_reach_the_vision_tower_through_shared_pictures(policy, tokenizer) -> None:
@@ -146,8 +163,9 @@ def test_checkpoint_names_are_those_of_the_file(folder, config) -> None:
         assert set(checkpoint_names(load_policy_model(config, torch.float32)).values()) == set(file.keys())
 
 
-def test_freezing_by_checkpoint_prefix(config) -> None:
-    model = load_policy_model(config.model_copy(update={"freeze": ("visual.",)}), torch.float32)
+@pytest.mark.parametrize("entry", ["visual.", "vision"])
+def test_freezing_by_checkpoint_prefix_or_part(config, entry: str) -> None:
+    model = load_policy_model(config.model_copy(update={"freeze": (entry,)}), torch.float32)
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     assert all(p.requires_grad for p in model.model.language_model.parameters())
 
@@ -176,7 +194,7 @@ def rows_of(lengths: list[int]) -> list[TokenSequence]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: int) -> None:
     lengths = np.random.default_rng(num_ranks).integers(2, 60, size=37).tolist()
-    plan = split_microbatches(rows_of(lengths), 100, num_ranks)
+    plan = split_microbatches(rows_of(lengths), learner_config("learner.tokens_per_microbatch=100"), num_ranks)
     assert len({len(share) for share in plan}) == 1
     assert sorted(i for share in plan for batch in share for i in batch) == list(range(37))
     batches = [batch for share in plan for batch in share if len(batch) > 1]
@@ -186,4 +204,5 @@ def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: i
 
 
 def test_one_row_longer_than_the_budget_goes_alone_and_idle_ranks_keep_step() -> None:
-    assert split_microbatches(rows_of([500]), 100, 2) in ([[(0,)], [()]], [[()], [(0,)]])
+    config = learner_config("learner.tokens_per_microbatch=100")
+    assert split_microbatches(rows_of([500]), config, 2) in ([[(0,)], [()]], [[()], [(0,)]])

@@ -83,7 +83,9 @@ def test_the_hub_knows_the_phase_that_runs_and_for_how_long() -> None:
         assert metrics.progress() == Progress(1, "other", 0.5)
         scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
     clock.pass_s(2.0)
-    assert metrics.progress() == Progress(1, "ending", 2.0)
+    ending = metrics.progress()
+    assert (ending.step, ending.phase, ending.seconds) == (1, "ending", 2.0)
+    assert ending.step_s == metrics.totals.seconds["total"] and ending.tokens_per_s is not None
 
 
 def test_a_phase_that_fails_is_over() -> None:

@@ -16,11 +16,13 @@ from metrics_data import FakeClock
 from rich.console import Console
 from waiting import wait_until
 
+from cluster.metrics.definitions import COUNTERS
 from cluster.metrics.sinks.console import ConsoleSink
 from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.sinks.ray_gauges import RaySink
 from cluster.metrics.step_records import EvaluationRecord, StepRecord, from_line, to_line
+from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 
 TAGS = {"run": "digits", "role": "driver", "index": "0"}
 
@@ -188,7 +190,7 @@ def test_ray_gauges_carry_run_role_index_and_what_splits_them() -> None:
     assert ray.last("mobula_step") == (4, TAGS)
     assert (1.5, {**TAGS, "phase": "total"}) in ray.series["mobula_seconds"].values
     assert ray.last("mobula_reward_component") == (0.5, {**TAGS, "component": "answer"})
-    assert ray.last("mobula_restarts_total") == (2.0, {**TAGS, "reason": "rollout"})
+    assert (2.0, {**TAGS, "reason": "rollout"}) in ray.series["mobula_restarts_total"].values
 
 
 def test_a_lag_that_is_gone_reads_zero_and_a_number_that_is_none_is_not_exported() -> None:
@@ -236,3 +238,41 @@ def test_a_name_that_prometheus_does_not_know_is_spelled_with_underscores() -> N
     sink.emit(StepRecord(1, {}, {"policy/ratio.max": 1.5}, {}, {}, {}))
     sink.close()
     assert ray.last("mobula_policy_ratio_max") == (1.5, TAGS)
+
+
+def status(phase: str, *workers: WorkerStatus) -> RunStatus:
+    in_flight = InFlightSummary(3, "p-1", 4.5)
+    return RunStatus("digits", Progress(2, phase, 1.5), 10, in_flight, None, workers, 0, 1, 0.0)
+
+
+def test_gauges_are_there_before_the_first_step_and_counters_start_at_0() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make, now=lambda: 1000.0)
+    assert ray.last("mobula_up") == (1.0, TAGS)
+    assert ray.last("mobula_last_step_time") == (1000.0, TAGS)
+    assert ray.last("mobula_restarts_total") == (0.0, {**TAGS, "reason": "all"})
+    assert {f"mobula_{name}_total" for name in COUNTERS} <= set(ray.series)
+    sink.emit(record(1))
+    sink.close()
+    values = {tags["reason"]: value for value, tags in ray.series["mobula_restarts_total"].values}
+    assert values == {"all": 2.0, "rollout": 2.0}
+
+
+def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_not() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    one = WorkerStatus("rollout/0", WorkerState.SERVING, 7, 2, 1)
+    two = WorkerStatus("rollout/1", WorkerState.WAITING, None, 0, 4)
+    sink.post(status("update", one, two))
+    wait_until(lambda: "mobula_worker_restarts" in ray.series)
+    sink.post(status("weight_sync", one))
+    before = len(ray.series["mobula_worker_restarts"].values)
+    wait_until(lambda: len(ray.series["mobula_worker_restarts"].values) > before + 3)
+    sink.close()
+    phases = {tags["phase"]: value for value, tags in ray.series["mobula_phase"].values}
+    assert phases == {"update": 0.0, "weight_sync": 1.0}
+    assert ray.last("mobula_worker_version") == (7.0, {**TAGS, "role": "rollout", "index": "0"})
+    assert all(tags["index"] == "0" for _, tags in ray.series["mobula_worker_restarts"].values[before + 2 :])
+    states = {tags["state"]: value for value, tags in ray.series["mobula_workers"].values}
+    assert states == {**dict.fromkeys(map(str, WorkerState), 0.0), "serving": 1.0}
+    assert ray.last("mobula_in_flight_oldest_age_s") == (4.5, TAGS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.runtime.network import LOOPBACK, RendezvousStore, join_store, node_address
+from cluster.runtime import network
+from cluster.runtime.network import LOOPBACK, RendezvousStore, join_store, node_address, use_node_interface
 
 
 @pytest.fixture
@@ -40,3 +42,42 @@ def test_members_see_what_others_of_their_prefix_wrote_and_nothing_else(store: R
     stranger.set_timeout(timedelta(milliseconds=200))
     with pytest.raises(RuntimeError):
         stranger.get("address")
+
+
+def variables(monkeypatch: pytest.MonkeyPatch, address: str, **found: str) -> dict[str, str]:
+    """What a process on a node with this address has in its environment afterwards."""
+    environment = dict(found)
+    monkeypatch.setattr(network.os, "environ", environment)
+    monkeypatch.setattr(network, "node_address", lambda: address)
+    monkeypatch.setattr(
+        network.psutil,
+        "net_if_addrs",
+        lambda: {
+            "lo": [SimpleNamespace(address="127.0.0.1")],
+            "eth0": [SimpleNamespace(address="fe80::1"), SimpleNamespace(address="192.168.0.2")],
+            "ib0": [SimpleNamespace(address="10.0.0.2")],
+        },
+    )
+    use_node_interface()
+    return environment
+
+
+def test_collectives_use_the_interface_of_the_nodes_ray_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert variables(monkeypatch, "10.0.0.2") == {
+        "VLLM_HOST_IP": "10.0.0.2",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+    }
+    assert variables(monkeypatch, "127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_variables_that_the_user_sets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = variables(monkeypatch, "10.0.0.2", GLOO_SOCKET_IFNAME="eth0", VLLM_HOST_IP="1.2.3.4")
+    assert found == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "1.2.3.4"}
+
+
+def test_an_address_without_an_interface_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "GLOO_SOCKET_IFNAME" not in variables(monkeypatch, "10.9.9.9")
+    assert "10.9.9.9" in caplog.text and "GLOO_SOCKET_IFNAME" in caplog.text

@@ -18,6 +18,7 @@ from cluster.workers.status import (
     InFlightSummary,
     Progress,
     RoleOutcome,
+    RunStatus,
     ScaleRequest,
     WorkerState,
     WorkerStatus,
@@ -51,6 +52,7 @@ class PanelHost:
         self.panels: list[Any] = []
         self.ended: list[Any] = []
         self.losses: list[str] = []
+        self.statuses: list[RunStatus] = []
         self._make = make
 
     def spawn(self) -> LocalHandle:
@@ -74,6 +76,7 @@ def control(host: PanelHost, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "replay": stats,
         "roles": {role.name: role for role in roles},
         "on_panel_lost": host.losses.append,
+        "on_status": host.statuses.append,
         "interval_s": 0.001,
         "start_s": 0.2,
         "deadline_s": 0.2,

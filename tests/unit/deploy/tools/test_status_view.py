@@ -77,7 +77,8 @@ def test_an_old_status_is_said_to_be_old() -> None:
 
 def test_the_json_holds_every_field() -> None:
     fields = json.loads(as_json(STATUS))
-    assert fields["progress"] == {"step": 42, "phase": "wait_for_rollouts", "seconds": 12.34}
+    progress = {"step": 42, "phase": "wait_for_rollouts", "seconds": 12.34, "step_s": None, "tokens_per_s": None}
+    assert fields["progress"] == progress
     assert fields["replay"]["oldest_id"] == "3/1045/train-1045"
     assert fields["workers"][1]["state"] == "joining" and fields["workers"][2]["version"] is None
     assert set(fields) == set(RunStatus.__dataclass_fields__)

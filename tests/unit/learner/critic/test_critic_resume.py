@@ -45,7 +45,7 @@ def same(a: object, b: object) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-@pytest.mark.parametrize(("kill_after", "begun_at"), [(1, 0), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("kill_after", "begun_at"), [(1, 0), (3, 2), pytest.param(4, 4, marks=pytest.mark.exhaustive)])
 def test_a_killed_learner_goes_on_bit_for_bit(
     model: Path, uninterrupted: dict, tmp_path: Path, kill_after: int, begun_at: int
 ) -> None:

@@ -28,7 +28,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(folder: Path) -> ValueModel:
-    return ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3).eval()
+    return ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3, packs=False).eval()
 
 
 def sequences(folder: Path) -> list[TokenSequence]:
@@ -76,7 +76,7 @@ def test_values_are_those_of_the_plain_forward_for_text_and_pictures(model, fold
 def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) -> None:
     folder = write_text_policy(tmp_path, "qwen3")
     row = TokenSequence(np.array([3, 4, 5, 6]), 2, (), ())
-    model = ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3).eval()
+    model = ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3, packs=False).eval()
     expected = plain_states(AutoModelForCausalLM.from_pretrained(folder).eval(), row) @ model.head.weight[0]
     torch.testing.assert_close(values(model, [row])[0], expected, atol=1e-7, rtol=1e-5)
 

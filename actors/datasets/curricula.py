@@ -1,0 +1,57 @@
+"""Curricula: which rows of an epoch are asked before which, by their difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.datasets.rows import Row, RowError
+
+Stages = Callable[[np.ndarray, int], list[np.ndarray]]
+"""(difficulty [N], number of stages) -> positions of each stage, sorted; stages are asked one after the other."""
+
+
+def everything(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """All rows together."""
+    return [np.arange(len(difficulty))]
+
+
+def easy_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """The easiest rows, then harder ones, in stages of equal size.
+
+    Example:
+        >>> easy_first(np.array([3.0, 1.0, 2.0, 9.0]), 2)
+        [array([1, 2]), array([0, 3])]
+    """
+    ranked = np.argsort(difficulty, kind="stable")
+    return [np.sort(stage) for stage in np.array_split(ranked, num_stages) if len(stage)]
+
+
+def hard_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
+    """The hardest rows, then easier ones, in stages of equal size."""
+    return easy_first(-difficulty, num_stages)
+
+
+CURRICULA: Mapping[str, Stages] = {"none": everything, "easy_first": easy_first, "hard_first": hard_first}
+PROMPT_TOKENS = "prompt_tokens"  # the key that stands for the length of the prompt
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """The stages of the first `num_epochs` epochs; later ones have no stages."""
+
+    stages: Stages
+    key: str  # of the metadata, or PROMPT_TOKENS
+    num_stages: int
+    num_epochs: int
+
+    def difficulty(self, row: Row, num_tokens: int) -> float:
+        """Raises: RowError: the row's metadata have no number under the key."""
+        value: Any = num_tokens if self.key == PROMPT_TOKENS else row.metadata.get(self.key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            detail = f"data.curriculum.key={self.key} is {value!r:.40} in its metadata: give every row a number there"
+            raise RowError("bad_difficulty", detail, row.sample_id)
+        return float(value)

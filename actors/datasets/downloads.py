@@ -1,0 +1,99 @@
+"""Pictures of web URLs: fetched once, from allowed hosts alone, with limits of size, redirects and time."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import httpx
+
+from actors.datasets.pictures import PictureError
+
+
+@dataclass(frozen=True)
+class DownloadLimits:
+    """`data.max_image_bytes`, `data.max_redirects` and `data.download_timeout_s`."""
+
+    max_bytes: int
+    max_redirects: int
+    timeout_s: float
+
+
+class PictureDownloads:
+    """Fetches pictures into `folder`, where later runs find them under a hash of their URL."""
+
+    def __init__(self, folder: Path, allowed_hosts: Collection[str], limits: DownloadLimits) -> None:
+        self._folder = folder
+        self._allowed = frozenset(host.lower() for host in allowed_hosts)
+        self._limits = limits
+
+    def fetch(self, url: str) -> Path:
+        """The file of a URL.
+
+        Raises:
+            PictureError: its host, or that of a redirect, is not allowed; or it cannot be had within the limits.
+        """
+        self._check_host(httpx.URL(url) if _is_url(url) else None, url)
+        path = self._folder / hashlib.sha256(url.encode()).hexdigest()
+        if not path.is_file():
+            try:
+                self._download(url, path)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                raise _failed(url, f"{type(error).__name__}: {error}") from error
+        return path
+
+    def _download(self, url: str, path: Path) -> None:
+        """Write the file whole or not at all."""
+        limits, deadline = self._limits, time.monotonic() + self._limits.timeout_s
+        client = httpx.Client(
+            follow_redirects=True,
+            max_redirects=limits.max_redirects,
+            timeout=limits.timeout_s,
+            event_hooks={"request": [lambda request: self._check_host(request.url, url)]},  # redirects, too
+        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with client, client.stream("GET", url) as response:
+            response.raise_for_status()
+            with NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as draft:
+                try:
+                    num_bytes = 0
+                    for chunk in response.iter_bytes():
+                        num_bytes += len(chunk)
+                        if num_bytes > limits.max_bytes:
+                            raise _failed(url, f"it has more than data.max_image_bytes={limits.max_bytes:,} bytes")
+                        if time.monotonic() > deadline:
+                            raise _failed(url, f"it took longer than data.download_timeout_s={limits.timeout_s:g}")
+                        draft.write(chunk)
+                    draft.flush()
+                    os.replace(draft.name, path)
+                except BaseException:
+                    os.unlink(draft.name)
+                    raise
+
+    def _check_host(self, url: httpx.URL | None, asked: str) -> None:
+        host = url.host.lower() if url is not None else ""
+        if url is None or url.scheme not in ("http", "https") or host not in self._allowed:
+            raise PictureError(
+                "host_not_allowed",
+                f"{asked[:200]} is on {host or 'no host'}, which data.allowed_hosts does not have: add the host, or "
+                "store the picture in the data folder",
+            )
+
+
+def _is_url(url: str) -> bool:
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL:
+        return False
+    return True
+
+
+def _failed(url: str, reason: str) -> PictureError:
+    return PictureError(
+        "download_failed", f"{url[:200]} cannot be downloaded ({reason}): check the URL, or remove its row"
+    )

@@ -1,0 +1,150 @@
+"""RowFormat: how the columns of a record become a row, and what all formats share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.datasets.pictures import PictureError, PictureInputs
+from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, RowError, Turn
+from cluster.errors import SkippedSample
+
+Record = Mapping[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass
+class Draft:
+    """What a format finds in a record. Values are as the record holds them; `finish` checks them."""
+
+    turns: Sequence[Turn]  # the last one is the question
+    answer: Any
+    sample_id: Any = None  # None: the record has none
+    solution: Any = None  # None: the answer in a \\boxed{}
+    images: Any = None
+    label: Any = None
+    chosen: str | None = None
+    rejected: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One schema of records. `columns` are its column names, for the check of `data.columns`."""
+
+    columns: tuple[str, ...]
+    read: Callable[[Record], Draft]
+    """Raises: RowError: a column is missing or holds something else."""
+    write: Callable[[Row, list[str]], dict[str, Any]]
+    """A row and its pictures as the target names them -> a record that `read` makes the same row of."""
+
+
+def finish(draft: Draft, pictures: PictureInputs, *, default_id: str, name: str, label_key: str) -> Row:
+    """The draft as a row.
+
+    Raises:
+        RowError: a text is missing, or pictures and placeholders do not match.
+        MediaError: a web URL is not allowed or cannot be fetched.
+    """
+    *history, last = draft.turns
+    answer = text_of(draft.answer, "answer")
+    images = pictures.resolve(draft.images, name)
+    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in draft.turns)
+    if num_placeholders != len(images):
+        detail = f"the text has {num_placeholders} {IMAGE_PLACEHOLDER} and the row {len(images)} pictures"
+        raise RowError("placeholder_mismatch", f"{detail}: write one {IMAGE_PLACEHOLDER} a picture")
+    label = {} if draft.label is None else {label_key: str(draft.label)}
+    return Row(
+        sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
+        question=last.text,
+        answer=answer,
+        solution=rf"\boxed{{{answer}}}" if draft.solution is None else text_of(draft.solution, "solution"),
+        images=images,
+        metadata={**draft.metadata, **label},
+        history=tuple(history),
+        chosen=draft.chosen,
+        rejected=draft.rejected,
+    )
+
+
+def named(error: SkippedSample, sample: str) -> RowError:
+    """The error with the name of its record."""
+    if isinstance(error, RowError | PictureError):
+        return RowError(error.reason, error.detail, sample)
+    return RowError(error.reason, str(error), sample)
+
+
+def text_of(value: Any, column: str) -> str:
+    """A text, or a number as it is written."""
+    if value is None or value == "":
+        raise RowError(f"missing_{column}", f"the row has no `{column}`: add it")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise RowError(f"bad_{column}", f"`{column}` is a {type(value).__name__}: write a text or a number")
+    return str(value)
+
+
+def present(record: Record, column: str) -> Any:
+    """The value of a column that may be left out but not empty: None where it is left out."""
+    if column not in record:
+        return None
+    return text_of(record[column], column)
+
+
+def first_of(record: Record, *columns: str) -> Any:
+    """The value of the first of the columns that holds something; a dot leads into a mapping."""
+    for column in columns:
+        value: Any = record
+        for part in column.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and not (isinstance(value, str | list | tuple) and len(value) == 0):
+            return value
+    return None
+
+
+def first_given(*values: Any) -> Any:
+    """The first of the values that is not None; None if all are."""
+    return next((value for value in values if value is not None), None)
+
+
+def only_one(value: Any) -> Any:
+    """The item of a list of one, also where the list is written as text; anything else as it is."""
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        try:
+            parsed = json.loads(value)
+        except ValueError:
+            return value
+        return parsed[0] if isinstance(parsed, list) and len(parsed) == 1 else value
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def others(record: Record, *known: str) -> dict[str, Any]:
+    """What a record says beyond the columns of its format; whole files are no metadata."""
+    return {
+        key: plain(value)
+        for key, value in record.items()
+        if key not in known and value is not None and not isinstance(value, bytes)
+    }
+
+
+def plain(value: Any) -> Any:
+    """The same value as JSON can hold it: numbers that keep their spelling become plain numbers, dates and decimals
+    text, and whole files are left out."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items() if not isinstance(item, bytes)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value) if type(value) is not kind else value
+    return str(value)
+
+
+def refuse_other_media(record: Record) -> None:
+    """Columns of video and audio must be empty: no policy takes them yet."""
+    for column in ("videos", "video", "audios", "audio"):
+        if first_of(record, column) is not None:
+            raise RowError("unsupported_media", f"the row has `{column}`, and pictures alone are read: remove the row")

@@ -1,0 +1,90 @@
+"""Records of LightRFT: `prompt` (or `input`), `images`, `reference`, `label`.
+
+    {"prompt": "Which digit?", "images": ["a.png"], "reference": "7", "label": "digit"}
+
+The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. A prompt
+without `<image>` has its pictures in front of the question. The reference is looked up in `reference`, `answer`,
+`extra_info.reference`, `reward_model.ground_truth`, `ground_truth` and `extra_info.constraints`; the label in `label`
+and `extra_info.label`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from actors.datasets.formats.base import (
+    Draft,
+    Record,
+    RowFormat,
+    first_of,
+    only_one,
+    others,
+    plain,
+    present,
+    refuse_other_media,
+)
+from actors.datasets.formats.turns import split_response, turns_of
+from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, RowError, Turn
+
+REFERENCES = (
+    "reference",
+    "answer",
+    "extra_info.reference",
+    "reward_model.ground_truth",
+    "ground_truth",
+    "extra_info.constraints",
+)
+COLUMNS = (
+    "id",
+    "prompt",
+    "input",
+    "images",
+    "image",
+    "reference",
+    "answer",
+    "ground_truth",
+    "label",
+    "reward_model",
+    "extra_info",
+)
+
+
+def read(record: Record) -> Draft:
+    refuse_other_media(record)
+    prompt = first_of(record, "input", "prompt")
+    if prompt is None:
+        raise RowError("missing_prompt", "the row has no `prompt`: add it")
+    turns, pictures = ([Turn("user", prompt)], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    asked, _ = split_response(turns, "prompt")
+    images = pictures or first_of(record, "images", "image")
+    if images is not None and not any(IMAGE_PLACEHOLDER in turn.text for turn in asked):
+        num = len(images) if isinstance(images, list | tuple) else 1
+        asked[-1] = replace(asked[-1], text=IMAGE_PLACEHOLDER * num + asked[-1].text)
+    info = record.get("extra_info")
+    info = info if isinstance(info, Mapping) else {}
+    return Draft(
+        turns=asked,
+        answer=only_one(first_of(record, *REFERENCES)),
+        sample_id=present(record, "id"),
+        images=images,
+        label=first_of(record, "label", "extra_info.label"),
+        metadata={**others(record, *COLUMNS), **plain(info)},
+    )
+
+
+def write(row: Row, images: list[str]) -> dict[str, Any]:
+    if row.rejected is not None:
+        raise ValueError(
+            f"{row.sample_id} is a preference pair, which LightRFT's prompts have no place for: write messages"
+        )
+    metadata = dict(row.metadata)
+    label = metadata.pop("label", None)
+    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
+    prompt: Any = [*turns, {"role": "user", "content": row.question}] if turns else row.question
+    record = {"id": row.sample_id, "prompt": prompt, "images": images, "reference": row.answer, "extra_info": metadata}
+    return record if label is None else {**record, "label": label}
+
+
+FORMAT = RowFormat(COLUMNS, read, write)

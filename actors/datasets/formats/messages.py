@@ -1,0 +1,67 @@
+"""Records of chat turns, as in OpenAI's API: `messages`, pictures in their parts or in `images`.
+
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}},
+                                               {"type": "text", "text": "Which digit?"}]}], "answer": "7"}
+
+A last turn of the assistant is the solution, and the answer if there is no column `answer`. `chosen` and `rejected`
+are the two responses of a preference pair.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actors.datasets.formats.base import (
+    Draft,
+    Record,
+    RowFormat,
+    first_given,
+    first_of,
+    others,
+    plain,
+    present,
+    refuse_other_media,
+)
+from actors.datasets.formats.turns import response_of, split_response, turns_of
+from actors.datasets.rows import Row, RowError
+
+COLUMNS = ("id", "messages", "answer", "solution", "image", "images", "chosen", "rejected", "metadata")
+
+
+def read(record: Record) -> Draft:
+    refuse_other_media(record)
+    turns, pictures = turns_of(record.get("messages"), "messages")
+    asked, response = split_response(turns, "messages")
+    beside = first_of(record, "images", "image")
+    if pictures and beside is not None:
+        raise RowError("bad_image", "the row has pictures in `messages` and in `images`: keep one of them")
+    chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
+    solution = first_given(present(record, "solution"), response, chosen)
+    metadata = record.get("metadata") or {}
+    return Draft(
+        turns=asked,
+        answer=first_given(first_of(record, "answer"), solution),
+        sample_id=present(record, "id"),
+        solution=solution,
+        images=pictures or beside,
+        chosen=chosen,
+        rejected=rejected,
+        metadata={**others(record, *COLUMNS), **(plain(metadata) if isinstance(metadata, dict) else {})},
+    )
+
+
+def write(row: Row, images: list[str]) -> dict[str, Any]:
+    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
+    record: dict[str, Any] = {
+        "id": row.sample_id,
+        "messages": [*turns, {"role": "user", "content": row.question}],
+        "answer": row.answer,
+        "solution": row.solution,
+    }
+    for column, value in (("chosen", row.chosen), ("rejected", row.rejected)):
+        if value is not None:
+            record[column] = value
+    return {**record, **({"images": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+
+
+FORMAT = RowFormat(COLUMNS, read, write)

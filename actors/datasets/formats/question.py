@@ -1,0 +1,49 @@
+r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `image`.
+
+    {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
+
+`image` (or `images`) is one picture, a list of pictures, one for each `<image>` in order, or absent. A record without
+`solution` gets its answer in a `\boxed{}`. `metadata`, a mapping, and every column beyond these travel with the row to
+the reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.datasets.formats.base import Draft, Record, RowFormat, first_of, others, plain, present, text_of
+from actors.datasets.rows import Row, RowError, Turn
+
+COLUMNS = ("id", "question", "answer", "solution", "image", "images", "metadata")
+
+
+def read(record: Record) -> Draft:
+    nested = record.get("metadata", {})
+    if nested is None:
+        nested = {}
+    if not isinstance(nested, Mapping):
+        raise RowError("bad_metadata", f"`metadata` is a {type(nested).__name__}: write an object")
+    return Draft(
+        turns=[Turn("user", text_of(record.get("question"), "question"))],
+        answer=record.get("answer"),
+        sample_id=present(record, "id"),
+        solution=present(record, "solution"),
+        images=first_of(record, "image", "images"),
+        metadata={**others(record, *COLUMNS), **plain(nested)},
+    )
+
+
+def write(row: Row, images: list[str]) -> dict[str, Any]:
+    if row.history or row.rejected is not None:
+        raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
+    record: dict[str, Any] = {
+        "id": row.sample_id,
+        "question": row.question,
+        "answer": row.answer,
+        "solution": row.solution,
+    }
+    return {**record, **({"image": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+
+
+FORMAT = RowFormat(COLUMNS, read, write)

@@ -1,0 +1,98 @@
+"""Chat turns as datasets write them: text with `<image>` placeholders, or lists of parts as in OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.datasets.formats.base import ROLES
+from actors.datasets.rows import IMAGE_PLACEHOLDER, RowError, Turn
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image", "image_url", "input_image")
+OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio", "input_video")
+FROM_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "model": "assistant",
+    **{role: role for role in ROLES},
+}
+
+
+def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any]]:
+    """The turns, and the pictures that stand in their parts, in order.
+
+    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A picture part without
+    a picture is a placeholder for one of the row's own pictures.
+
+    Raises:
+        RowError: something else stands there, or a medium that is no picture.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
+    turns: list[Turn] = []
+    pictures: list[Any] = []
+    for message in messages:
+        role, content = _role_and_content(message, column)
+        texts = []
+        for part in content if isinstance(content, list | tuple) else [content]:
+            text, picture = _part(part, column)
+            texts.append(text)
+            if picture is not None:
+                pictures.append(picture)
+        turns.append(Turn(role, "".join(texts)))
+    return turns, pictures
+
+
+def response_of(value: Any, column: str) -> str | None:
+    """The text of one response: a text, a turn, or a list of one turn; None for None."""
+    if value is None or isinstance(value, str):
+        return value or None
+    turns, pictures = turns_of(value if isinstance(value, list | tuple) else [value], column)
+    if len(turns) != 1 or pictures:
+        raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
+    return turns[0].text or None
+
+
+def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str | None]:
+    """The prompt, which ends in a user's turn, and the assistant's answer to it if there is one."""
+    asked = list(turns)
+    response = asked.pop().text if asked and asked[-1].role == "assistant" else None
+    if not asked or asked[-1].role != "user":
+        raise RowError(f"bad_{column}", f"`{column}` has no user turn to answer: end it in one, or in an answer to one")
+    return asked, response
+
+
+def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RowError(f"bad_{column}", f"`{column}` has {_shown(message)} in the place of a turn: write an object")
+    name = message.get("role", message.get("from"))
+    content = message.get("content", message.get("value"))
+    role = FROM_ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise RowError(f"bad_{column}", f"`{column}` has a turn of {name!r}: use one of {', '.join(FROM_ROLES)}")
+    if message.get("tool_calls") or content is None:
+        raise RowError(f"bad_{column}", f"`{column}` has a {role} turn without text: tool calls are not read")
+    return role, content
+
+
+def _part(part: Any, column: str) -> tuple[str, Any]:
+    """The text of a part, which for a picture is its placeholder, and the picture if it stands there."""
+    if isinstance(part, str):
+        return part, None
+    if not isinstance(part, Mapping):
+        raise RowError(f"bad_{column}", f"`{column}` has {_shown(part)} as content: write a text or a list of parts")
+    kind = part.get("type")
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return part["text"], None
+    if kind in IMAGE_PARTS:
+        held = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
+        return IMAGE_PLACEHOLDER, held
+    if kind in OTHER_MEDIA:
+        raise RowError("unsupported_media", f"`{column}` has a part of type {kind}, and pictures alone are read")
+    raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image or image_url")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r}"[:60]

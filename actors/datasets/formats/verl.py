@@ -1,0 +1,69 @@
+"""Records of verl: `prompt` (chat turns), `images`, `reward_model.ground_truth`, `data_source`, `extra_info`.
+
+    {"data_source": "geo3k", "prompt": [{"role": "user", "content": "<image>What is x?"}], "images": [{"bytes": ...}],
+     "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"split": "train", "index": 0}}
+
+`data_source` is the label that chooses a reward recipe. A ground truth of several answers keeps all of them in the
+metadata; the first one is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.datasets.formats.base import (
+    Draft,
+    Record,
+    RowFormat,
+    first_of,
+    only_one,
+    others,
+    plain,
+    refuse_other_media,
+)
+from actors.datasets.formats.turns import split_response, turns_of
+from actors.datasets.rows import Row, RowError, Turn
+
+COLUMNS = ("prompt", "images", "videos", "reward_model", "data_source", "extra_info")
+
+
+def read(record: Record) -> Draft:
+    refuse_other_media(record)
+    prompt = record.get("prompt")
+    turns, pictures = ([Turn("user", prompt)], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    asked, response = split_response(turns, "prompt")
+    truth = only_one(first_of(record, "reward_model.ground_truth"))
+    info = record.get("extra_info") or {}
+    if not isinstance(info, Mapping):
+        raise RowError("bad_extra_info", f"`extra_info` is a {type(info).__name__}: write a mapping")
+    metadata = {**others(record, "prompt", "images", "videos", "reward_model", "extra_info"), **plain(info)}
+    if isinstance(truth, list | tuple):
+        metadata["ground_truth"] = plain(truth)
+        truth = truth[0] if truth else None
+    return Draft(
+        turns=asked,
+        answer=truth,
+        sample_id=info.get("id"),
+        solution=response,
+        images=pictures or record.get("images"),
+        label=record.get("data_source"),
+        metadata=metadata,
+    )
+
+
+def write(row: Row, images: list[str]) -> dict[str, Any]:
+    if row.rejected is not None:
+        raise ValueError(f"{row.sample_id} is a preference pair, which verl's schema has no place for: write messages")
+    metadata = dict(row.metadata)
+    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
+    return {
+        "data_source": str(metadata.pop("data_source", "")),
+        "prompt": [*turns, {"role": "user", "content": row.question}],
+        "images": images,
+        "reward_model": {"style": "rule", "ground_truth": metadata.pop("ground_truth", row.answer)},
+        "extra_info": {**metadata, "id": row.sample_id},
+    }
+
+
+FORMAT = RowFormat(COLUMNS, read, write)

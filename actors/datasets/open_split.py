@@ -1,0 +1,77 @@
+"""open_split: the rows of one split of the configured data, whatever files they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.datasets.curricula import CURRICULA, Curriculum
+from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.formats import FORMATS
+from actors.datasets.lazy_rows import LazyRows
+from actors.datasets.mixture import MixedRows
+from actors.datasets.pictures import PictureInputs
+from actors.datasets.readers import READERS
+from actors.datasets.readers.base import Opened
+from actors.datasets.rows import Split
+from actors.datasets.table_rows import TableRows
+from cluster.errors import DatasetError
+from configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
+
+
+def open_split(data: DataConfig, split: str, label_key: str) -> Split:
+    """The rows of a split; nothing but an index of them is read. `label_key` is where metadata hold a row's label.
+
+    Raises:
+        DatasetError: there is no such split, its files cannot be read, or it has no record.
+    """
+    if data.kind is not DataKind.MIXTURE:
+        return Split(split, _open_source(data, data, data.path, split, label_key), ())
+    parts = {
+        name: _open_source(data, source, _path_of(data, source), split, label_key)
+        for name, source in data.sources.items()
+    }
+    weights = {name: source.weight for name, source in data.sources.items()}
+    mixed = MixedRows(parts, weights, by_rows=data.weight_by_rows, temperature=data.temperature)
+    return Split(split, mixed, ())
+
+
+def curriculum_of(data: DataConfig) -> Curriculum | None:
+    """The curriculum of the training split, if there is one."""
+    found = data.curriculum
+    if found.kind == "none":
+        return None
+    return Curriculum(CURRICULA[found.kind], found.key, found.num_stages, found.num_epochs)
+
+
+def _path_of(data: DataConfig, source: SourceConfig) -> Path:
+    """Paths of sources begin in `data.path`; what is no folder there is a name on the hub."""
+    path = data.path / source.path
+    return source.path if source.kind is DataKind.HUGGINGFACE and not path.is_dir() else path
+
+
+def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str) -> LazyRows:
+    row_format = FORMATS[source.row_format]
+    unknown = sorted(set(source.columns) - {*row_format.columns, label_key})
+    if unknown:
+        raise DatasetError(
+            f"data.columns has {unknown[0]}, which is no column of data.row_format={source.row_format}: it has "
+            f"{', '.join(row_format.columns)}"
+        )
+    kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
+    named = Opened(path, source.splits.get(split, split), data.cache_path, data.shuffle_bytes, data.streamed_rows)
+    table = READERS[kind.value](named)
+    if len(table) == 0:
+        raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
+    root = data.path / source.media_path if source.media_path else table.root
+    limits = DownloadLimits(data.max_image_bytes, data.max_redirects, data.download_timeout_s)
+    downloads = PictureDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+    return TableRows(
+        table,
+        row_format,
+        PictureInputs(root, downloads, takes_absolute=source.media_path != ""),
+        columns=source.columns,
+        label_key=label_key,
+        label=source.label,
+        window_bytes=data.shuffle_bytes,
+        curriculum=curriculum_of(data),
+    )

@@ -1,0 +1,196 @@
+"""Pictures as datasets name them: paths, URLs (file, data, web), bytes, PIL pictures, arrays, mappings, lists of these.
+
+A picture becomes a path below the data root or its encoded bytes. Nothing is decoded here: `actors/processors/image.py`
+checks size and content of both.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+import numpy as np
+from PIL import Image
+
+from cluster.errors import MediaError, SkippedSample
+
+# The keys under which a mapping holds a picture, in the order in which they are looked at.
+KEYS = ("bytes", "path", "url", "image_url", "image", "source")
+WEB = ("http://", "https://")
+NUM_SHOWN = 80  # characters of a value in an error message
+
+
+@dataclass(frozen=True)
+class EncodedPicture:
+    """The bytes of a picture file; `name` says where they came from."""
+
+    content: bytes = field(repr=False)
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Picture = Path | EncodedPicture
+
+
+class PictureError(SkippedSample):
+    """What a row names as a picture is none that may be read; `reason` is a word to count by."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class Downloads(Protocol):
+    """Fetches pictures of web URLs (`actors.datasets.downloads.PictureDownloads`)."""
+
+    def fetch(self, url: str) -> Path:
+        """Raises: MediaError: the host is not allowed, or the picture cannot be had."""
+        ...
+
+
+class PictureInputs:
+    """Resolves what rows name as pictures; paths are confined to `root`, symbolic links followed."""
+
+    def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
+        """`takes_absolute` lets plain paths be absolute; those of file URLs always are."""
+        self._root = root.resolve()
+        self._downloads = downloads
+        self._takes_absolute = takes_absolute
+
+    def resolve(self, value: Any, name: str) -> tuple[Picture, ...]:
+        """The pictures of one value, in order: none for None, several for a list, which may be nested one level.
+
+        `name` says whose picture it is, for pictures that have no name of their own.
+
+        Raises:
+            PictureError: a value is no picture, or a path is missing or leads out of the root.
+            MediaError: a web URL is not allowed or cannot be fetched.
+        """
+        values = list(_flat(value))
+        names = [name] if len(values) == 1 else [f"{name}, picture {number}" for number in range(1, len(values) + 1)]
+        return tuple(self._one(item, item_name) for item, item_name in zip(values, names, strict=True))
+
+    def _one(self, value: Any, name: str) -> Picture:
+        match value:
+            case EncodedPicture():
+                return value
+            case str():
+                return self._named(value, name)
+            case Path():
+                return self._named(str(value), name)
+            case bytes() | bytearray() | memoryview():
+                return EncodedPicture(bytes(value), name)
+            case Mapping():
+                return self._from_mapping(value, name)
+            case Image.Image():
+                return _encoded(value, name)
+        if hasattr(value, "__array__"):
+            return _encoded(_from_array(np.asarray(value)), name)
+        raise _no_picture(value)
+
+    def _named(self, text: str, name: str) -> Picture:
+        if text.startswith("data:"):
+            return EncodedPicture(_from_data_url(text), name)
+        if text.startswith(WEB):
+            return self._downloads.fetch(text)
+        if text.startswith("file://"):
+            return self._path(unquote(urlsplit(text).path))
+        if text.startswith("/") and not self._takes_absolute:
+            raise PictureError(
+                "outside_folder",
+                f"{text!r} is an absolute path: write it relative to {self._root}, or set data.media_path",
+            )
+        return self._path(text)
+
+    def _from_mapping(self, value: Mapping[str, Any], name: str) -> Picture:
+        held = next((value[key] for key in KEYS if value.get(key) is not None), None)
+        if held is None:
+            raise _no_picture(value)
+        nested = list(_flat(held))
+        if len(nested) != 1:
+            raise _no_picture(value)
+        path = value.get("path")
+        return self._one(nested[0], path if isinstance(path, str) and path else name)
+
+    def _path(self, text: str) -> Path:
+        """The absolute path of a file below the root."""
+        try:
+            path = (self._root / text).resolve()
+            is_inside = path.is_relative_to(self._root)
+            is_file = is_inside and path.is_file()
+        except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
+            raise PictureError(
+                "missing_file", f"the path {text[:NUM_SHOWN]!r} is unusable ({error}): fix `image`"
+            ) from error
+        if not is_inside:
+            raise PictureError(
+                "outside_folder",
+                f"{text!r} leads out of the data folder {self._root}: use a path below it, or set data.media_path",
+            )
+        if not is_file:
+            raise PictureError("missing_file", f"there is no file {path}: add it, or fix `image`")
+        return path
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The items of a value that is none, one, a list, or a list of lists."""
+    if value is None:
+        return
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for item in value:
+        yield from item if isinstance(item, list | tuple) else [item]
+
+
+def _no_picture(value: Any) -> PictureError:
+    shown = f"{type(value).__name__} {value!r}"[:NUM_SHOWN]
+    return PictureError(
+        "bad_image", f"{shown} is no picture: write a path, a URL or the bytes of a file, or a list of them"
+    )
+
+
+def _from_data_url(url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma:
+        raise PictureError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(data)
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise PictureError("bad_image", f"{url[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again") from error
+
+
+def _from_array(array: np.ndarray) -> Image.Image:
+    """A picture of uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or of a tensor's [C, H, W]."""
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
+        array = array.transpose(1, 2, 0)
+    is_grey = array.ndim == 3 and array.shape[2] == 1
+    grey = array[:, :, 0] if is_grey else array
+    if grey.dtype != np.uint8 or grey.size == 0 or not (grey.ndim == 2 or (grey.ndim == 3 and grey.shape[2] in (3, 4))):
+        raise PictureError(
+            "bad_image",
+            f"an array of {array.dtype} {list(array.shape)} is no picture: give uint8 [H, W] or [H, W, C] with 1, 3 or "
+            "4 channels",
+        )
+    return Image.fromarray(np.ascontiguousarray(grey))
+
+
+def _encoded(image: Image.Image, name: str) -> EncodedPicture:
+    """The same pixels as a PNG file; a picture that was opened from a file keeps the file's own orientation mark."""
+    buffer = BytesIO()
+    try:
+        image.save(buffer, format="PNG", exif=image.getexif())
+    except Exception as error:  # modes that PNG does not have, and files that Pillow opened and cannot decode
+        raise MediaError(f"{name} cannot be written as PNG ({error}): convert the picture to RGB") from error
+    return EncodedPicture(buffer.getvalue(), name)

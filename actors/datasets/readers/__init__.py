@@ -1,0 +1,16 @@
+"""Readers by the name that `data.kind` chooses them with, one file each: how records lie in files."""
+
+from actors.datasets.readers.base import Reader
+from actors.datasets.readers.huggingface import open_huggingface
+from actors.datasets.readers.json_array import open_json
+from actors.datasets.readers.jsonl import open_jsonl
+from actors.datasets.readers.parquet import open_parquet
+from actors.datasets.readers.webdataset import open_webdataset
+
+READERS: dict[str, Reader] = {
+    "jsonl": open_jsonl,
+    "json": open_json,
+    "parquet": open_parquet,
+    "huggingface": open_huggingface,
+    "webdataset": open_webdataset,
+}

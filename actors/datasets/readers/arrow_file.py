@@ -1,0 +1,56 @@
+"""Arrow files in the cache: records that their own file cannot give one by one, memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+import pyarrow as pa
+
+BATCH_RECORDS = 256  # of the file's batches: what one read decodes at most
+
+
+class ArrowFile:
+    """An Arrow IPC file; a record is read where it stands, and the pages belong to the operating system."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = range(self._reader.num_record_batches)
+        self._ends = np.cumsum([self._reader.get_batch(batch).num_rows for batch in batches], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def record(self, place: int) -> dict:
+        batch = int(np.searchsorted(self._ends, place, side="right"))
+        start = int(self._ends[batch - 1]) if batch else 0
+        return self._reader.get_batch(batch).slice(place - start, 1).to_pylist()[0]
+
+
+def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ArrowFile:
+    """The file of `key` in `folder`; `batches` are written there if it does not exist, whole or not at all."""
+    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=folder, prefix=f".{path.name}.", delete=False) as draft:
+            try:
+                with pa.ipc.new_file(draft, schema) as writer:
+                    for batch in batches:
+                        for start in range(0, batch.num_rows, BATCH_RECORDS):
+                            writer.write_batch(batch.slice(start, BATCH_RECORDS))
+                draft.flush()
+                os.replace(draft.name, path)
+            except BaseException:
+                os.unlink(draft.name)
+                raise
+    return ArrowFile(path)
+
+
+def file_key(file: Path) -> str:
+    """What identifies the content of a file: its place, size and time of change."""
+    found = file.stat()
+    return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"

@@ -1,0 +1,122 @@
+"""Table: the records of one split by place, read one by one or block by block, never all at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cluster.errors import DatasetError
+
+Record = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class Table(Protocol):
+    """Records in the order of the files. Any number of threads may read at a time."""
+
+    @property
+    def blocks(self) -> np.ndarray:
+        """int64 [num_blocks, 2]: records of each block, and the bytes that it takes in memory while one of them is
+        read; 0 bytes where records are read one by one."""
+        ...
+
+    @property
+    def root(self) -> Path:
+        """The folder in which the paths of pictures begin."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """The first file, or the dataset's own name, for error messages."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def record(self, place: int) -> Record:
+        """Raises: RowError: it cannot be read."""
+        ...
+
+    def name(self, place: int) -> str:
+        """The file and the place in it, e.g. `train.jsonl:12`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a reader is given: where the data are, and what it may use."""
+
+    path: Path  # a folder, or a hub name
+    split: str  # as the data call it
+    cache: Path  # where a reader may write files that later runs use again
+    max_block_bytes: int  # a larger block is not held in memory
+    num_streamed: int  # records that are streamed from the hub; 0 downloads all
+
+
+Reader = Callable[[Opened], Table]
+"""Raises: DatasetError: there is no such split, or its files cannot be read."""
+
+
+def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
+    """The files of a split, in order of their names: `SPLIT.EXT`, `SPLIT-*.EXT`, `SPLIT/*.EXT`, or these below `data/`.
+
+    A split name with a wildcard or a dot is a pattern of file names below the folder.
+
+    Raises:
+        DatasetError: there are none.
+    """
+    folder, split = opened.path, opened.split
+    if folder.is_file():
+        raise DatasetError(
+            f"data.path={folder} is a file: name its folder, and its files as data.splits={{{split}: {folder.name}}}"
+        )
+    is_pattern = any(character in split for character in "*?[.")
+    for suffix in suffixes:
+        names = [split] if is_pattern else [f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}"]
+        for below in (folder, folder / "data"):
+            for name in names:
+                found = sorted(path for path in below.glob(name) if path.is_file())
+                if found:
+                    return found
+    wanted = split if is_pattern else f"{split}{suffixes[0]}"
+    raise DatasetError(
+        f"{folder / wanted} does not exist: set data.path to a folder that holds {wanted}, or name the files of the "
+        f"split in data.splits"
+    )
+
+
+def without_nulls(value: Any) -> Any:
+    """Columnar files have every field in every record; one that is null is absent."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def read_one_by_one(num_records: int) -> np.ndarray:
+    """The blocks of a table whose records are read one by one."""
+    return np.array([[num_records, 0]], dtype=np.int64)
+
+
+class BlockCache(Generic[T]):
+    """The blocks that were used last, at most `max_bytes` of them beside the newest. One thread at a time."""
+
+    def __init__(self, load: Callable[[int], tuple[T, int]], max_bytes: int) -> None:
+        self._load = load
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[int, tuple[T, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, block: int) -> T:
+        found = self._blocks.get(block)
+        if found is None:
+            found = self._blocks[block] = self._load(block)
+            self._num_bytes += found[1]
+            while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
+                _, (_, freed) = self._blocks.popitem(last=False)
+                self._num_bytes -= freed
+        self._blocks.move_to_end(block)
+        return found[0]

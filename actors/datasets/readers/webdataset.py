@@ -1,0 +1,114 @@
+"""WebDataset shards: tar files in which the members of one sample follow each other and share the name up to a dot.
+
+`000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its pictures in order; a text member
+such as `000012.question.txt` or `000012.answer` is the column `question.txt` or `answer`.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from array import array
+from pathlib import Path
+
+import numpy as np
+
+from actors.datasets.pictures import EncodedPicture
+from actors.datasets.readers.base import Opened, Record, Table, files_of, read_one_by_one
+from actors.datasets.readers.json_records import parse_object
+from actors.datasets.rows import RowError
+from cluster.errors import DatasetError
+
+PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
+OTHER_MEDIA = ("mp4", "avi", "mov", "webm", "wav", "flac", "mp3")
+
+
+def open_webdataset(opened: Opened) -> Table:
+    """Raises: DatasetError: a shard is no tar file, or is compressed."""
+    return ShardTable(opened.path, files_of(opened, (".tar",)))
+
+
+class ShardTable:
+    """The samples of tar files; only names and offsets of their members are in memory."""
+
+    def __init__(self, root: Path, files: list[Path]) -> None:
+        self.root = root
+        self.source = str(files[0])
+        self._files = files
+        self._extensions: list[str] = []
+        self._starts = array("q")  # of every member, in its shard
+        self._sizes = array("q")
+        self._kinds = array("i")  # of every member: the place of its extension in `_extensions`
+        self._first = array("q")  # of every sample: its first member
+        self._shards = array("i")  # of every sample
+        numbers: dict[str, int] = {}
+        for shard, file in enumerate(files):
+            try:
+                self._index(shard, file, numbers)
+            except tarfile.TarError as error:
+                raise DatasetError(
+                    f"{file} is no uncompressed tar file ({error}): write it again, without compression"
+                ) from error
+        self._first.append(len(self._starts))
+        self._extensions = list(numbers)
+        self._descriptors = [os.open(file, os.O_RDONLY) for file in files]
+
+    @property
+    def blocks(self) -> np.ndarray:
+        return read_one_by_one(len(self))
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __del__(self) -> None:
+        for descriptor in self.__dict__.pop("_descriptors", []):
+            os.close(descriptor)
+
+    def record(self, place: int) -> Record:
+        record: dict[str, object] = {}
+        pictures: list[EncodedPicture] = []
+        for member in range(self._first[place], self._first[place + 1]):
+            extension = self._extensions[self._kinds[member]]
+            last = extension.rpartition(".")[2].lower()
+            if last in OTHER_MEDIA:
+                raise RowError("unsupported_media", f"the sample has a .{extension}, and pictures alone are read")
+            content = os.pread(self._descriptors[self._shards[place]], self._sizes[member], self._starts[member])
+            if last in PICTURES:
+                pictures.append(EncodedPicture(content, f"{self.name(place)} .{extension}"))
+            elif last == "json":
+                record.update(parse_object(content, f".{extension} of the sample"))
+            else:
+                record[extension] = _text(content, extension)
+        return {**record, "images": pictures} if pictures else record
+
+    def name(self, place: int) -> str:
+        """Samples are numbered in their shard."""
+        shard = self._shards[place]
+        first = int(np.searchsorted(np.frombuffer(self._shards, dtype=np.int32), shard))
+        return f"{self._files[shard].name}:{place - first + 1}"
+
+    def _index(self, shard: int, file: Path, numbers: dict[str, int]) -> None:
+        key = None
+        with tarfile.open(file, "r:") as members:
+            for member in members:
+                members.members = []  # type: ignore[attr-defined]  # it keeps every header otherwise
+                folder, _, name = member.name.rpartition("/")
+                stem, dot, extension = name.partition(".")
+                if not member.isfile() or not dot or not stem:
+                    continue
+                if (folder, stem) != key:
+                    key = (folder, stem)
+                    self._first.append(len(self._starts))
+                    self._shards.append(shard)
+                self._starts.append(member.offset_data)
+                self._sizes.append(member.size)
+                self._kinds.append(numbers.setdefault(extension, len(numbers)))
+
+
+def _text(content: bytes, extension: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise RowError(
+            "bad_text", f"the member .{extension} is no text ({error}): remove it, or name it .json"
+        ) from error

@@ -1,0 +1,131 @@
+"""TableRows: the rows of one split, made of a reader's records when they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from actors.datasets.curricula import Curriculum
+from actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
+from actors.datasets.lazy_rows import LazyRows
+from actors.datasets.order import Shuffled, windowed_order
+from actors.datasets.pictures import PictureInputs
+from actors.datasets.readers.base import Table
+from actors.datasets.rows import Row
+from cluster.errors import SkippedSample
+
+NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
+
+
+class TableRows(LazyRows):
+    """All rows of a table, of which none is held."""
+
+    def __init__(
+        self,
+        table: Table,
+        row_format: RowFormat,
+        pictures: PictureInputs,
+        *,
+        columns: Mapping[str, str],
+        label_key: str,
+        label: str,
+        window_bytes: int,
+        curriculum: Curriculum | None,
+    ) -> None:
+        """`columns` says what a column of the format is called in the data; `label`, if not empty, is the label of all
+        rows."""
+        self._table = table
+        self._format = row_format
+        self._pictures = pictures
+        self._columns = dict(columns)
+        self._label_key = label_key
+        self._label = label
+        self._window_bytes = window_bytes
+        self._curriculum = curriculum
+        self._read = lru_cache(maxsize=NUM_KEPT)(self._read_row)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row_at(self, place: int) -> Row:
+        return self._read(place)
+
+    def name(self, place: int) -> str:
+        return self._table.name(place)
+
+    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self, places, self._curriculum, difficulty)
+
+    def endless(self, seed: int) -> Shuffled:
+        return self.chosen(np.arange(len(self))).endless(seed)
+
+    def order_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """int64 [N]: an order of the rows at `places` [N], which are sorted, as positions in `places`."""
+        blocks = self._table.blocks
+        bounds = np.searchsorted(places, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
+        held = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
+        return windowed_order(held[held[:, 0] > 0], self._window_bytes, seed, epoch)
+
+    def _read_row(self, place: int) -> Row:
+        name = self._table.name(place)
+        record: Record = {}
+        try:
+            record = self._mapped(self._table.record(place))
+            draft = self._format.read(record)
+            if self._label:
+                draft.label = self._label
+            file, _, number = name.rpartition(":")
+            default_id = f"{PurePath(file).stem}-{number}"
+            return finish(draft, self._pictures, default_id=default_id, name=name, label_key=self._label_key)
+        except SkippedSample as error:
+            sample = f"{name} ({record['id']})" if "id" in record else name
+            raise named(error, sample) from error
+
+    def _mapped(self, record: Record) -> Record:
+        """The record under the column names of its format."""
+        if not self._columns:
+            return record
+        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._columns.items()}
+        moved = set(self._columns.values())
+        kept = {column: value for column, value in record.items() if column not in moved}
+        return {**kept, **{column: value for column, value in renamed.items() if value is not None}}
+
+
+class ChosenRows(LazyRows):
+    """Some of the rows of a table, in its order."""
+
+    def __init__(
+        self, rows: TableRows, places: np.ndarray, curriculum: Curriculum | None, difficulty: np.ndarray | None
+    ) -> None:
+        """`difficulty` float64 [N] is that of the row at each place, where there is a curriculum."""
+        self._rows = rows
+        self._places = places
+        self._curriculum = curriculum
+        self._difficulty = difficulty
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row_at(self, place: int) -> Row:
+        return self._rows.row_at(int(self._places[place]))
+
+    def name(self, place: int) -> str:
+        return self._rows.name(int(self._places[place]))
+
+    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self._rows, self._places[places], self._curriculum, difficulty)
+
+    def endless(self, seed: int) -> Shuffled:
+        return Shuffled(self, self.order, seed)
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """int64 [N]: the order of one epoch, stage after stage."""
+        found = self._curriculum
+        if found is None or self._difficulty is None or epoch >= found.num_epochs:
+            return self._rows.order_of(self._places, seed, epoch)
+        stages = found.stages(self._difficulty, found.num_stages)
+        return np.concatenate([stage[self._rows.order_of(self._places[stage], seed, epoch)] for stage in stages])

@@ -1,0 +1,52 @@
+"""JSONL and JSON files, with pictures in the folder `images` beside them, each once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from actors.datasets.writers.base import PictureFile
+
+PICTURES = "images"
+
+
+class JsonLinesWriter:
+    """One object a line."""
+
+    first, between, last, suffix = "", "\n", "\n", ".jsonl"
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self._folder = folder
+        self._file = (folder / f"{split}{self.suffix}").open("w", encoding="utf-8")
+        self._file.write(self.first)
+        self._is_empty = True
+
+    def images(self, files: list[PictureFile]) -> list[str]:
+        return [self._stored(file) for file in files]
+
+    def write(self, record: dict[str, Any]) -> None:
+        if not self._is_empty:
+            self._file.write(self.between)
+        self._file.write(json.dumps(record, ensure_ascii=False))
+        self._is_empty = False
+
+    def close(self) -> None:
+        self._file.write(self.last)
+        self._file.close()
+
+    def _stored(self, file: PictureFile) -> str:
+        """The path of the picture, relative to the folder; its name is a hash of its content."""
+        name = f"{PICTURES}/{hashlib.sha256(file.content).hexdigest()[:24]}.{file.extension}"
+        path = self._folder / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(file.content)
+        return name
+
+
+class JsonArrayWriter(JsonLinesWriter):
+    """One array of objects."""
+
+    first, between, last, suffix = "[\n", ",\n", "\n]\n", ".json"

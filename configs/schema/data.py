@@ -1,0 +1,114 @@
+"""What is asked: where rows are read from, what a prompt may be, mixtures and curricula."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import NOT_EMPTY, Section
+
+
+class DataKind(StrEnum):
+    JSONL = "jsonl"
+    CHAT = "chat"
+    JSON = "json"
+    PARQUET = "parquet"
+    HUGGINGFACE = "huggingface"
+    WEBDATASET = "webdataset"
+    MIXTURE = "mixture"
+    DIGITS = "digits"
+    DIGIT_SUM = "digit_sum"
+    DIGIT_LIST = "digit_list"
+
+
+WRITTEN = (DataKind.DIGITS, DataKind.DIGIT_SUM, DataKind.DIGIT_LIST)
+"""Data that a run writes itself, as JSONL."""
+
+
+class SourceConfig(Section):
+    """Where rows are read from, and what their columns are called."""
+
+    kind: DataKind
+    """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks write theirs first if their
+    folder is missing."""
+    path: Annotated[Path, NOT_EMPTY]
+    """The folder with the files of all splits; for `huggingface` also a name on the hub."""
+    row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
+    """The columns of a record, and what they mean."""
+    columns: dict[str, str]
+    """Column of the row format -> its name in the data where that is another, e.g. `{question: problem}`; a dot leads
+    into a nested column."""
+    splits: dict[str, str]
+    """Split -> its name in the data where that is another, e.g. `{validation: test}`, or a pattern of file names."""
+    media_path: str
+    """The folder that picture paths are relative to and may not leave; empty for `data.path`."""
+    label: str
+    """Label of all rows, for recipes; empty to leave each row its own."""
+
+
+class MixtureSource(SourceConfig):
+    """One source of a mixture."""
+
+    weight: PositiveFloat
+    """Its share of the prompts, relative to the other sources."""
+
+
+class CurriculumConfig(Section):
+    """Which training rows are asked before which."""
+
+    kind: Literal["none", "easy_first", "hard_first"]
+    """The order of the stages; rows of one stage are shuffled."""
+    key: Annotated[str, NOT_EMPTY]
+    """What is difficult: a number of the row's metadata, or `prompt_tokens`, the length of its prompt."""
+    num_stages: PositiveInt
+    """Stages of equal size that an epoch is cut into."""
+    num_epochs: PositiveInt
+    """Epochs with stages; those behind are shuffled as a whole."""
+
+
+class DataConfig(SourceConfig):
+    """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
+
+    sources: dict[str, MixtureSource]
+    """The sources of `data.kind=mixture`, by name; their paths begin in `data.path`."""
+    temperature: PositiveFloat
+    """Shares of sources are weight^(1 / temperature): above 1 they are more alike."""
+    weight_by_rows: bool
+    """Multiply the weight of a source by the number of its rows."""
+    curriculum: CurriculumConfig
+    """The order of training rows."""
+    streamed_rows: Annotated[int, Field(ge=0)]
+    """Rows of each split that `huggingface` streams from the hub in place of a download of everything; 0 downloads."""
+    cache_path: Annotated[Path, NOT_EMPTY]
+    """Folder for what later runs use again: downloaded pictures, and copies of files that cannot be read in parts."""
+    shuffle_bytes: PositiveInt
+    """Bytes of rows that are in memory at a time to be shuffled, where files are read by blocks (Parquet)."""
+    max_checked_rows: Annotated[int, Field(ge=0)]
+    """Rows of each split that are checked before the start, 0 for all; those behind are checked when they are asked."""
+    allowed_hosts: tuple[str, ...]
+    """Hosts that pictures may be downloaded from; URLs of others, and redirects to others, are refused."""
+    max_redirects: Annotated[int, Field(ge=0)]
+    """Redirects that a download follows."""
+    download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
+    """The longest download of one picture."""
+    prompt_suffix: str
+    """Text that is put behind every question."""
+    system_prompt: str
+    """System turn of every prompt; empty for none."""
+    max_prompt_tokens: PositiveInt
+    """A longer prompt (vision tokens included) is skipped and counted, never cut."""
+    min_pixels: PositiveInt
+    """Smaller pictures are scaled up to this many pixels by the model's image processor."""
+    max_pixels: PositiveInt
+    """Larger pictures are scaled down to this many pixels by the model's image processor."""
+    max_image_bytes: PositiveInt
+    """A larger file is refused before it is read."""
+    max_decoded_pixels: PositiveInt
+    """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
+    media_cache_bytes: PositiveInt
+    """Byte budget of processed pictures that are kept for later epochs."""
+    max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
+    """If a larger share of a split is unusable the run refuses to start."""

@@ -1,0 +1,129 @@
+"""`mobula submit`, `stop`, `logs`, `list`: runs as jobs of a Ray cluster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cluster.errors import PreflightError
+from deploy.cli.errors import explained
+from deploy.host.terminal import terminal
+
+JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
+
+
+class Auth(StrEnum):
+    """How a cluster knows its clients."""
+
+    DISABLED = "disabled"
+    TOKEN = "token"
+
+
+Address = Annotated[
+    str, typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The cluster's dashboard, http://HOST:8265.")
+]
+AuthOption = Annotated[
+    Auth, typer.Option("--auth", envvar="RAY_AUTH_MODE", help="As the cluster was started: disabled, token.")
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `mobula list` shows it.")]
+
+
+def submit(
+    address: Address,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
+    auth: AuthOption = Auth.DISABLED,
+    working_dir: Annotated[
+        Path | None, typer.Option(help="Send this folder's code; else the package is installed on all nodes.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Leave this out of the folder, as in a .gitignore.")] = None,
+    python: Annotated[str, typer.Option(help="The Python of the cluster's environment.")] = sys.executable,
+    env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the job.")] = None,
+    submission_id: Annotated[str | None, typer.Option("--id", help="The job's id; else the run's name.")] = None,
+    stop_wait: Annotated[int, typer.Option(min=3, help="Seconds that a stopped run has to end in order.")] = 120,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait until it runs.")] = 600.0,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show its log, and end as it ends.")] = True,
+) -> None:
+    """Train as a job of a Ray cluster; sent again under the same name it resumes. Ends with the job's exit code."""
+    from configs.load import load_config
+    from deploy.jobs.client import Jobs, check_address
+
+    with explained(JOB_GOES_ON):
+        config = load_config(overrides or [])
+        check_address(address)
+        pairs = [text.partition("=") for text in env or []]
+        if bad := [name for name, equals, _ in pairs if not (name and equals)]:
+            raise PreflightError(f"--env {bad[0]}: write NAME=VALUE")
+        jobs = Jobs(address, auth.value)
+        from deploy.jobs.submit import Submission
+        from deploy.jobs.submit import submit as send
+
+        variables = {name: value for name, _, value in pairs}
+        asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, stop_wait, submission_id, variables)
+        found = send(config, overrides or [], asked, jobs)
+        terminal(soft_wrap=True).print(f"job {found} submitted to {address}", markup=False, highlight=False)
+        jobs.wait_until_started(found, start_timeout)
+        if follow:
+            _end(jobs.follow(found, _write))
+
+
+def stop(
+    job: JobId,
+    address: Address,
+    auth: AuthOption = Auth.DISABLED,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for its end.")] = 180.0,
+) -> None:
+    """Stop a job in good order: it writes summary, report and what a resubmission goes on from."""
+    from deploy.jobs.client import Jobs, check_address
+
+    with explained(JOB_GOES_ON):
+        check_address(address)
+        code = Jobs(address, auth.value).stop(job, timeout)
+    shown = {0: "done", 130: "stopped; submit the same words again to go on"}.get(code, f"failed with exit code {code}")
+    terminal(soft_wrap=True).print(f"job {job}: {shown}", markup=False, highlight=False)
+
+
+def logs(
+    job: JobId,
+    address: Address,
+    auth: AuthOption = Auth.DISABLED,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends, and end as it ends.")] = False,
+) -> None:
+    """Show what a job printed."""
+    from deploy.jobs.client import Jobs, check_address
+
+    with explained(JOB_GOES_ON):
+        check_address(address)
+        jobs = Jobs(address, auth.value)
+        if follow:
+            _end(jobs.follow(job, _write))
+        _write(jobs.logs(job))
+
+
+def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
+    """List the jobs of a Ray cluster, the newest first."""
+    from deploy.jobs.client import Jobs, check_address
+
+    with explained(JOB_GOES_ON):
+        check_address(address)
+        found = Jobs(address, auth.value).all()
+    table = Table("job", "run", "status", "started", "took")
+    for job in found:
+        started = "" if job.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))
+        took = "" if job.started is None else f"{(job.ended or time.time()) - job.started:.0f} s"
+        table.add_row(job.submission_id, job.run, job.status.lower(), started, took)
+    terminal().print(table)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _end(code: int) -> None:
+    raise typer.Exit(code)

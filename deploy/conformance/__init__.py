@@ -1,0 +1,1 @@
+"""Measures, for every model family, how far engine and learner are apart."""

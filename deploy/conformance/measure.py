@@ -1,0 +1,263 @@
+"""Measure families: `python -m deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
+
+One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings.
+The engine samples every prompt and scores it; after each push of perturbed weights both must have moved, and together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from actors.processors.chat import ChatProcessor
+from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
+from cluster.records.partial_response import Attempt
+from cluster.roles import SamplingSettings
+from cluster.runtime.placement import PlacedWorker
+from cluster.weight_sync.manifest import checkpoint_manifest
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.wiring.parity_prompts import SIZES, Case, cases
+from deploy.wiring.preparation import Prepared
+from deploy.wiring.rollouts import engine_settings
+from deploy.wiring.spawner import engine_environment
+from learner.backends.single import SingleBackend
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import family_at
+from learner.policies.loading import load_model, load_policy_model, save_policy
+from learner.policies.logprobs import PLAIN, Distribution
+from learner.policies.tiny import write_tiny
+from learner.policies.token import TokenPolicy
+from learner.policy_weights import PolicyWeights
+from learner.weight_publisher import WeightPublisher
+
+ALL = "all weights"
+REPORT = "report.json"
+NUM_SAMPLES = 2
+MAX_TOKENS = 8
+NOISE = 0.05  # that is added to weights before a push
+TIED = "+tied"
+KV_CACHE_BYTES = 1 << 27
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Absolute log-prob differences of engine and learner, in nat."""
+
+    mean: float
+    max: float
+
+    @classmethod
+    def of(cls, differences: np.ndarray) -> Gap:
+        return cls(float(differences.mean()), float(differences.max()))
+
+
+@dataclass
+class Report:
+    """What was found of one family."""
+
+    name: str
+    model_type: str
+    is_tied: bool
+    num_parameters: int
+    same_ids: dict[str, bool] = field(default_factory=dict)  # case -> the engine expands the prompt as we do
+    gaps: dict[str, Gap] = field(default_factory=dict)  # case -> prompt and sampled tokens
+    pushes: dict[str, Gap] = field(default_factory=dict)  # part -> over all cases, after a push
+    moved: dict[str, float] = field(default_factory=dict)  # part -> largest change of the engine's log-probs by it
+    export_loads: bool = False  # transformers loads the export, with equal weights under the checkpoint's names
+
+    @property
+    def mean_gap(self) -> float:
+        return max(gap.mean for gap in (*self.gaps.values(), *self.pushes.values()))
+
+
+class Measurement:
+    """An engine and a learner of the checkpoint in `folder`/model."""
+
+    def __init__(self, name: str, folder: Path, *, is_tied: bool) -> None:
+        self._folder = folder
+        self.model = write_tiny(name, folder / "model", seed=1, tie_word_embeddings=is_tied)
+        self.config = _config(self.model)
+        self.family = family_at(str(self.model))
+        store = MediaStore(lambda media: media, self.config.data.media_cache_bytes)
+        self.processor = ChatProcessor(str(self.model), self.config.data, self.config.sampler, store, keep_files=False)
+        self.cases = cases(self.processor, folder)
+        checkpoint = checkpoint_manifest(self.model, self.config.resources.dtype)
+        self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
+        self._cpu = torch.device("cpu")
+        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES))
+        model = load_policy_model(self.config.policy, torch.float32)
+        self._weights = PolicyWeights(model, self.config)
+        self._backend = SingleBackend(self._cpu, torch.float32, self.config.learner)
+        self._policy = self._backend.wrap(TokenPolicy(model, self.config.learner))
+        self._publisher = WeightPublisher(
+            self._weights.manifest,
+            partial(self._weights.pushed, self._backend),
+            rank=0,
+            device=self._cpu,
+            transport=self.config.resources.transport,
+            timeout_s=self.config.weight_sync.timeout_s,
+        )
+        self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
+        self._version = -1
+
+    async def run(self, report: Report) -> None:
+        from actors.samplers.vllm.sampler import VLLMSampler  # reads the environment when it is imported
+
+        self.sampler = VLLMSampler(engine_settings(self.prepared, 0))
+        await self.sampler.start()
+        try:
+            await self._push()
+            report.gaps = {name: Gap.of(await self._differences(case)) for name, case in self.cases.items()}
+            for name, case in self.cases.items():
+                report.same_ids[name] = self._same_ids(case)
+            parts = self.family.parts if self.family.takes_pictures else {}
+            for part, starts in {**parts, ALL: ("",)}.items():
+                before = await self._scores()
+                self._perturb(starts, seed=len(report.pushes))
+                await self._push()
+                report.moved[part] = float(np.abs(await self._scores() - before).max())
+                found = [await self._differences(case) for case in self.cases.values()]
+                report.pushes[part] = Gap.of(np.concatenate(found))
+            report.export_loads = self._export_loads()
+        finally:
+            await self.sampler.close()
+
+    async def _push(self) -> None:
+        self._version += 1
+        bucket_bytes = self.config.weight_sync.bucket_bytes
+        buckets = self._publisher.export(bucket_bytes)
+        await self.sampler.load_weights(self._publisher.manifest, bucket_bytes, buckets, self._version)
+
+    def _perturb(self, starts: tuple[str, ...], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for name, tensor in self._weights.merged(self._backend):
+            if name.startswith(starts):
+                tensor.add_(torch.randn(tensor.shape, generator=generator) * NOISE)
+
+    async def _scores(self) -> np.ndarray:
+        """The engine's log-probs of all prompts."""
+        found = [await self.sampler.prompt_logprobs(c.prompt, _media(c)) for c in self.cases.values()]
+        return np.concatenate(found)
+
+    async def _differences(self, case: Case) -> np.ndarray:
+        """Of the prompt's tokens, and of tokens that the engine samples."""
+        scored = await self.sampler.prompt_logprobs(case.prompt, _media(case))
+        expected = self._ours([TokenSequence.of_prompt(case.prompt)], PLAIN)[0]
+        settings = SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed=self._version)
+        attempt = Attempt(uuid.uuid4().hex, ())
+        sampled = await self.sampler.sample(case.prompt, _media(case), settings, attempt, lambda *_: None)
+        rows = [TokenSequence.of_response(case.prompt, response.token_ids) for response in sampled]
+        ours = self._ours(rows, self._distribution)
+        differences = [np.abs(row[: len(s.logprobs)] - s.logprobs) for row, s in zip(ours, sampled, strict=True)]
+        return np.concatenate([np.abs(scored - expected), *differences])
+
+    def _ours(self, rows: Sequence[TokenSequence], distribution: Distribution) -> np.ndarray:
+        """The learner's log-probs, float32 [B, T]."""
+        with self._backend.inference():
+            return self._policy(collate(rows, self._reader, self._cpu), distribution).logprobs.numpy()
+
+    def _same_ids(self, case: Case) -> bool:
+        if not case.pictures:
+            return True
+        options = self.family.processor_options(self.config.data)
+        ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), list(case.pictures), options)
+        return ids == case.prompt.expanded_ids.tolist()
+
+    def _export_loads(self) -> bool:
+        out = self._folder / "export"
+        state = dict(self._weights.plain_state(self._backend))
+        save_policy(self._policy.model, str(self.model), out, state)
+        loaded = dict(load_model(str(out), torch.float32, self.config.policy.attention).named_parameters())
+        ours = dict(self._policy.model.named_parameters())
+        names = [_names(folder / "model.safetensors") for folder in (self.model, out)]
+        return names[0] == names[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
+
+
+def measure(words: str, folder: Path) -> Report:
+    """Measure the family of a tiny model, NAME or NAME+tied, in this process; `folder` must be new.
+
+    The environment of this process is changed for the engine.
+    """
+    name, is_tied = words.removesuffix(TIED), words.endswith(TIED)
+    measurement = Measurement(name, folder, is_tied=is_tied)
+    worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
+    os.environ.update(OFFLINE | engine_environment(measurement.config, worker))
+    model_type = json.loads((measurement.model / "config.json").read_text())["model_type"]
+    num_parameters = sum(spec.num_bytes // 4 for spec in measurement.prepared.checkpoint.tensors)
+    report = Report(name, model_type, is_tied, num_parameters)
+    asyncio.run(measurement.run(report))
+    return report
+
+
+def read_report(file: Path) -> Report:
+    """What `main` wrote."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("gaps", "pushes"):
+        found[key] = {name: Gap(**gap) for name, gap in found[key].items()}
+    return Report(**found)
+
+
+def _config(model: Path) -> RunConfig:
+    return load_config(
+        [
+            "experiment=digits",
+            f"policy.model={model}",
+            "policy.tiny=none",
+            "learner=single",
+            "resources.learner.num_workers=1",
+            "sampler.max_images_per_prompt=3",
+            f"sampler.kv_cache_bytes={KV_CACHE_BYTES}",
+            "sampler.max_num_seqs=16",
+            "data.max_prompt_tokens=512",
+            "sampler.max_model_len=1024",
+        ]
+    )
+
+
+def _media(case: Case) -> list[ProcessedMedia]:
+    return [handle.reference for handle in case.prompt.media]
+
+
+def _names(file: Path) -> set[str]:
+    with safe_open(file, framework="pt") as checkpoint:
+        return set(checkpoint.keys())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="+")
+    asked = parser.parse_args()
+    for name in asked.names:
+        folder = asked.folder / name
+        folder.mkdir(parents=True)
+        report = measure(name, folder)
+        (folder / REPORT).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # an interpreter that ends in order is aborted by threads of the engine's libraries
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Grafana dashboards as code, and the table of the gauges that they show."""

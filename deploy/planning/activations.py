@@ -1,0 +1,133 @@
+"""Bytes of activations: what a forward pass keeps for the backward pass, and what logits and a generation step take.
+
+The counts are those of transformers' blocks with fused attention (RMSNorm computed in float32, a gated MLP); a test
+compares them with the tensors that autograd really keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from cluster.weight_sync.manifest import DTYPE_BYTES
+from configs.schema import RunConfig
+from learner.policies.shapes import ModelShape, TowerShape
+
+FLOAT32 = 4
+MLP_TENSORS = 4  # gate, its activation, up, their product
+PATCH_CHANNELS = 6  # three colours of two frames: a still picture is shown twice
+WINDOW_COPIES = 3  # of the vision attention's width: queries, keys and values together, and the windows' outputs
+HEAD_COPIES = 4  # float32 tensors as large as the logits: scaled logits, log-probs, and two for the entropy
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The largest micro-batch of one learner rank, all its rows at the longest length."""
+
+    rows: int
+    tokens: int  # padded
+    targets: int  # tokens whose log-probs are computed
+    patches: int  # of all pictures that the vision tower encodes
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> Microbatch:
+        """A picture is encoded once a micro-batch, and the siblings of a group share their pictures."""
+        length = min(config.data.max_prompt_tokens + config.sampler.max_tokens, config.sampler.max_model_len)
+        rows = max(1, config.learner.tokens_per_microbatch // length)
+        rows = min(rows, step_rows(config))
+        groups = ceil(rows / config.algorithm.samples_per_prompt)
+        patches = 0
+        if shape.vision is not None:
+            one = ceil(config.data.max_pixels / shape.pixels_per_patch)
+            patches = groups * config.sampler.max_images_per_prompt * one
+        return cls(rows, rows * length, rows * min(config.sampler.max_tokens, length), patches)
+
+
+def step_rows(config: RunConfig) -> int:
+    """Responses that one rank trains on in one optimizer step."""
+    algorithm = config.algorithm
+    rows = algorithm.prompts_per_step * algorithm.samples_per_prompt / algorithm.num_minibatches
+    return ceil(rows / config.resources.learner.num_workers)
+
+
+def checkpointing(config: RunConfig) -> str:
+    """What the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
+    `blocks_offloaded` keeps it in host memory.
+
+    The only place that reads the key.
+    """
+    return config.learner.activation_checkpointing
+
+
+def logprob_rows(config: RunConfig, targets: int) -> int:
+    """Targets whose logits exist at one time. The only place that bounds them."""
+    return min(targets, config.learner.logprob_chunk_tokens)
+
+
+def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> tuple[int, int]:
+    """Bytes on the device and in host memory that one forward and backward pass of `batch` keeps, logits left out."""
+    is_autocast = config.learner.backend != "fsdp2" and config.resources.dtype != "float32"
+    towers = [(shape.text, batch.tokens, _text_block(shape, config.resources.dtype, is_autocast))]
+    if shape.vision is not None:
+        towers.append((shape.vision, batch.patches, _vision_block(shape.vision, config.resources.dtype, is_autocast)))
+    device = host = 0
+    value = FLOAT32 if is_autocast else DTYPE_BYTES[config.resources.dtype]
+    kept = checkpointing(config)
+    for tower, tokens, block in towers:
+        inputs = tokens * tower.num_layers * tower.hidden * value
+        if kept == "none":
+            device += tokens * tower.num_layers * block
+        else:
+            device += tokens * block + (inputs if kept == "blocks" else 0)
+            host += inputs if kept == "blocks_offloaded" else 0
+        device += tokens * 2 * (tower.hidden + tower.intermediate) * value if kept == "none" else 0
+    pixels = batch.patches * shape.pixels_per_patch * PATCH_CHANNELS * FLOAT32
+    return device + pixels, host
+
+
+def scoring_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> int:
+    """Bytes of one forward pass without gradients, logits left out: one block at a time."""
+    value = DTYPE_BYTES[config.resources.dtype]
+    towers = [(shape.text, batch.tokens)] + ([] if shape.vision is None else [(shape.vision, batch.patches)])
+    widest = max(tokens * (3 * t.hidden + t.attention_width + 3 * t.intermediate) * value for t, tokens in towers)
+    return widest + batch.patches * shape.pixels_per_patch * PATCH_CHANNELS * FLOAT32
+
+
+def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
+    """Bytes of the logits of `targets` and of what is computed from them in float32 [targets, vocabulary]."""
+    rows = logprob_rows(config, targets)
+    return rows * shape.vocab * (DTYPE_BYTES[config.resources.dtype] + HEAD_COPIES * FLOAT32)
+
+
+def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Bytes of one engine step beside weights and KV cache: the widest block, and sampling in float32."""
+    value = DTYPE_BYTES[config.resources.dtype]
+    tokens = config.sampler.max_num_batched_tokens
+    text = shape.text
+    widest = tokens * (3 * text.hidden + text.attention_width + 3 * text.intermediate) * value
+    if shape.vision is not None:
+        vision = shape.vision
+        one = ceil(config.data.max_pixels / shape.pixels_per_patch)
+        patches = config.sampler.max_images_per_prompt * one
+        widest = max(widest, patches * (3 * vision.hidden + vision.attention_width + 3 * vision.intermediate) * value)
+    return widest + config.sampler.max_num_seqs * shape.vocab * HEAD_COPIES * FLOAT32
+
+
+def _text_block(shape: ModelShape, dtype: str, is_autocast: bool) -> int:
+    """Bytes that one block of the language model keeps for one token."""
+    text, value = shape.text, DTYPE_BYTES[dtype]
+    has_head_norms = any(spec.name.endswith("q_norm.weight") for spec in shape.manifest.tensors)
+    head_norms = (text.num_heads + text.num_kv_heads) * text.head_dim * (FLOAT32 + value) if has_head_norms else 0
+    return _block(text, value, is_autocast) + head_norms
+
+
+def _vision_block(vision: TowerShape, dtype: str, is_autocast: bool) -> int:
+    value = DTYPE_BYTES[dtype]
+    return _block(vision, value, is_autocast) + WINDOW_COPIES * vision.hidden * value
+
+
+def _block(tower: TowerShape, value: int, is_autocast: bool) -> int:
+    """Two norms (input in float32, normalised value, output), attention with its row sums, the MLP."""
+    norms = 2 * tower.hidden * (3 * FLOAT32 + value if is_autocast else FLOAT32 + 2 * value)
+    attention = tower.attention_width * value + tower.num_heads * FLOAT32
+    return norms + attention + MLP_TENSORS * tower.intermediate * value

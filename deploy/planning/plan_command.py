@@ -1,0 +1,70 @@
+"""`mobula plan`: the placement of a configuration on nodes that are there or only described, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.errors import PreflightError
+from cluster.runtime.placement import needed_roles, plan_placement, plan_table
+from configs.schema import RunConfig
+from deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
+from deploy.planning.fit import plan_memory
+from deploy.planning.nodes import nodes_at, this_node
+from deploy.planning.plan_view import as_table, demand_table, memory_table, refuse_shortfalls
+from deploy.planning.policy_shape import policy_shape
+
+
+def show_plan(
+    config: RunConfig, console: Console, *, address: str | None, short: str | None, file: Path | None
+) -> None:
+    """Print the plan for the cluster at `address`, a described one, or this machine.
+
+    Raises:
+        PreflightError: CPUs, GPUs or memory do not suffice; what would do is in the message.
+    """
+    place, nodes = _nodes(config, address, short, file)
+    placement = plan_placement(config.resources, [node.resources for node in nodes], needed_roles(config))
+    console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
+    shape = policy_shape(config)
+    if shape is None:
+        console.print(f"{len(placement.workers)} workers fit {place}. Memory is planned once policy.model is named.")
+        return
+    plan = plan_memory(config, shape, nodes)
+    console.print(memory_table(plan, config.resources.device))
+    console.print(demand_table(plan.demands))
+    refuse_shortfalls(config, shape, nodes, plan)
+    unknown = "" if all(d.available is not None for d in plan.demands) else " as far as memories are known"
+    console.print(f"{len(placement.workers)} workers fit {place}{unknown}. Figures are estimates; no GPU has run yet.")
+
+
+def refuse_too_little_memory(config: RunConfig, nodes: Sequence[PlannedNode]) -> None:
+    """Before a run loads anything: whether its memory fits. A model that has no usable config.json yet is left to the
+    checks that follow.
+
+    Raises:
+        PreflightError: it does not fit; three settings with which it would are in the message.
+    """
+    try:
+        shape = policy_shape(config)
+    except PreflightError:
+        return
+    if shape is not None:
+        refuse_shortfalls(config, shape, nodes, plan_memory(config, shape, nodes))
+
+
+def _nodes(
+    config: RunConfig, address: str | None, short: str | None, file: Path | None
+) -> tuple[str, tuple[PlannedNode, ...]]:
+    given = [name for name, value in (("--address", address), ("--nodes", short), ("--cluster", file)) if value]
+    if len(given) > 1:
+        raise PreflightError(f"{' and '.join(given)} each name a cluster: give one of them")
+    if address is not None:
+        return f"the cluster at {address}", nodes_at(address)
+    if short is not None:
+        return short, described_nodes(short)
+    if file is not None:
+        return f"the cluster of {file}", read_cluster(file)
+    return "this machine", (this_node(config.resources),)

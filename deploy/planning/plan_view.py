@@ -1,0 +1,101 @@
+"""What `mobula plan` shows: the placement, and the memory of every role and of every GPU and node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from cluster.errors import PreflightError
+from cluster.runtime.placement import PlanRow
+from configs.schema import RunConfig
+from deploy.planning.clusters import PlannedNode
+from deploy.planning.fit import GIB, USABLE, Demand, MemoryPlan
+from deploy.planning.remedies import remedies
+from learner.policies.shapes import ModelShape
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sync")
+MOST_LINES = 8
+
+
+def as_table(rows: Sequence[PlanRow], title: str) -> Table:
+    table = Table("role", "node", "workers", "CPUs", "GPUs", "threads each", "cores", title=title)
+    for row in rows:
+        cores = " | ".join(",".join(str(core) for core in worker) for worker in row.cores if worker)
+        table.add_row(
+            row.role,
+            row.node,
+            str(row.num_workers),
+            f"{row.num_cpus:g}",
+            f"{row.num_gpus:g}",
+            str(row.num_threads),
+            cores or "not bound",
+        )
+    return table
+
+
+def memory_table(plan: MemoryPlan, device: str) -> Table:
+    """GiB of one worker of every role; parts do not add up to the most, for not all are there at one time."""
+    title = f"GiB of one worker, estimated; on {'its GPU' if device == 'cuda' else 'its node'}, and in host memory"
+    table = Table("role", *(part.replace("_", " ") for part in PARTS), "other", "most", "host", title=title)
+    for role, memory in plan.by_role.items():
+        parts = memory.largest
+        other = sum(size for name, size in parts.items() if name not in PARTS)
+        cells = [_gib(parts.get(part, 0)) for part in PARTS]
+        table.add_row(role, *cells, _gib(other), _gib(memory.peak), _gib(sum(memory.host.values())))
+    return table
+
+
+def demand_table(demands: Sequence[Demand]) -> Table:
+    """GiB that each GPU and each node has to hold; GPUs of one node that hold the same are one row."""
+    table = Table("node", "memory", "workers", "needed", "there", title="GiB by GPU and node")
+    together: dict[tuple[str, int, int | None, tuple[str, ...]], list[Demand]] = {}
+    for demand in demands:
+        roles = tuple(dict.fromkeys(name.partition("/")[0] for name in demand.workers))
+        is_gpu = demand.place.startswith("GPU")
+        key = (demand.node_id, demand.num_bytes, demand.available, roles if is_gpu else (*roles, "host"))
+        together.setdefault(key, []).append(demand)
+    for (node, num_bytes, available, roles), same in together.items():
+        place = same[0].place if len(same) == 1 else f"{same[0].place} to {same[-1].place.removeprefix('GPU ')}"
+        there = "not known" if available is None else _gib(available)
+        style = "red" if same[0].shortfall else None
+        shown = ", ".join(role for role in roles if role != "host")
+        table.add_row(node, place, shown, _gib(num_bytes), there, style=style)
+    return table
+
+
+def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], plan: MemoryPlan) -> None:
+    """Name what is missing on each node and up to three settings with which it would fit.
+
+    Raises:
+        PreflightError: something is missing.
+    """
+    short = plan.shortfalls
+    if not short:
+        return
+    lines = [
+        f"{d.node_id}, {d.place}: {_gib(d.num_bytes)} GiB needed, {_gib(USABLE * (d.available or 0))} GiB usable, "
+        f"{_gib(d.shortfall)} GiB short ({', '.join(d.workers[:4])}{', ...' if len(d.workers) > 4 else ''})"
+        for d in short[:MOST_LINES]
+    ]
+    if len(short) > MOST_LINES:
+        lines.append(f"and {len(short) - MOST_LINES} more")
+    found = remedies(config, shape, nodes)
+    ways = [f"  {words}" for words in found] or [
+        "  none of the settings that save memory is enough: use GPUs with more memory, more nodes or a smaller model"
+    ]
+    raise PreflightError(
+        "\n".join(
+            [
+                f"resources={config.resources.preset} does not fit into memory with policy.model="
+                f"{config.policy.model}:",
+                *(f"  {line}" for line in lines),
+                "it would fit with" if found else "what would help:",
+                *ways,
+            ]
+        )
+    )
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.3g}" if num_bytes < 1000 * GIB else f"{num_bytes / GIB:.0f}"

@@ -1,0 +1,29 @@
+"""The shape of a run's policy, before its weights are there."""
+
+from __future__ import annotations
+
+from cluster.errors import PreflightError
+from configs.groups import MISSING
+from configs.schema import RunConfig
+from learner.policies.shapes import ModelShape, has_config, shape_of, tiny_shape
+
+
+def policy_shape(config: RunConfig) -> ModelShape | None:
+    """The shape of `policy.model`, of which config.json alone is read; None while no model is named.
+
+    Raises:
+        PreflightError: it has no config.json that can be used.
+    """
+    source = config.policy.model
+    if source == MISSING:
+        return None
+    if config.policy.tiny != "none" and not has_config(source):
+        return tiny_shape(tie_word_embeddings=config.policy.tiny_tied_embeddings)
+    try:
+        return shape_of(source)
+    except (ValueError, OSError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise PreflightError(
+            f"policy.model={source} has no config.json that memory can be planned from ({reason}): name a checkpoint "
+            "folder, or a hub name that can be reached"
+        ) from error

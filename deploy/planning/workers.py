@@ -1,0 +1,217 @@
+"""Bytes of one worker of each role, on its device and in host memory, by part and by phase of a step.
+
+Every number follows from the configuration and the checkpoint's config.json. What an estimate does not hold: reward
+models (their components name checkpoints of their own), and memory that a library takes for itself beyond the
+constants below. Nothing here has been compared with a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
+from configs.schema import RunConfig, SamplerKind
+from deploy.planning.activations import (
+    FLOAT32,
+    Microbatch,
+    engine_bytes,
+    logits_bytes,
+    scoring_bytes,
+    step_rows,
+    training_bytes,
+)
+from learner.policies.lora import adapter_manifest
+from learner.policies.shapes import ModelShape
+
+MIB = 2**20
+TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"
+PHASES = (TRAINING, SYNC, SAMPLING)
+
+CUDA_CONTEXT = 600 * MIB  # of one process on one GPU: context, cuBLAS workspaces, NCCL buffers
+CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
+GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
+GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
+ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
+PROCESS = {  # host memory of a process with its libraries, before it holds anything of the run
+    "learner": 700 * MIB,
+    "rollout": 1100 * MIB,
+    "reference": 600 * MIB,
+    "reward": 300 * MIB,
+}
+
+Parts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """One worker of a role. `device[phase][part]` and `host[part]` are bytes; on CPU `device` is host memory."""
+
+    device: Mapping[str, Parts]
+    host: Parts = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The most that it has on its device."""
+        return max(sum(parts.values()) for parts in self.device.values())
+
+    @property
+    def largest(self) -> Parts:
+        """The largest value of every part over the phases."""
+        names = dict.fromkeys(name for parts in self.device.values() for name in parts)
+        return {name: max(parts.get(name, 0) for parts in self.device.values()) for name in names}
+
+
+def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemory:
+    """What one worker of `role` takes."""
+    kind = role.partition(".")[0]
+    match kind:
+        case "learner":
+            found = _learner(config, shape)
+        case "rollout":
+            found = _engine(config, shape)
+        case "reference":
+            found = _always(_reference(config, shape))
+        case _:
+            found = WorkerMemory(_phases({}))
+    return WorkerMemory(_with_context(config, found.device), {"process": PROCESS[kind], **found.host})
+
+
+def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
+    """What the optimizer holds: adapters, or every weight that `policy.freeze` does not name."""
+    if config.policy.lora.is_on:
+        return list(adapter_manifest(shape.manifest, config.policy).tensors)
+    return [spec for spec in shape.manifest.tensors if not spec.name.startswith(config.policy.freeze)]
+
+
+def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:
+    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges them with the last one only."""
+    return config.learner.backend == "fsdp2" and step_rows(config) > batch.rows
+
+
+def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+    batch = Microbatch.of(config, shape)
+    trained = trained_parameters(config, shape)
+    num_trained = sum(prod(spec.shape) for spec in trained)
+    num_all = shape.num_parameters + (num_trained if config.policy.lora.is_on else 0)
+    weights, gradients, moments = _state(config, shape, batch, trained, num_all)
+    activations, offloaded = training_bytes(config, shape, batch)
+    training = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": moments,
+        "activations": activations,
+        "logits": logits_bytes(config, shape, batch.targets),
+    }
+    critic = critic_moments = 0
+    if config.algorithm.critic.is_on:  # a copy of the policy, all of it trained, with a state of its own
+        kept, exchanged, critic_moments = _state(config, shape, batch, list(shape.manifest.tensors), num_all)
+        critic = kept + exchanged
+        training["critic"] = critic + critic_moments
+    share = config.resources.learner.num_workers if config.learner.backend != "single" else 1
+    checkpoint = ceil(3 * FLOAT32 * num_trained / share)
+    host = {"checkpoint": checkpoint, "activations": offloaded}
+    # Every rank loads the whole model into host memory and moves it to its device; only then it is sharded.
+    whole = FLOAT32 * shape.num_parameters
+    loading = {"weights": whole}
+    staging = _staging(config, shape) + min(GATHER_BYTES, 2 * whole)
+    sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
+    if config.resources.device == "cuda":
+        host["loading"] = max(0, whole - checkpoint)
+    if not config.resources.colocated:
+        return WorkerMemory({TRAINING: training, SYNC: sync, "loading": loading}, host)
+    if config.resources.device == "cuda":
+        host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
+    sync.pop("optimizer")  # it is moved before engines wake up
+    away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
+    return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)
+
+
+def _state(
+    config: RunConfig, shape: ModelShape, batch: Microbatch, trained: list[TensorSpec], num_all: int
+) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer state of one rank, in bytes."""
+    num_ranks = config.resources.learner.num_workers
+    num_trained = sum(prod(spec.shape) for spec in trained)
+    moments = _moments(config, trained)
+    compute = DTYPE_BYTES[config.resources.dtype]
+    casts = 0 if compute == FLOAT32 else compute * num_all  # autocast keeps its copies until the backward pass
+    match config.learner.backend:
+        case "single":
+            return FLOAT32 * num_all + casts, FLOAT32 * num_trained, moments
+        case "fsdp2":
+            root = shape.num_parameters - shape.num_in_blocks  # gathered while the policy's forward runs
+            gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
+            kept = (
+                num_trained
+                if has_unsharded_gradients(config, batch)
+                else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
+            )
+            gradients = FLOAT32 * (num_trained / num_ranks + (kept if num_ranks > 1 else 0))
+            return ceil(FLOAT32 * num_all / num_ranks) + gathered, ceil(gradients), ceil(moments / num_ranks)
+        case _:
+            sharded = config.learner.zero_stage == 3
+            weights = FLOAT32 * num_all / (num_ranks if sharded else 1) + casts
+            master = FLOAT32 * num_trained / num_ranks
+            gradients = FLOAT32 * num_trained / num_ranks + min(ZERO_BUCKET, 2 * FLOAT32 * num_trained)
+            return ceil(weights), ceil(gradients), ceil(master + moments / num_ranks)
+
+
+def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
+    """AdamW keeps two float32 values a parameter, Muon one for matrices between layers."""
+    if config.learner.optimizer == "adamw":
+        return 2 * FLOAT32 * sum(prod(spec.shape) for spec in trained)
+    one = [s for s in trained if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
+    return FLOAT32 * (2 * sum(prod(s.shape) for s in trained) - sum(prod(s.shape) for s in one))
+
+
+def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+    weights = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
+    awake = {"weights": weights, "kv_cache": _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
+    if config.resources.device == "cuda" and not config.sampler.enforce_eager:
+        awake["graphs"] = CUDA_GRAPHS
+    sync = {**awake, "sync": _staging(config, shape)}
+    if not (config.resources.colocated and config.resources.device == "cuda"):
+        return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
+    kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
+    waking = {"weights": weights, "sync": _staging(config, shape), **kept}
+    host = {"moved": weights} if config.resources.sleep_level == 1 else {}
+    return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
+
+
+def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
+    if config.sampler.kind is SamplerKind.VLLM:
+        return config.sampler.kv_cache_bytes
+    token = shape.text.num_layers * shape.text.kv_width * DTYPE_BYTES[config.resources.dtype]
+    return config.algorithm.samples_per_prompt * config.sampler.max_model_len * token
+
+
+def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+    batch = Microbatch.of(config, shape)
+    return {
+        "weights": DTYPE_BYTES[config.resources.dtype] * shape.num_parameters,
+        "activations": scoring_bytes(config, shape, batch),
+        "logits": logits_bytes(config, shape, batch.targets),
+    }
+
+
+def _staging(config: RunConfig, shape: ModelShape) -> int:
+    """One bucket: at most `weight_sync.bucket_bytes`, more only for a single larger tensor."""
+    value = DTYPE_BYTES[config.resources.dtype]
+    return min(max(config.weight_sync.bucket_bytes, value * shape.largest_tensor), value * shape.num_parameters)
+
+
+def _always(parts: Parts) -> WorkerMemory:
+    return WorkerMemory(_phases(parts))
+
+
+def _phases(parts: Parts) -> dict[str, Parts]:
+    return dict.fromkeys(PHASES, parts)
+
+
+def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, Parts]:
+    """On a GPU every process that computes there has a context of its own, in every phase."""
+    if config.resources.device != "cuda" or not any(device.values()):
+        return dict(device)
+    return {phase: {**parts, "context": CUDA_CONTEXT} for phase, parts in device.items()}

@@ -1,0 +1,219 @@
+"""`mobula data inspect`: an offline page on a data set: samples with pictures, lengths, labels, what is skipped."""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+
+import cluster.metrics.report.report
+from actors.datasets.open_split import open_split
+from actors.datasets.pictures import Picture
+from actors.datasets.prompts import RowChecker, checked_rows
+from actors.datasets.rows import Row, Skipped, count_by_reason
+from actors.processors.chat import ChatProcessor
+from actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from cluster.errors import MediaError, PreflightError
+from cluster.metrics.report.chart_scales import write_number
+from cluster.records.media import MediaStore
+from configs.schema import DataConfig, RunConfig
+from deploy.wiring.preparation import ensure_data, ensure_model
+
+ASSETS = Path(__file__).parent
+HOUSE_STYLE = Path(cluster.metrics.report.report.__file__).parent / "report.css"
+NUM_BINS = 40
+MAX_SKIPPED_ROWS = 200
+MAX_LABELS = 30
+THUMBNAIL_SIZE = (256, 256)
+UNKNOWN_MODEL = "???"
+
+
+@dataclass
+class Measured:
+    """What the check of a split says of its rows."""
+
+    lengths: list[int] = field(default_factory=list)
+    pictures: Counter[int] = field(default_factory=Counter)  # pictures of a row -> rows
+    labels: Counter[str] = field(default_factory=Counter)
+
+
+class MeasuringChecker:
+    """Checks rows as a run does, and notes what it sees."""
+
+    def __init__(self, checker: RowChecker, config: RunConfig) -> None:
+        self._checker = checker
+        self._label_of = config.rewards.label_of
+        self.measured = Measured()
+
+    def check(self, row: Row) -> int:
+        length = self._checker.check(row)
+        self.measured.lengths.append(length)
+        self.measured.pictures[len(row.images)] += 1
+        self.measured.labels[self._label_of(row.metadata)] += 1
+        return length
+
+
+class HeaderChecker:
+    """Checks the headers of pictures where no model is named; a length is then in characters."""
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._limits = limits
+
+    def check(self, row: Row) -> int:
+        for picture in row.images:
+            check_image(picture, self._limits)
+        return sum(len(turn.text) for turn in row.history) + len(row.question)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row as the page shows it."""
+
+    row: Row
+    label: str
+    pictures: Sequence[str]  # data URLs; empty for one that cannot be decoded
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How many rows have which length."""
+
+    bars: Sequence[tuple[float, float, float, str]]  # left, width and height in per cent, text
+    ticks: Sequence[tuple[float, str]]
+
+
+def inspect(config: RunConfig, split: str, output: Path, num_samples: int, console: Console) -> int:
+    """Write the page of a split; returns the exit code.
+
+    Raises:
+        PreflightError: the split cannot be read, or the page cannot be written.
+    """
+    ensure_data(config)
+    opened = open_split(config.data, split, config.rewards.label_key)
+    checker, unit = _checker(config)
+    measuring = MeasuringChecker(checker, config)
+    found = checked_rows(opened, measuring, config.data.max_checked_rows)
+    samples = _samples(found.rows, config, min(num_samples, found.num_usable), found.num_usable)
+    page = render(config, split, measuring.measured, found.skipped, samples, len(opened.rows), unit)
+    try:
+        output.write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PreflightError(f"{output} cannot be written ({error.strerror}): give another --output") from error
+    console.print(
+        f"{split}: {len(opened.rows):,} rows, {found.num_usable:,} checked and usable, {len(found.skipped):,} skipped; "
+        f"page: {output}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def render(
+    config: RunConfig,
+    split: str,
+    measured: Measured,
+    skipped: Sequence[Skipped],
+    samples: Sequence[Sample],
+    num_rows: int,
+    unit: str,
+) -> str:
+    """The page. Everything from the data is escaped, and no script runs."""
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    labels = measured.labels.most_common()
+    return environment.get_template("inspect.html.j2").render(
+        name=f"{config.data.path} · {split}",
+        facts=_facts(measured, skipped, num_rows, unit),
+        source=_source(config.data),
+        unit=unit,
+        lengths=histogram(measured.lengths),
+        labels=labels[:MAX_LABELS],
+        num_labels=len(labels),
+        pictures=sorted(measured.pictures.items()),
+        reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
+        skipped=skipped[:MAX_SKIPPED_ROWS],
+        num_skipped=len(skipped),
+        samples=samples,
+        style=Markup(HOUSE_STYLE.read_text(encoding="utf-8")),
+    )
+
+
+def histogram(lengths: Sequence[int]) -> Histogram | None:
+    """Bars of equal width from the shortest to the longest; None without lengths."""
+    if not lengths:
+        return None
+    low, high = min(lengths), max(lengths)
+    counts, edges = np.histogram(lengths, bins=min(NUM_BINS, high - low + 1), range=(low, high + 1))
+    width = 100 / len(counts)
+    bars = [
+        (width * place, width * 0.9, 100 * count / counts.max(), f"from {edges[place]:.0f}: {count:,} rows")
+        for place, count in enumerate(counts.tolist())
+    ]
+    ticks = [(25.0 * quarter, write_number(round(low + (high + 1 - low) * quarter / 4))) for quarter in range(5)]
+    return Histogram(bars, ticks)
+
+
+def _checker(config: RunConfig) -> tuple[RowChecker, str]:
+    """The processor of the model where one is named, and the unit of lengths."""
+    if config.policy.model == UNKNOWN_MODEL:
+        return HeaderChecker(ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)), "characters"
+    ensure_model(config)
+    media = MediaStore(lambda value: value, config.data.media_cache_bytes)
+    return ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False), "tokens"
+
+
+def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[Sample]:
+    """`num` of the rows that were checked, evenly spread over them."""
+    limits = ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)
+    found = []
+    for position in range(num):
+        row = rows[position * num_usable // num]
+        pictures = [_thumbnail(picture, limits) for picture in row.images]
+        found.append(Sample(row, config.rewards.label_of(row.metadata), pictures))
+    return found
+
+
+def _thumbnail(picture: Picture, limits: ImageLimits) -> str:
+    try:
+        image = decode_image(read_image(picture, limits), picture, limits)
+    except MediaError:  # damaged behind its header, which a check does not read
+        return ""
+    image.thumbnail(THUMBNAIL_SIZE)
+    png = BytesIO()
+    image.save(png, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
+
+
+def _facts(measured: Measured, skipped: Sequence[Skipped], num_rows: int, unit: str) -> list[tuple[str, str, str]]:
+    """Label, value and help of each number of the headline."""
+    lengths, num_checked = measured.lengths, len(measured.lengths) + len(skipped)
+    num_pictures = sum(num * rows for num, rows in measured.pictures.items())
+    return [
+        ("rows", f"{num_rows:,}", "of the split"),
+        ("usable", f"{len(lengths):,}", f"of {num_checked:,} that were checked"),
+        ("skipped", f"{len(skipped):,}", f"{100 * len(skipped) / max(1, num_checked):.1f} %"),
+        ("pictures", f"{num_pictures:,}", "of usable rows"),
+        ("shortest", f"{min(lengths):,}" if lengths else "–", f"prompt, in {unit}"),
+        ("median", f"{int(np.median(lengths)):,}" if lengths else "–", unit),
+        ("longest", f"{max(lengths):,}" if lengths else "–", unit),
+        ("labels", f"{len(measured.labels):,}", "for reward recipes"),
+    ]
+
+
+def _source(data: DataConfig) -> str:
+    if data.sources:
+        return ", ".join(f"{name} x {source.weight:g}" for name, source in data.sources.items())
+    return f"{data.kind}, row format {data.row_format}"

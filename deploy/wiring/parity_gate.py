@@ -1,0 +1,93 @@
+"""ParityGate: compares engines and learner before the first step of a model type that was never measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cluster.errors import CanaryError
+from cluster.records.trajectory import Prompt
+from cluster.weight_sync.interfaces import Receiver
+from cluster.weight_sync.weight_sync import Push
+from deploy.wiring.parity_prompts import cases
+from deploy.wiring.preparation import Prepared
+from learner.policies.families import family_at, model_type_at
+
+_logger = logging.getLogger(__name__)
+
+
+PICTURES_FOLDER = "parity"  # of the run folder
+MAX_PICTURES = 2
+
+
+class Scorer(Protocol):
+    """The learner."""
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        """float32 [P - 1]: log-probs of a prompt's tokens after the first."""
+        ...
+
+
+class ParityGate:
+    """Called after every push; on the first one it compares the log-probs of a few prompts.
+
+    Raises:
+        CanaryError: they differ by more than the tolerance on some prompt.
+    """
+
+    def __init__(
+        self,
+        model_type: str,
+        learner: Scorer,
+        receivers: Callable[[], Sequence[Receiver]],
+        prompts: Mapping[str, Prompt],
+        tolerance: float,
+    ) -> None:
+        """`prompts` has what each shows -> prompt, and none where nothing is to be compared; `tolerance` is the largest
+        difference in nat."""
+        self._model_type = model_type
+        self._learner = learner
+        self._receivers = receivers
+        self._prompts = prompts
+        self._tolerance = tolerance
+        self._is_passed = not prompts
+
+    async def __call__(self, push: Push) -> None:
+        if self._is_passed:
+            return
+        gaps = {name: await self._gap(prompt) for name, prompt in self._prompts.items()}
+        found = ", ".join(f"{name}: {gap:.2g}" for name, gap in gaps.items())
+        if not all(gap <= self._tolerance for gap in gaps.values()):  # a NaN is wrong too
+            raise CanaryError(
+                f"policy.model is of the model type {self._model_type}, and engine and learner "
+                f"compute other log-probs ({found}; weight_sync.canary_tolerance={self._tolerance:g}): it "
+                "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
+            )
+        _logger.info(
+            "%s trains because engine and learner agree (%s); no conformance run covers it", self._model_type, found
+        )
+        self._is_passed = True
+
+    async def _gap(self, prompt: Prompt) -> float:
+        expected = await self._learner.sequence_logprobs(prompt)
+        found = [await receiver.prompt_logprobs(prompt) for receiver in self._receivers()]
+        return float(max((np.abs(logprobs - expected).max() for logprobs in found), default=np.nan))
+
+
+def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
+    """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
+    config = prepared.config
+    model_type = model_type_at(config.policy.model)
+    prompts = {}
+    if family_at(config.policy.model).needs_gate:
+        _logger.warning(
+            "no conformance run covers %s: engine and learner are compared before the first step", model_type
+        )
+        folder = config.run_folder / PICTURES_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
+        prompts = {name: case.prompt for name, case in found.items()}
+    return ParityGate(model_type, learner, receivers, prompts, config.weight_sync.canary_tolerance)

@@ -1,0 +1,52 @@
+"""The prompts on which engine and learner are compared: text, one picture, several sizes, one twice, one at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from actors.datasets.jsonl import Row
+from actors.processors.chat import ChatProcessor
+from cluster.records.trajectory import Prompt
+
+SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height), so that no two pictures expand alike
+CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the pictures it shows
+    "text": ("What is this?", ()),
+    "one picture": ("<image>Which digit is this?", (0,)),
+    "two pictures": ("<image>Which digit is this? And this? <image>", (1, 0)),
+    "several sizes": ("First <image>and <image> What is the sum? <image>!", (0, 1, 2)),
+    "same picture twice": ("First <image>and <image> What is the sum?", (0, 0)),
+    "picture at the end": ("Which digit is this?<image>", (1,)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and the pictures in it."""
+
+    prompt: Prompt
+    pictures: tuple[Image.Image, ...]
+
+
+def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
+    """Those that the processor's family takes, with `most` pictures at most; pictures are written to `folder`."""
+    paths = [_picture(folder / f"picture{n}.png", n, size) for n, size in enumerate(SIZES)]
+    found = {}
+    for number, (name, (question, shown)) in enumerate(CASES.items()):
+        if len(shown) > (most if processor.takes_pictures else 0):
+            continue
+        row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
+        pictures = tuple(Image.open(path).convert("RGB") for path in row.images)
+        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
+    return found
+
+
+def _picture(path: Path, seed: int, size: tuple[int, int]) -> Path:
+    """Smooth noise as a file."""
+    width, height = size
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)
+    return path

@@ -1,0 +1,95 @@
+"""WeightAverage: an exponential moving average of what is trained, a copy beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cluster.errors import CheckpointError
+
+FOLDER = "average"  # of a learner's state
+Copy = Callable[[dict[str, Any], Path], Callable[[], None]]
+
+
+class WeightAverage:
+    """average = decay * average + (1 - decay) * weights, after each optimizer step of RL.
+
+    It has tensors of its own, of this rank's shards, in the type of the weights (float32). Its methods but `update` are
+    collective.
+
+    Source: Acceleration of Stochastic Approximation by Averaging, doi:10.1137/0330046.
+
+    Example:
+        average = WeightAverage(policy, decay=0.999, copy=ShardedWriter().copied)
+        average.begin()  # RL begins with these weights
+        optimizer.step()
+        average.update()
+    """
+
+    def __init__(self, policy: nn.Module, decay: float, copy: Copy) -> None:
+        """Of a policy as its backend has wrapped it. `copy(state, folder)` returns what writes a copy."""
+        self._decay = decay
+        self._copy = copy
+        self._weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+        self.tensors = {name: p.detach().clone() for name, p in self._weights.items()}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Start again from the weights of this moment."""
+        torch._foreach_copy_(_local(self.tensors.values()), _local(self._weights.values()))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment into the average."""
+        torch._foreach_lerp_(_local(self.tensors.values()), _local(self._weights.values()), 1 - self._decay)
+
+    def save(self, folder: Path, version: int) -> Callable[[], None]:
+        """Copy it; what is returned writes the copy to `folder`, beside training."""
+        return self._copy(self.tensors, folder / FOLDER)
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote.
+
+        Raises:
+            CheckpointError: there is no average in `folder`.
+        """
+        read_average(folder, self.tensors, no_dist=not dist.is_initialized())
+
+
+class NullAverage:
+    """In the place of a WeightAverage where none is kept."""
+
+    def begin(self) -> None: ...
+
+    def update(self) -> None: ...
+
+    def save(self, folder: Path, version: int) -> Callable[[], None]:
+        return lambda: None
+
+    def load(self, folder: Path) -> None: ...
+
+
+def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool) -> None:
+    """Fill `tensors`, by their names in the policy, with the average of a learner's state in `folder`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not (folder / FOLDER / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder} holds no average of the weights: a run with learner.ema_decay=0 wrote it, so resume with that, "
+            "or start a new run"
+        )
+    dcp.load(tensors, checkpoint_id=folder / FOLDER, no_dist=no_dist)
+
+
+def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank holds of each."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

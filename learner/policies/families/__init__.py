@@ -1,0 +1,23 @@
+"""Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
+
+from learner.policies.families.registry import (
+    TEXT_FAMILIES,
+    VISION_FAMILIES,
+    family_at,
+    family_of,
+    frozen_prefixes,
+    max_positions,
+    model_type_at,
+    takes_pictures,
+)
+
+__all__ = [
+    "TEXT_FAMILIES",
+    "VISION_FAMILIES",
+    "family_at",
+    "family_of",
+    "frozen_prefixes",
+    "max_positions",
+    "model_type_at",
+    "takes_pictures",
+]

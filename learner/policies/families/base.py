@@ -1,0 +1,101 @@
+"""Family: everything that processor, policy and sampler need to compute a kind of model."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from configs.schema import DataConfig
+from learner.policies.batch import TokenBatch, joined
+
+Size = tuple[int, int]  # (width, height) of a picture as it is in its file
+
+
+class Family(ABC):
+    """One kind of model, by the `model_type` values of its checkpoints.
+
+    The log-probs of a policy are softmax(head(hidden_states)), where the head is the model's output embeddings and
+    nothing else is done to the logits. Every family holds to that.
+    """
+
+    model_types: tuple[str, ...]
+    """`model_type` of the checkpoints' config.json."""
+    media_tokens: str
+    """Pattern of the added tokens that stand for media or frame them. They are never sampled: a policy that sampled
+    one would claim a picture that is not there."""
+    parts: Mapping[str, tuple[str, ...]]
+    """Parts that can be frozen: name -> the beginnings of their parameters' checkpoint names."""
+    takes_pictures: bool
+    without_pictures = "policy.model is a text-only model"
+    """Why a family without pictures takes none."""
+    needs_gate = False
+    """Whether a run compares engine and learner before its first step. It does where no conformance run has done so."""
+
+    @abstractmethod
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        """What the decoder gives to the output embeddings, float [B, S, H].
+
+        The vision tower, where there is one, is entered exactly once whatever the batch holds, so that sharded
+        parameters are gathered equally often on every rank.
+        """
+
+    def media_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """The ids that are never sampled."""
+        added = tokenizer.added_tokens_decoder.items()
+        return tuple(i for i, token in added if re.fullmatch(self.media_tokens, token.content))
+
+
+class PictureFamily(Family):
+    """A family whose prompts hold pictures: a processor, expansions and tensors beside the tokens."""
+
+    takes_pictures = True
+    has_pixel_budget = False
+    """Whether `data.min_pixels` and `data.max_pixels` decide how pictures are scaled; else the checkpoint's own rules
+    do."""
+
+    def placeholder_id(self, config: PreTrainedConfig) -> int:
+        """The token whose places the embeddings of pictures take."""
+        return int(config.image_token_id)
+
+    def processor_options(self, data: DataConfig) -> dict[str, int]:
+        """Settings of `data` that the checkpoint's processor is loaded with."""
+        return {}
+
+    def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:
+        """Check what the family needs of a checkpoint's processor.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+
+    @abstractmethod
+    def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        """int32 [N]: what a picture of this size becomes in a prompt, in the place of its one compact placeholder.
+
+        Raises:
+            ValueError: pictures of this size cannot be used.
+        """
+
+    @abstractmethod
+    def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
+        """The tensors of one picture by the names that the model's forward() gives them; pictures join along axis 0."""
+
+    def engine_inputs(
+        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """The tensors of a prompt's pictures together, by the names that the inference engine gives them."""
+        return {name: joined([picture[name] for picture in pictures]) for name in pictures[0]}
+
+    def forward_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The joined tensors of pictures in the shapes that forward() takes."""
+        return dict(inputs)
+
+    def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
+        """What forward() wants beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
+        return {}

@@ -1,0 +1,58 @@
+"""Idefics 3 and SmolVLM: pictures in rows and columns of tiles, each behind tokens that name its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedConfig, ProcessorMixin
+
+from learner.policies.families.base import Size
+from learner.policies.families.vision import VisionFamily
+
+
+class Idefics(VisionFamily):
+    """Source: arXiv:2408.12637, arXiv:2504.05299.
+
+    `pixel_values` is float32 [tiles, 3, H, W], `pixel_attention_mask` int64 [tiles, H, W], of a picture as of several;
+    forward() wants an axis of rows before both.
+    """
+
+    model_types = ("idefics3", "smolvlm")
+    needs_gate = True  # no conformance run has measured it
+    media_tokens = r"<fake_token_around_image>|<image>|<global-img>|<row_\d+_col_\d+>|<video>"
+    parts = {
+        "vision": ("model.vision_model.",),
+        "connector": ("model.connector.",),
+        "language": ("model.text_model.", "lm_head."),
+    }
+    picture_inputs = ("pixel_values", "pixel_attention_mask")
+
+    def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        width, height = size
+        _, rows, columns = processor.image_processor.get_number_of_image_patches(height, width, {})
+        text = processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
+        return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
+        return {name: array[0] for name, array in super().process(processor, image).items()}
+
+    def engine_inputs(
+        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        num_tiles = [picture["pixel_values"].shape[0] for picture in pictures]
+        return super().engine_inputs(config, pictures) | {"num_patches": np.array(num_tiles)}
+
+    def forward_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor[None] for name, tensor in inputs.items()}
+
+    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+        vision = config.vision_config
+        side = vision.image_size
+        return {
+            "pixel_values": torch.ones(1, vision.num_channels, side, side, device=device),
+            "pixel_attention_mask": torch.ones(1, side, side, dtype=torch.int64, device=device),
+        }

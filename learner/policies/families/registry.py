@@ -1,0 +1,103 @@
+"""Which model families a token policy computes, by `model_type` of a checkpoint's config.json."""
+
+from __future__ import annotations
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from configs.schema import PolicyConfig
+from learner.policies.families.base import Family
+from learner.policies.families.gemma3 import Gemma3
+from learner.policies.families.glm4v import Glm4v
+from learner.policies.families.idefics import Idefics
+from learner.policies.families.internvl import InternVL
+from learner.policies.families.llava_onevision import LlavaOneVision
+from learner.policies.families.qwen3_vl import Qwen3VL
+from learner.policies.families.qwen_vl import QwenVL
+from learner.policies.families.refused import REFUSED
+from learner.policies.families.text import TextFamily
+from learner.policies.families.unknown import UnknownFamily
+
+FAMILIES: tuple[Family, ...] = (
+    QwenVL(),
+    Qwen3VL(),
+    Glm4v(),
+    InternVL(),
+    LlavaOneVision(),
+    Idefics(),
+    Gemma3(),
+    TextFamily(),
+)
+UNKNOWN = UnknownFamily()
+BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
+VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
+TEXT_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if not family.takes_pictures)
+
+
+def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.model") -> Family:
+    """The family of a model with this config, which was read from `source`, the value of `key`.
+
+    A model type without a file is an `UnknownFamily` if transformers loads it as image and text to text.
+
+    Raises:
+        ValueError: it is of a family that cannot be computed here.
+    """
+    kind = config.model_type
+    if kind not in BY_MODEL_TYPE and kind not in REFUSED and UnknownFamily.takes(config):
+        return UNKNOWN
+    if kind not in BY_MODEL_TYPE:
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported{why}: {_known()}")
+    return BY_MODEL_TYPE[kind]
+
+
+def family_at(source: str, key: str = "policy.model") -> Family:
+    """The family of the checkpoint at `source`, the value of `key`.
+
+    Raises:
+        ValueError: it is of a family that cannot be computed here.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{key}={source} has a config.json that transformers {transformers.__version__} cannot use "
+            f"({str(error).splitlines()[0]}): {_known()}"
+        ) from error
+    return family_of(config, source, key)
+
+
+def model_type_at(source: str) -> str:
+    """`model_type` of the checkpoint at `source`."""
+    return AutoConfig.from_pretrained(source).model_type
+
+
+def takes_pictures(source: str, key: str = "policy.model") -> bool:
+    """Whether the checkpoint at `source` (the value of `key`) is of a vision-language family; else it is text-only.
+
+    Raises:
+        ValueError: it is of a family that cannot be computed here.
+    """
+    return family_at(source, key).takes_pictures
+
+
+def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
+    """`policy.freeze` as beginnings of checkpoint names; a part of the family stands for all of its own."""
+    if not policy.freeze:
+        return ()
+    parts = family_at(policy.model).parts
+    return tuple(start for entry in policy.freeze for start in parts.get(entry, (entry,)))
+
+
+def max_positions(source: str) -> int | None:
+    """The longest sequence that the checkpoint's positions are made for; None if the file leaves that to a factor."""
+    text = AutoConfig.from_pretrained(source).get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    return None if "factor" in str(rope) else text.max_position_embeddings
+
+
+def _known() -> str:
+    return (
+        f"choose a vision-language checkpoint of type {', '.join(VISION_FAMILIES)}, or a text-only one of type "
+        f"{', '.join(TEXT_FAMILIES)}"
+    )

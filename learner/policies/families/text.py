@@ -1,0 +1,28 @@
+"""Text-only models: token embeddings go into the decoder and nothing else."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from learner.policies.batch import TokenBatch
+from learner.policies.families.base import Family
+
+
+class TextFamily(Family):
+    """Models whose logits are the output embeddings times the decoder's last state."""
+
+    model_types = ("gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+    # Tokenizers of text models may have the tokens of their vision-language siblings.
+    media_tokens = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
+    parts = {}
+    takes_pictures = False
+
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        if batch.media.inputs:
+            raise ValueError(
+                f"policy.model is of type {model.config.model_type}, which takes no pictures here, "
+                "but a prompt has some: use a vision-language model, or remove pictures from the data"
+            )
+        embeds = model.get_input_embeddings()(batch.input_ids)
+        return model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state

@@ -1,0 +1,99 @@
+"""Vision-language models without a file of their own: the model's own forward pass, under a parity gate at start."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import (
+    AutoProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import ModelOutput
+
+from learner.policies.batch import TokenBatch
+from learner.policies.families.vision import VisionFamily
+
+BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how large each picture is
+
+
+class UnknownFamily(VisionFamily):
+    """What transformers loads as image and text to text, and whose base takes `mm_encoder_outputs`.
+
+    Every argument of forward() that depends on pictures is given by its name. Whether that is enough is not known from
+    the code: a run compares the engine with the learner before its first step, and is refused if they differ.
+    """
+
+    model_types = ()
+    media_tokens = ""  # see `media_token_ids`
+    parts = {}
+    needs_gate = True
+
+    @classmethod
+    def takes(cls, config: PreTrainedConfig) -> bool:
+        """Whether a model with this config can be tried."""
+        return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "image_token_id")
+
+    def media_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """All special tokens that the names of media occur in."""
+        added = tokenizer.added_tokens_decoder.items()
+        about = re.compile("image|img|video|vision|audio|frame|row_|col_", re.IGNORECASE)
+        return tuple(i for i, token in added if token.special and about.search(token.content))
+
+    def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:
+        if type(processor).replace_image_token is ProcessorMixin.replace_image_token:
+            raise ValueError(
+                f"policy.model is of type {config.model_type}, which has no family file, and its "
+                f"{type(processor).__name__} does not say what a picture becomes in a prompt: choose a supported type"
+            )
+        if self.placeholder_id(config) not in self.media_token_ids(processor.tokenizer):
+            raise ValueError(
+                f"policy.model is of type {config.model_type}, which has no family file, and the token of its pictures "
+                f"({self.placeholder_id(config)}) is not a special one named after them: choose a supported type"
+            )
+
+    def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}
+        return {"pixel_values": tensors.pop("pixel_values"), **tensors}
+
+    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        taken = inspect.signature(inspect.unwrap(core.get_image_features)).parameters
+        return super().encode(core, {name: tensor for name, tensor in inputs.items() if name in taken})
+
+    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Any]:
+        taken = inspect.signature(type(core).forward).parameters
+        if "mm_encoder_outputs" not in taken:
+            raise ValueError(
+                f"policy.model is a {type(core).__name__}, whose forward() takes no mm_encoder_outputs: choose a "
+                "checkpoint of a supported type"
+            )
+        if "rope_deltas" in vars(core):  # of the batch before
+            core.rope_deltas = None
+        found = {name: token_types for name in TOKEN_TYPES if name in taken}
+        order = list(batch.media.order)
+        for name in GRIDS:
+            if name in taken and name in batch.media.inputs:
+                found[name] = batch.media.inputs[name][order]
+        return found
+
+    def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
+        taken = inspect.signature(type(self.core(model)).forward).parameters
+        return {name: token_types for name in TOKEN_TYPES if name in taken}
+
+    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+        processor = AutoProcessor.from_pretrained(config.name_or_path)
+        made = self.process(processor, Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)))
+        return {name: torch.from_numpy(array).to(device) for name, array in made.items()}

@@ -1,0 +1,119 @@
+"""Vision-language models of transformers: one vision call on unique pictures, placed by the model's own forward()."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.utils import ModelOutput
+
+from learner.policies.batch import MediaBatch, TokenBatch
+from learner.policies.families.base import PictureFamily, Size
+
+
+class VisionFamily(PictureFamily):
+    """A model whose base takes `mm_encoder_outputs`: what `get_image_features` returned, once for each placeholder run.
+
+    Each unique picture of a batch is encoded once. Its features are repeated for every place where it stands, and the
+    model puts them (and whatever else its decoder takes of pictures) at its placeholder tokens, row by row.
+    """
+
+    def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        """By the processor itself: what it makes of a black picture of this size."""
+        pictures = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="pt")
+        text = processor.replace_image_token(pictures, 0)
+        return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
+        made = processor.image_processor(images=[image], return_tensors="pt")
+        return {name: made[name].numpy() for name in self.picture_inputs}
+
+    picture_inputs: tuple[str, ...] = ("pixel_values",)
+    """The arguments of `get_image_features`."""
+
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        core, ids = self.core(model), batch.input_ids
+        placeholder = self.placeholder_id(model.config)
+        is_placeholder = (ids == placeholder) & batch.in_media  # [B, S]
+        if batch.media.inputs:
+            _refuse_stray(ids, is_placeholder, placeholder, batch)
+            encoded = self.encode(core, batch.media.inputs)
+            place(encoded, batch.media)
+            _check_count(encoded, int(is_placeholder.sum()))
+            # The last token of a row is never looked at: it may be any but a placeholder outside of pictures.
+            inputs = {
+                "input_ids": ids.masked_fill((ids == placeholder) & ~is_placeholder, 0),
+                "mm_encoder_outputs": {"image": encoded},
+            }
+        else:
+            blank = self.encode(core, self.blank_picture(model.config, ids.device))
+            unused = sum(features.sum() for features in _features(blank))
+            inputs = {"inputs_embeds": model.get_input_embeddings()(ids) + 0.0 * unused}
+        extra = self.decoder_inputs(core, batch, is_placeholder.long())
+        return core(**inputs, **extra, use_cache=False).last_hidden_state
+
+    def core(self, model: PreTrainedModel) -> nn.Module:
+        """The model without its output embeddings."""
+        return model.model
+
+    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        """The features of pictures, before they have places."""
+        return core.get_image_features(**self.forward_inputs(inputs), return_dict=True)
+
+    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+        """Positions and masks that the model would work out otherwise; `token_types` [B, S] is 1 at placeholders."""
+        return {}
+
+    @abstractmethod
+    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+        """The smallest picture that the vision tower takes, by the names of `process`."""
+
+
+def place(encoded: ModelOutput, media: MediaBatch) -> None:
+    """Features of unique pictures to features of all places, in the order in which the batch holds them."""
+    encoded.pooler_output = _in_order(encoded.pooler_output, media)
+    if "deepstack_features" in encoded:
+        encoded.deepstack_features = [_in_order(layer, media) for layer in encoded.deepstack_features]
+
+
+def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor | list[Tensor]:
+    """Models give one tensor a picture, or all parts (tiles) of all pictures in one."""
+    if not isinstance(features, Tensor):
+        return [features[i] for i in media.order]
+    parts = features.split(list(media.num_parts))
+    return torch.cat([parts[i] for i in media.order])
+
+
+def _features(encoded: ModelOutput) -> Iterator[Tensor]:
+    layers = [encoded.pooler_output]
+    if "deepstack_features" in encoded:
+        layers += encoded.deepstack_features
+    for features in layers:
+        yield from [features] if isinstance(features, Tensor) else features
+
+
+def _check_count(encoded: ModelOutput, num_placeholders: int) -> None:
+    features = encoded.pooler_output
+    rows = [features] if isinstance(features, Tensor) else features
+    num_embeddings = sum(tensor.numel() // tensor.shape[-1] for tensor in rows)
+    if num_embeddings != num_placeholders:
+        raise ValueError(
+            f"the recorded media spans hold {num_placeholders} placeholders but the vision tower made "
+            f"{num_embeddings} embeddings: prompts were processed with another model's processor"
+        )
+
+
+def _refuse_stray(ids: Tensor, is_placeholder: Tensor, placeholder: int, batch: TokenBatch) -> None:
+    """The model would put a picture at a placeholder that no picture was recorded for."""
+    is_stray = (ids == placeholder) & ~is_placeholder
+    is_seen = torch.arange(ids.shape[1], device=ids.device) < batch.lengths[:, None] - 1
+    if (is_stray & is_seen).any():
+        raise ValueError(
+            f"a row holds the picture placeholder {placeholder} outside of its recorded pictures: it is banned from "
+            "sampling, so remove it from the responses of your data"
+        )

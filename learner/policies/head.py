@@ -1,0 +1,133 @@
+"""ScoringHead: the output layer of a policy, which gives log-probs of targets a chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from learner.policies.logprobs import Distribution, TokenLogprobs, target_logprobs, token_logprobs
+
+
+class ScoringHead(nn.Module):
+    """Takes the place of a model's output layer and has its weight, under the same name.
+
+    Logits exist for one chunk of tokens at a time: the forward pass keeps none of them, and the backward pass computes
+    them again. So of N tokens and a vocabulary of V no [N, V] matrix is made.
+    """
+
+    def __init__(self, output: nn.Module, chunk_tokens: int) -> None:
+        """Of the model's own output layer; `chunk_tokens` is `learner.logprob_chunk_tokens`.
+
+        Raises:
+            ValueError: the layer is not a linear one without a bias.
+        """
+        super().__init__()
+        if not isinstance(output, nn.Linear) or output.bias is not None:
+            raise ValueError(
+                f"policy.model has the output layer {output}, and logits are computed here by a linear layer without "
+                "a bias alone: choose a checkpoint of a supported type"
+            )
+        self.weight = output.weight  # float [V, H]; of tied embeddings the same parameter
+        self._chunk_tokens = chunk_tokens
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor, distribution: Distribution, entropy_has_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs [N], entropy [N] and whether it is the likeliest [N] of each target, as in `TokenLogprobs`.
+
+        Args:
+            hidden: float [N, H], the decoder's last states.
+            targets: int64 [N].
+        """
+        device = hidden.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_cast else self.weight.dtype
+        score = _Score(distribution, entropy_has_gradient, self._chunk_tokens, dtype)
+        return _ChunkedLogprobs.apply(hidden, self.weight, targets, score)
+
+
+class _Score:
+    """What is computed of a chunk's logits, and the type that they are computed in."""
+
+    def __init__(
+        self, distribution: Distribution, entropy_has_gradient: bool, chunk_tokens: int, dtype: torch.dtype
+    ) -> None:
+        self.entropy_has_gradient = entropy_has_gradient
+        self.dtype = dtype
+        self._distribution = distribution
+        self._chunk_tokens = chunk_tokens
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> TokenLogprobs:
+        return token_logprobs(logits, targets, self._distribution, entropy_has_gradient=self.entropy_has_gradient)
+
+    def trained(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
+        """What has a gradient: log-probs, and entropies where they are asked for one."""
+        if self.entropy_has_gradient:
+            found = self(logits, targets)
+            return [found.logprobs, found.entropy]
+        return [target_logprobs(logits, targets, self._distribution)]
+
+    def chunks(self, num_tokens: int) -> list[slice]:
+        """At least one, which may be empty."""
+        starts = range(0, max(num_tokens, 1), self._chunk_tokens)
+        return [slice(start, start + self._chunk_tokens) for start in starts]
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """(hidden [N, H], weight [V, H], targets [N], score) -> log-probs, entropy, is_argmax, each [N].
+
+    The gradient with respect to a chunk's logits is autograd's own; the two products with it are added up in place, so
+    that the gradient of the weight takes no [V, H] matrix a chunk.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, score: _Score
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(hidden.device.type, enabled=False):
+            used = weight.to(score.dtype)
+            parts = [
+                score(linear(hidden[chunk].to(score.dtype), used), targets[chunk])
+                for chunk in score.chunks(hidden.shape[0])
+            ]
+        logprobs, entropy, is_argmax = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.score = score
+        ctx.mark_non_differentiable(*([is_argmax] if score.entropy_has_gradient else [entropy, is_argmax]))
+        return logprobs, entropy, is_argmax
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets = ctx.saved_tensors
+        score, (needs_hidden, needs_weight, *_) = ctx.score, ctx.needs_input_grad
+        hidden_grad = torch.empty_like(hidden) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            used = weight.to(score.dtype)
+            for chunk in score.chunks(hidden.shape[0]):
+                states = hidden[chunk].to(score.dtype)
+                logits = linear(states, used).requires_grad_()
+                with torch.enable_grad():
+                    outputs = score.trained(logits, targets[chunk])
+                grads = [logprobs_grad[chunk], entropy_grad[chunk]][: len(outputs)]
+                [logits_grad] = torch.autograd.grad(outputs, logits, grads)  # [n, V]
+                if hidden_grad is not None:
+                    hidden_grad[chunk] = (logits_grad @ used).to(hidden.dtype)
+                if weight_grad is not None:
+                    _add_product(weight_grad, logits_grad, states)
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+
+
+def _add_product(total: Tensor, logits_grad: Tensor, states: Tensor) -> None:
+    """total += logits_grad.T @ states, in float32 whatever the type of the factors."""
+    if logits_grad.dtype == total.dtype:
+        total.addmm_(logits_grad.T, states)
+    else:
+        total += logits_grad.T @ states

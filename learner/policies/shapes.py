@@ -1,0 +1,148 @@
+"""The shape of a model from its config.json alone: parameters and sizes of the blocks; no weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from learner.policies.loading import checkpoint_names, takes_pictures
+from learner.policies.tiny import build_config, build_tokenizer
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """Blocks of one kind: those of the language model, or those of the vision tower."""
+
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def attention_width(self) -> int:
+        """Values of queries, keys, values and attention output of one token."""
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Values that one layer's cache keeps for one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory estimates need of a model. `manifest` has checkpoint names; tied weights are in it once."""
+
+    model_type: str
+    manifest: Manifest
+    text: TowerShape
+    vision: TowerShape | None
+    vocab: int
+    largest_block: int  # parameters of the largest block
+    num_in_blocks: int  # parameters that belong to some block
+    pixels_per_patch: int  # 0 without a vision tower
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(prod(spec.shape) for spec in self.manifest.tensors)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Values of the largest tensor."""
+        return max(prod(spec.shape) for spec in self.manifest.tensors)
+
+
+def shape_of(source: str) -> ModelShape:
+    """The shape of the checkpoint at `source`, a folder or a hub name, of which config.json alone is read.
+
+    Raises:
+        ValueError, OSError: there is no config.json that transformers can use.
+    """
+    return shape_of_config(AutoConfig.from_pretrained(source))
+
+
+def tiny_shape(*, tie_word_embeddings: bool) -> ModelShape:
+    """The shape of the model that `policy.tiny` writes."""
+    return shape_of_config(build_config(build_tokenizer(), tie_word_embeddings=tie_word_embeddings))
+
+
+def has_config(source: str) -> bool:
+    """Whether `source` is a folder with a config.json; else it can only be a hub name."""
+    return (Path(source) / "config.json").is_file()
+
+
+def shape_of_config(config: PretrainedConfig) -> ModelShape:
+    """The shape of a model with this configuration, built on torch's meta device."""
+    auto = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    vision = getattr(config, "vision_config", None)
+    blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return ModelShape(
+        model_type=config.model_type,
+        manifest=_manifest(model),
+        text=_tower(config.get_text_config()),
+        vision=None if vision is None else _vision_tower(vision),
+        vocab=config.get_text_config().vocab_size,
+        largest_block=max(blocks),
+        num_in_blocks=sum(blocks),
+        pixels_per_patch=0 if vision is None else vision.patch_size**2,
+    )
+
+
+def _manifest(model: PreTrainedModel) -> Manifest:
+    names, state = checkpoint_names(model), model.state_dict()
+    return Manifest(tuple(TensorSpec(name, tuple(state[key].shape), "float32") for key, name in names.items()))
+
+
+def _tower(text: PretrainedConfig) -> TowerShape:
+    heads = text.num_attention_heads
+    return TowerShape(
+        num_layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
+
+
+def _vision_tower(vision: PretrainedConfig) -> TowerShape:
+    """Configurations of vision towers have no common names: the first one that is there."""
+    hidden = _first(vision, "embed_dim", "hidden_size")  # Qwen2-VL calls its output width hidden_size
+    heads = _first(vision, "num_heads", "num_attention_heads")
+    ratio = getattr(vision, "mlp_ratio", None)
+    intermediate = int(hidden * ratio) if ratio else vision.intermediate_size
+    return TowerShape(
+        num_layers=_first(vision, "depth", "num_hidden_layers"),
+        hidden=hidden,
+        intermediate=intermediate,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+    )
+
+
+def _first(config: PretrainedConfig, *names: str) -> int:
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return int(value)
+    raise ValueError(f"the vision tower of {config.model_type} has none of {', '.join(names)} in its config.json")
+
+
+def _num_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,58 @@
+"""Tiny models of random weights in the layout of released checkpoints, one file for each family.
+
+They run offline wherever released checkpoints run: tests, examples and CPU benchmarks train them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from learner.policies.tiny.gemma3 import write_tiny_gemma3
+from learner.policies.tiny.glm4v import write_tiny_glm4v
+from learner.policies.tiny.idefics import ARCHITECTURES as IDEFICS
+from learner.policies.tiny.idefics import write_tiny_idefics
+from learner.policies.tiny.internvl import DECODERS, write_tiny_internvl
+from learner.policies.tiny.llava import write_tiny_llava
+from learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
+from learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
+from learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
+from learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
+from learner.policies.tiny.text import ARCHITECTURES as TEXT
+from learner.policies.tiny.text import write_tiny_text
+from learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
+
+__all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_tiny", "write_tiny_qwen2_5_vl"]
+
+
+class Writer(Protocol):
+    """Writes a checkpoint into a folder and returns the folder; the same seed gives the same weights."""
+
+    def __call__(self, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path: ...
+
+
+TINY: dict[str, Writer] = {
+    "qwen2-vl": write_tiny_qwen2_vl,
+    "qwen2.5-vl": write_tiny_qwen2_5_vl,
+    "qwen3-vl": write_tiny_qwen3_vl,
+    **{name: partial(write_tiny_internvl, name) for name in DECODERS},
+    "llava-onevision": write_tiny_llava_onevision,
+    **{name: partial(write_tiny_idefics, name) for name in IDEFICS},
+    "glm4v": write_tiny_glm4v,
+    "gemma3": write_tiny_gemma3,
+    "llava": write_tiny_llava,
+    **{name: partial(write_tiny_text, name) for name in TEXT},
+}
+"""`policy.tiny` -> what writes it."""
+
+
+def write_tiny(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+    """Write the tiny model `name` of `TINY`.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name not in TINY:
+        raise ValueError(f"there is no tiny model {name!r}: choose {', '.join(TINY)}")
+    return TINY[name](folder, seed=seed, tie_word_embeddings=tie_word_embeddings)

@@ -1,0 +1,25 @@
+"""Text-only models of random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
+from learner.policies.tiny.writing import decoder_config, write_checkpoint
+
+ARCHITECTURES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen2.5": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+}
+
+
+def write_tiny_text(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
+    """Write the architecture `name` into `folder`: 0.35 M parameters, tokenizer and chat template."""
+    config, model, own = ARCHITECTURES[name]
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = VISION_TEMPLATE
+    settings = decoder_config(tokenizer, tie_word_embeddings=tie_word_embeddings, dtype="float32", **own)
+    return write_checkpoint(folder, model, config(**settings), tokenizer, seed=seed)

@@ -1,0 +1,54 @@
+"""Engine and learner compute the same for every family, before and after pushes; three of them in every run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from deploy.conformance.__main__ import measure_apart
+from deploy.conformance.measure import ALL, TIED, Report
+from deploy.conformance.table import failures
+from learner.policies.families import family_at
+from learner.policies.tiny import TINY
+
+pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.timeout(3000)]
+
+USUAL = ("qwen2.5-vl", "qwen3-vl", "internvl3")
+HERE = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
+OTHERS = [name for name in (*HERE, *(f"{name}{TIED}" for name in HERE)) if name not in USUAL]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("conformance")
+
+
+@pytest.fixture(scope="module")
+def usual(folder: Path) -> dict[str, Report]:
+    return measure_apart(USUAL, folder)
+
+
+@pytest.fixture(scope="module")
+def others(folder: Path) -> dict[str, Report]:
+    return measure_apart(OTHERS, folder)
+
+
+def check(report: Report, model: Path) -> None:
+    assert failures(report) == []
+    family = family_at(str(model))
+    assert set(report.moved) == ({*family.parts, ALL} if family.takes_pictures else {ALL})
+    assert len(report.gaps) == (6 if family.takes_pictures else 1)
+    assert report.num_parameters < 3_000_000
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_the_most_used_families(usual: dict[str, Report], folder: Path, name: str) -> None:
+    check(usual[name], folder / name / "model")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_family(others: dict[str, Report], folder: Path, name: str) -> None:
+    check(others[name], folder / name / "model")

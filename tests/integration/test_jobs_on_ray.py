@@ -1,0 +1,213 @@
+"""Jobs on a Ray cluster that was started apart: a head with the dashboard, and a second raylet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from jobs import REPOSITORY, REWARD, SMALL
+from typer.testing import CliRunner
+from waiting import wait_until
+
+from deploy.cli import app
+from deploy.jobs.client import STOPPED, Jobs
+
+START_S = 240.0
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+IN_ORDER = """
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(4)  # longer than Ray waits by itself
+    pathlib.Path({marker!r}).write_text("closed")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+LOOK = """
+import sys, ray
+from deploy.run.shared_paths import missing_on
+ray.init()
+nodes = [node for node in ray.nodes() if node["Alive"]]
+missing = missing_on(nodes, {"folder": sys.argv[1], "data.path": "/no/such/path"})
+assert all(keys == ["data.path"] for keys in missing.values()), missing
+print("nodes", len(nodes))
+"""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A cluster that no test started from within."""
+
+    dashboard: str
+    folder: Path  # for what jobs write
+
+    def jobs(self) -> Jobs:
+        return Jobs(self.dashboard, "disabled")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def started(*words: str) -> subprocess.Popen[bytes]:
+    ray = Path(sys.executable).with_name("ray")
+    return subprocess.Popen(
+        [str(ray), "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *words],
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def is_served(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/api/version", timeout=2):
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    sessions = Path(tempfile.mkdtemp(prefix="mj", dir="/tmp"))  # sockets below it have short names
+    port, http, agents = free_port(), free_port(), [free_port() for _ in range(4)]
+    host = "--node-ip-address=127.0.0.1"
+    head = started(
+        "--head",
+        host,
+        f"--port={port}",
+        f"--dashboard-port={http}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-agent-listen-port={agents[0]}",
+        f"--metrics-export-port={agents[1]}",
+        f"--temp-dir={sessions}",
+        "--num-cpus=1",
+        "--include-dashboard=true",
+    )
+    processes = [head]
+    try:
+        wait_until(lambda: is_served(f"http://127.0.0.1:{http}"), START_S, lambda: "the dashboard of the head")
+        processes.append(
+            started(
+                f"--address=127.0.0.1:{port}",
+                host,
+                f"--dashboard-agent-listen-port={agents[2]}",
+                f"--metrics-export-port={agents[3]}",
+                "--num-cpus=2",
+            )
+        )
+        yield Apart(f"http://127.0.0.1:{http}", tmp_path_factory.mktemp("shared"))
+    finally:
+        for process in reversed(processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        shutil.rmtree(sessions, ignore_errors=True)
+
+
+def command(cluster: Apart, *words: str) -> tuple[int, str]:
+    """`mobula` with these words in a process of its own: exit code and output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *words, "--address", cluster.dashboard],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)
+def test_a_job_ends_with_its_own_code_and_is_listed(cluster: Apart) -> None:
+    jobs = cluster.jobs()
+    python = sys.executable
+    for name, code in (("good", 0), ("bad", 3)):
+        jobs.submit(name, f'{python} -c "print(40 + 2); raise SystemExit({code})"', {}, {"run": name})
+    for name, code in (("good", 0), ("bad", 3)):
+        written: list[str] = []
+        assert jobs.follow(name, written.append) == code
+        assert "42" in "".join(written)
+    assert {job.submission_id: job.run for job in jobs.all()} == {"good": "good", "bad": "bad"}
+    result = CliRunner().invoke(app, ["list", "--address", cluster.dashboard])
+    assert result.exit_code == 0 and "succeeded" in result.stdout and "failed" in result.stdout
+    shown = CliRunner().invoke(app, ["logs", "good", "--address", cluster.dashboard])
+    assert shown.exit_code == 0
+    missing = CliRunner().invoke(app, ["logs", "nothing", "--address", cluster.dashboard])
+    assert missing.exit_code == 2 and "there is no job nothing" in missing.stderr
+
+
+@pytest.mark.timeout(900)
+def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
+    jobs, marker = cluster.jobs(), cluster.folder / "closed"
+    script = cluster.folder / "in_order.py"
+    script.write_text(IN_ORDER.format(marker=str(marker)))
+    env = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}
+    jobs.submit("slow", f"{sys.executable} {script}", env, {"run": "slow"})
+    jobs.wait_until_started("slow", START_S)
+    wait_until(lambda: "ready" in jobs.logs("slow"), START_S, lambda: jobs.logs("slow"))
+    assert jobs.stop("slow", START_S) == STOPPED
+    assert marker.read_text() == "closed"
+
+
+@pytest.mark.timeout(900)
+def test_paths_are_looked_for_on_every_node(cluster: Apart) -> None:
+    jobs = cluster.jobs()
+    script = cluster.folder / "look.py"
+    script.write_text(LOOK)
+    env = {"env_vars": {"PYTHONPATH": str(REPOSITORY), **ENVIRONMENT}}
+    jobs.submit("look", f"{sys.executable} {script} {cluster.folder}", env, {})
+    written: list[str] = []
+    assert jobs.follow("look", written.append) == 0, "".join(written)
+    assert "nodes 2" in "".join(written)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_a_submitted_run_is_stopped_and_goes_on_when_it_is_sent_again(cluster: Apart) -> None:
+    """The digits job on both raylets: `ray job submit` packs the working folder, so nothing has to be installed."""
+    folder = cluster.folder
+    (folder / "job_reward.py").write_text(REWARD)
+    run = folder / "runs" / "sent"
+    words = [
+        "experiment=digits",
+        "name=sent",
+        f"folder={folder / 'runs'}",
+        f"data.path={folder / 'data'}",
+        f"policy.model={folder / 'model'}",
+        "num_steps=40",
+        *SMALL,
+    ]
+    options = ["--working-dir", str(REPOSITORY), "--env", f"PYTHONPATH={folder}", "--no-follow"]
+    code, output = command(cluster, "submit", *words, *options)
+    assert code == 0 and "job sent submitted" in output, output
+    wait_until(lambda: _steps(run) >= 2, 900, lambda: cluster.jobs().logs("sent"))
+    code, output = command(cluster, "stop", "sent", "--timeout", "300")
+    assert code == 0 and "stopped" in output, output
+    reached = _steps(run)
+    assert (run / "summary.json").is_file() and (run / "report.html").is_file()
+    again = [word if word != "num_steps=40" else f"num_steps={reached + 1}" for word in words]
+    code, output = command(cluster, "submit", *again, *options[:-1], "--follow")
+    assert code == 0, output
+    assert "job sent-2 submitted" in output and _steps(run) == reached + 1
+
+
+def _steps(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"kind": "step"') if path.is_file() else 0

@@ -1,0 +1,34 @@
+"""A run on verl's Parquet with pictures in it: converted, read by row groups, sampled by vLLM, trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from jobs import Job
+
+from actors.datasets.digits import write_digits
+from cluster.metrics.report.run_folder import read_run_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+NUM_STEPS = 2
+
+
+def test_parquet_with_pictures_is_trained_on(tmp_path: Path) -> None:
+    digits, data = write_digits(tmp_path / "digits", task="digit_sum"), tmp_path / "verl"
+    source = ("data=jsonl", f"data.path={digits}")
+    words = ("experiment=digits", "data=verl", f"data.path={data}", "data.splits={validation: test}")
+    few = ("resources=laptop_overlapped", "learner=single", f"num_steps={NUM_STEPS}", "sampler.max_tokens=8")
+    job = Job(tmp_path, (*words, *few, "warm_start=none"))
+    try:
+        splits = ("--split", "train", "--split", "test")
+        job.finish(job.start_command("data", "convert", str(data), "--to", "verl", *splits, *source))
+        job.finish(job.start())
+    finally:
+        job.end()
+    assert pq.ParquetFile(data / "train.parquet").num_row_groups > 1
+    found = read_run_folder(job.run_folder)
+    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
+    assert found.summary.logprob_gap_mean < 1e-5
+    assert found.summary.media_bytes_unique > 0 and not found.skipped

@@ -1,0 +1,43 @@
+"""Reading data folders in tests: the configuration of a split, and all of its rows at once."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from actors.datasets.open_split import open_split
+from actors.datasets.prompts import preflight
+from actors.datasets.rows import Row, Split
+from configs.load import load_config
+from configs.schema import DataConfig
+
+LABEL_KEY = "label"
+
+
+class Anything:
+    """Takes every row."""
+
+    def check(self, row: Row) -> int:
+        return len(row.question)
+
+
+def data_config(folder: Path, option: str = "jsonl", *words: str, **changes: Any) -> DataConfig:
+    """The `data` section of an option, with words and changes on top."""
+    return _loaded(option, words).model_copy(update={"path": folder, "cache_path": folder / "cache", **changes})
+
+
+@cache
+def _loaded(option: str, words: tuple[str, ...]) -> DataConfig:
+    return load_config([f"data={option}", "data.path=folder", *words], is_complete=False).data
+
+
+def read_split(folder: Path, split: str = "train", option: str = "jsonl", *words: str, **changes: Any) -> Split:
+    """All usable rows of a split, and what was skipped.
+
+    Raises:
+        DatasetError: there is no such split, or no row of it is usable.
+    """
+    opened = open_split(data_config(folder, option, *words, **changes), split, LABEL_KEY)
+    report = preflight(opened, Anything(), max_skipped_fraction=1.0, max_checked_rows=0)
+    return Split(split, tuple(report.rows), report.skipped)

@@ -1,0 +1,43 @@
+"""One update of a mixed batch by one or two ranks, for every family in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from backend_run import config_of, met_at, weights
+from family_prompts import family_prompts
+from learner_data import group
+
+from cluster.records.trajectory import ScoredGroup
+from learner.backends import fsdp2
+from learner.learner import Learner
+
+
+def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
+    """Text, one picture, several of different sizes, one twice, one at the end; as many groups of text as of pictures,
+    so that one of two ranks may have no picture at all."""
+    prompts = [case.prompt for case in family_prompts(folder, data).cases.values()]
+    text = [prompts[0]] * max(1, len(prompts) - 1)
+    answers = [[1, 2], [3, 4, 5]]
+    return [group(p, answers, [float(n % 2), 1.0 - n % 2], n) for n, p in enumerate([*text, *prompts[1:]])]
+
+
+def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, out: Path) -> None:
+    """Train each model of `names` for a step; rank 0 writes its weights to `out`/NAME.pt."""
+    torch.set_num_threads(1)
+    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    for name in names:
+        words = ("learner=fsdp2", "resources.learner.num_workers=2") if world_size > 1 else ()
+        config = config_of(models / name, "data.max_prompt_tokens=512", "sampler.max_images_per_prompt=3", *words)
+        data = out / f"{name}-{rank}"
+        data.mkdir(parents=True)
+        learner = Learner(config, rank, world_size, (250,))
+        learner.connect(met_at(learner, rank, out / f"address-{name}") if world_size > 1 else "")
+        before = weights(learner)
+        metrics = dict(learner.update(mixed(models / name, data), 1).metrics)
+        after = weights(learner)
+        if rank == 0:
+            torch.save({"before": before, "after": after, "metrics": metrics}, out / f"{name}.pt")
+        learner.close()

@@ -1,0 +1,259 @@
+"""Every form in which a row may name a picture, and everything that is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_rows import read_split
+from PIL import Image
+
+from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.pictures import EncodedPicture, PictureError, PictureInputs
+from actors.datasets.rows import count_by_reason
+from actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from cluster.errors import MediaError
+
+PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=10_000)
+DOWNLOADS = DownloadLimits(max_bytes=10_000, max_redirects=1, timeout_s=10)
+
+
+def png(pixels: np.ndarray = PIXELS) -> bytes:
+    content = BytesIO()
+    Image.fromarray(pixels).save(content, format="PNG")
+    return content.getvalue()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a b.png").write_bytes(png())
+    (tmp_path / "outside.png").write_bytes(png())
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    return folder
+
+
+def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> PictureInputs:
+    downloads = PictureDownloads(root.parent / "cache", hosts, DOWNLOADS)
+    return PictureInputs(root, downloads, takes_absolute=takes_absolute)
+
+
+class Tensor:
+    """An array as torch gives it: channels first, no numpy type."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return PIXELS.transpose(2, 0, 1)
+
+
+def forms(root: Path) -> dict[str, Any]:
+    content, path = png(), root / "sub" / "a b.png"
+    return {
+        "path": "sub/a b.png",
+        "path object": Path("sub/a b.png"),
+        "file URL": f"file://{root}/sub/a%20b.png",
+        "bytes": content,
+        "bytearray": bytearray(content),
+        "data URL": f"data:image/png;base64,{base64.b64encode(content).decode()}",
+        "PIL": Image.open(path),
+        "array": PIXELS,
+        "tensor": Tensor(),
+        "mapping with bytes": {"bytes": content, "path": "elsewhere.png"},
+        "mapping with path": {"bytes": None, "path": "sub/a b.png"},
+        "OpenAI": {"url": "sub/a b.png", "detail": "low"},
+        "list": ["sub/a b.png"],
+        "nested list": [["sub/a b.png"]],
+    }
+
+
+FORMS = (
+    "path|path object|file URL|bytes|bytearray|data URL|PIL|array|tensor|mapping with bytes|mapping with path|OpenAI|"
+    "list|nested list"
+).split("|")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pixels(root: Path, form: str) -> None:
+    [picture] = inputs(root).resolve(forms(root)[form], "row")
+    assert check_image(picture, LIMITS) == (7, 5)
+    pixels = np.asarray(decode_image(read_image(picture, LIMITS), picture, LIMITS))
+    np.testing.assert_array_equal(pixels, PIXELS)
+
+
+def test_lists_keep_their_order_and_nothing_is_no_picture(root: Path) -> None:
+    black, white = (Image.new("L", (2, 2), colour) for colour in (0, 255))
+    pictures = inputs(root).resolve([black, [white, "sub/a b.png"], b"x"], "row")
+    decoded = [decode_image(read_image(p, LIMITS), p, LIMITS).getpixel((0, 0)) for p in pictures[:2]]
+    assert decoded == [(0, 0, 0), (255, 255, 255)]
+    assert [str(p) for p in pictures[1:]] == ["row, picture 2", str(root / "sub" / "a b.png"), "row, picture 4"]
+    assert inputs(root).resolve(None, "row") == inputs(root).resolve([], "row") == ()
+
+
+def test_grey_alpha_and_one_channel_arrays_are_pictures(root: Path) -> None:
+    for shape in ((4, 6), (4, 6, 1), (4, 6, 4), (1, 4, 6)):
+        [picture] = inputs(root).resolve(np.zeros(shape, dtype=np.uint8), "row")
+        assert check_image(picture, LIMITS) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("../outside.png", "outside_folder"),
+        ("link.png", "outside_folder"),
+        ("file:///etc/hostname", "outside_folder"),
+        ("/etc/hostname", "outside_folder"),
+        ("absent.png", "missing_file"),
+        ("sub", "missing_file"),
+        ("a\0.png", "missing_file"),
+        ("data:image/png;base64,%%%", "bad_image"),
+        ("data:image/png", "bad_image"),
+        ({"detail": "low"}, "bad_image"),
+        ({"bytes": [b"x", b"y"]}, "bad_image"),
+        ([["sub/a b.png", ["sub/a b.png"]]], "bad_image"),
+        (7, "bad_image"),
+        (np.zeros((4, 4)), "bad_image"),
+        (np.zeros((4, 4, 4, 3), dtype=np.uint8), "bad_image"),
+        (np.zeros((0, 4), dtype=np.uint8), "bad_image"),
+        ("https://example.org/a.png", "host_not_allowed"),
+        ("http://[broken/a.png", "host_not_allowed"),
+    ],
+)
+def test_what_is_no_picture_or_may_not_be_read_is_named(root: Path, value: Any, reason: str) -> None:
+    with pytest.raises(PictureError) as found:
+        inputs(root).resolve(value, "row")
+    assert found.value.reason == reason
+
+
+def test_absolute_paths_below_the_root_are_taken_where_the_root_is_given(root: Path) -> None:
+    path = root / "sub" / "a b.png"
+    assert inputs(root, takes_absolute=True).resolve(str(path), "row") == (path,)
+    with pytest.raises(PictureError, match="leads out of"):
+        inputs(root, takes_absolute=True).resolve(str(root.parent / "outside.png"), "row")
+
+
+def bomb() -> bytes:
+    """A picture of one bit a pixel that decodes to many."""
+    rows = zlib.compress(bytes(16_384 * (1 + 16_384 // 8)))
+    header = struct.pack(">IIBBBBB", 16_384, 16_384, 1, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b"not a picture", "is no PNG"),
+        (bomb(), "decompression bomb|data.max_decoded_pixels"),
+        (bytes(200_000), "data.max_image_bytes"),
+        (png(NOISE)[:2000], "is corrupt"),
+    ],
+    ids=["empty", "text", "bomb", "too many bytes", "half a file"],
+)
+def test_bad_content_is_refused_whether_it_is_a_file_or_bytes(root: Path, content: bytes, said: str) -> None:
+    (root / "bad.png").write_bytes(content)
+    for picture in inputs(root).resolve(["bad.png", content], "row"):
+        with pytest.raises(MediaError, match=said):
+            read = read_image(picture, LIMITS)
+            decode_image(read, picture, LIMITS)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """/ok gives a picture, /large too many bytes, /out leads to another host, /loop to itself, others 404."""
+
+    num_requests = 0
+
+    def do_GET(self) -> None:
+        type(self).num_requests += 1
+        port = self.server.server_address[1]
+        places = {"/out": f"http://localhost:{port}/ok", "/loop": "/loop", "/in": f"http://127.0.0.1:{port}/ok"}
+        if self.path in places:
+            self.send_response(302)
+            self.send_header("Location", places[self.path])
+            self.end_headers()
+            return
+        content = {"/ok": png(), "/large": bytes(20_000)}.get(self.path)
+        self.send_response(200 if content else 404)
+        self.end_headers()
+        self.wfile.write(content or b"")
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is written to the console."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread.start()
+    Handler.num_requests = 0
+    yield f"http://127.0.0.1:{running.server_address[1]}"
+    running.shutdown()
+    running.server_close()
+
+
+def test_a_picture_of_an_allowed_host_is_downloaded_once(root: Path, server: str) -> None:
+    for _ in range(2):
+        for path in ("/ok", "/in"):
+            [picture] = inputs(root, "127.0.0.1").resolve(server + path, "row")
+            assert read_image(picture, LIMITS) == png()
+    assert Handler.num_requests == 3, "one and a redirect, then both from the folder"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/out", "host_not_allowed"),
+        ("/loop", "download_failed"),
+        ("/large", "download_failed"),
+        ("/absent", "download_failed"),
+    ],
+)
+def test_a_download_stays_within_its_limits(root: Path, server: str, path: str, reason: str) -> None:
+    with pytest.raises(PictureError) as found:
+        inputs(root, "127.0.0.1").resolve(server + path, "row")
+    assert found.value.reason == reason
+    assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
+
+
+def test_a_server_that_is_not_there_is_named(root: Path) -> None:
+    with pytest.raises(PictureError, match=r"http://127\.0\.0\.1:9/a\.png cannot be downloaded"):
+        inputs(root, "127.0.0.1").resolve("http://127.0.0.1:9/a.png", "row")
+
+
+def test_rows_with_refused_pictures_are_skipped_and_counted(root: Path) -> None:
+    records = [
+        {"id": "good", "question": "<image>?", "answer": "7", "image": "sub/a b.png"},
+        {"id": "web", "question": "<image>?", "answer": "7", "image": "https://example.org/a.png"},
+        {"id": "out", "question": "<image>?", "answer": "7", "image": "link.png"},
+        {"id": "few", "question": "<image><image>?", "answer": "7", "image": [["sub/a b.png"]]},
+    ]
+    (root / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    split = read_split(root)
+    assert [row.sample_id for row in split.rows] == ["good"]
+    assert count_by_reason(split.skipped) == {"host_not_allowed": 1, "outside_folder": 1, "placeholder_mismatch": 1}
+    assert split.skipped[0].sample == "train.jsonl:2 (web)"
+
+
+def test_the_name_of_a_picture_is_that_of_its_row_or_its_path(root: Path) -> None:
+    [named] = inputs(root).resolve({"bytes": png(), "path": "orig/a.png"}, "train.parquet:3")
+    [other] = inputs(root).resolve(png(), "train.parquet:3")
+    assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")
+    assert isinstance(named, EncodedPicture) and "content" not in repr(named)

@@ -1,0 +1,246 @@
+"""Readers: the same rows from every kind of file, in order and by place; what cannot be read is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_rows import data_config, read_split
+from PIL import Image
+
+from actors.datasets.open_split import open_split
+from actors.datasets.readers import READERS
+from actors.datasets.rows import count_by_reason
+from cluster.errors import DatasetError
+from configs.schema.data import WRITTEN, DataKind
+
+NUM = 50
+ROWS: list[dict[str, Any]] = [
+    {"id": f"r{n}", "question": f'What is {n} + 1, "[{{}}]\\?', "answer": str(n + 1), "level": n % 3}
+    for n in range(NUM)
+]
+
+
+def write_jsonl(folder: Path) -> None:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def write_json(folder: Path) -> None:
+    (folder / "train.json").write_text(json.dumps(ROWS, indent=2))
+
+
+def write_parquet(folder: Path) -> None:
+    """Two files, in the layout of the hub, of several row groups."""
+    for part, rows in enumerate((ROWS[:30], ROWS[30:])):
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"train-{part:05}-of-00002.parquet", row_group_size=7)
+
+
+def write_webdataset(folder: Path) -> None:
+    for shard, rows in enumerate((ROWS[:30], ROWS[30:])):
+        with tarfile.open(folder / f"train-{shard:04}.tar", "w") as tar:
+            for row in rows:
+                add(tar, f"./part/{row['id']}.json", json.dumps(row).encode())
+
+
+def write_huggingface(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(folder))
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "jsonl": write_jsonl,
+    "json": write_json,
+    "parquet": write_parquet,
+    "huggingface": write_huggingface,
+    "webdataset": write_webdataset,
+}
+
+
+def test_every_kind_of_the_configuration_has_a_reader() -> None:
+    assert list(READERS) == [kind.value for kind in DataKind if kind not in (*WRITTEN, DataKind.MIXTURE)]
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_every_reader_gives_the_rows_in_order_and_by_place(tmp_path: Path, kind: str) -> None:
+    WRITERS[kind](tmp_path)
+    rows = read_split(tmp_path, "train", kind).rows
+    assert [(row.sample_id, row.question, row.answer) for row in rows] == [
+        (row["id"], row["question"], row["answer"]) for row in ROWS
+    ]
+    assert [row.metadata for row in rows] == [{"level": row["level"]} for row in ROWS]
+    opened = open_split(data_config(tmp_path, kind), "train", "label").rows
+    assert [opened[place].sample_id for place in (41, 3, 29, 30)] == ["r41", "r3", "r29", "r30"]
+
+
+def test_a_large_row_group_is_copied_and_gives_the_same_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "train.parquet")
+    plain = read_split(tmp_path, "train", "parquet")
+    assert not (tmp_path / "cache").exists()
+    copied = read_split(tmp_path, "train", "parquet", shuffle_bytes=100)
+    assert copied.rows == plain.rows
+    [copy] = (tmp_path / "cache").glob("*.arrow")
+    written = copy.stat().st_mtime_ns
+    assert read_split(tmp_path, "train", "parquet", shuffle_bytes=100).rows == plain.rows
+    assert copy.stat().st_mtime_ns == written, "the copy is used again"
+
+
+def test_names_say_file_and_place(tmp_path: Path) -> None:
+    write_parquet(tmp_path)
+    write_webdataset(tmp_path)
+    parquet = open_split(data_config(tmp_path, "parquet"), "train", "label").rows
+    shards = open_split(data_config(tmp_path, "webdataset"), "train", "label").rows
+    assert [parquet.name(place) for place in (0, 29, 30)] == [
+        "train-00000-of-00002.parquet:1",
+        "train-00000-of-00002.parquet:30",
+        "train-00001-of-00002.parquet:1",
+    ]
+    assert [shards.name(place) for place in (0, 29, 30)] == [
+        "train-0000.tar:1",
+        "train-0000.tar:30",
+        "train-0001.tar:1",
+    ]
+
+
+def test_rows_without_ids_are_named_by_file_and_place_in_every_part(tmp_path: Path) -> None:
+    for part in range(2):
+        rows = [{"question": "q", "answer": "a", "extra": {"a": 1} if part else {"b": 2}}] * 2
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"train-{part}.parquet")
+    split = read_split(tmp_path, "train", "parquet")
+    assert [row.sample_id for row in split.rows] == ["train-0-1", "train-0-2", "train-1-1", "train-1-2"]
+    assert [row.metadata for row in split.rows[::2]] == [{"extra": {"b": 2}}, {"extra": {"a": 1}}]
+
+
+def test_values_that_json_does_not_have_become_text_and_files_are_no_metadata(tmp_path: Path) -> None:
+    row = {
+        "question": "q",
+        "answer": 7.5,
+        "day": date(2026, 1, 2),
+        "file": b"x",
+        "nested": {"file": b"x", "none": None},
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    [found] = read_split(tmp_path, "train", "parquet").rows
+    assert found.answer == "7.5"
+    assert json.loads(json.dumps(found.metadata)) == {"day": "2026-01-02", "nested": {}}
+
+
+def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:
+    pictures = []
+    for colour in (0, 255):
+        content = io.BytesIO()
+        Image.new("L", (4, 4), colour).save(content, format="PNG")
+        pictures.append(content.getvalue())
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "s1.0.png", pictures[0])
+        add(tar, "s1.1.png", pictures[1])
+        add(tar, "s1.json", b'{"question": "<image><image>Which?", "answer": 7.50}')
+        add(tar, "s2.txt", b"Say 3.")
+        add(tar, "s2.answer", b"3")
+        add(tar, "s3.json", b'{"question": ')
+        add(tar, "s4.json", b'{"question": "q", "answer": "a"}')
+        add(tar, "s4.mp4", b"video")
+    split = read_split(tmp_path, "train", "webdataset", columns={"question": "txt"})
+    assert [(row.question, row.answer) for row in split.rows] == [("<image><image>Which?", "7.50"), ("Say 3.", "3")]
+    assert [picture.content for picture in split.rows[0].images] == pictures
+    assert count_by_reason(split.skipped) == {"broken_json": 1, "unsupported_media": 1}
+    assert [skipped.sample for skipped in split.skipped] == ["train.tar:3", "train.tar:4"]
+
+
+def test_a_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w:gz") as tar:
+        add(tar, "s1.json", b"{}")
+    with pytest.raises(DatasetError, match=r"train\.tar is no uncompressed tar file"):
+        read_split(tmp_path, "train", "webdataset")
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("[]", []),
+        (' [ {"id": "a", "question": "],{[", "answer": 1} , {"id":"b","question":"q\\"","answer":[]} ] ', ["a"]),
+        ('{"id": "a", "question": "q", "answer": 1}\n{"id": "b", "question": "q", "answer": 1}\n', ["a", "b"]),
+    ],
+)
+def test_a_json_file_is_an_array_or_lines(tmp_path: Path, text: str, ids: list[str]) -> None:
+    (tmp_path / "train.json").write_text(text)
+    if not ids:
+        with pytest.raises(DatasetError, match=r"train\.json has no usable row"):
+            read_split(tmp_path, "train", "json")
+        return
+    assert [row.sample_id for row in read_split(tmp_path, "train", "json").rows] == ids
+
+
+def test_an_array_that_does_not_end_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text(json.dumps(ROWS)[:-1])
+    with pytest.raises(DatasetError, match="an array that does not end"):
+        read_split(tmp_path, "train", "json")
+
+
+def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DatasetError, match="Parquet files of .* cannot be read"):
+        read_split(tmp_path, "train", "parquet")
+
+
+def test_a_split_may_be_called_otherwise_in_the_data(tmp_path: Path) -> None:
+    write_jsonl(tmp_path)
+    for name in ("train", "tr*.jsonl", "train.jsonl"):
+        assert len(read_split(tmp_path, "validation", splits={"validation": name}).rows) == NUM
+    with pytest.raises(DatasetError, match=r"valid\.jsonl does not exist"):
+        read_split(tmp_path, "validation", splits={"validation": "valid"})
+
+
+def test_a_file_in_the_place_of_the_folder_names_the_key_to_set(tmp_path: Path) -> None:
+    write_jsonl(tmp_path)
+    config = data_config(tmp_path, path=tmp_path / "train.jsonl")
+    with pytest.raises(DatasetError, match=r"is a file: name its folder, .*data\.splits=\{train: train\.jsonl\}"):
+        open_split(config, "train", "label")
+
+
+def test_a_stream_is_cut_and_kept(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data")
+    config = data_config(tmp_path / "data", "huggingface", streamed_rows=20, cache_path=tmp_path / "cache")
+    for _ in range(2):
+        rows = open_split(config, "train", "label").rows
+        assert [row.sample_id for row in rows] == [f"r{n}" for n in range(20)]
+        (tmp_path / "data" / "train.jsonl").unlink(missing_ok=True)  # the second time it is read from the cache
+
+
+def test_pictures_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    content = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(content, format="JPEG")
+    features = datasets.Features(
+        {
+            "question": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "images": datasets.Sequence(datasets.Image()),
+        }
+    )
+    record = {"question": "<image>?", "answer": "7", "images": [{"bytes": content.getvalue(), "path": None}]}
+    datasets.Dataset.from_list([record], features=features).save_to_disk(str(tmp_path / "d"))
+    [row] = read_split(tmp_path / "d", "train", "huggingface").rows
+    assert row.images[0].content == content.getvalue()
+
+
+def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    write_huggingface(tmp_path / "d")
+    with pytest.raises(DatasetError, match=r"has no split nowhere that datasets can load"):
+        read_split(tmp_path / "d", "nowhere", "huggingface")

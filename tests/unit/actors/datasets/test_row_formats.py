@@ -1,0 +1,230 @@
+"""Row formats: the same question read from every schema, what each keeps beside it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_rows import data_config, read_split
+from PIL import Image
+
+from actors.datasets.formats import FORMATS
+from actors.datasets.open_split import open_split
+from actors.datasets.rows import Row, Turn, count_by_reason
+from cluster.errors import DatasetError
+from configs.schema import DataConfig
+
+PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
+TEXT_PART = {"type": "text", "text": "Which?"}
+ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same picture
+    "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
+    "messages": {"messages": [{"role": "user", "content": [PICTURE_PART, TEXT_PART]}], "answer": "7"},
+    "verl": {
+        "prompt": [{"role": "user", "content": "<image>Which?"}],
+        "images": [{"path": "a.png", "bytes": None}],
+        "reward_model": {"ground_truth": "7", "style": "rule"},
+    },
+    "lightrft": {"prompt": "Which?", "images": ["a.png"], "reward_model": {"ground_truth": '["7"]'}},
+    "alpaca": {"instruction": "<image>Which?", "input": "", "output": r"\boxed{7}", "answer": "7", "images": ["a.png"]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": r"\boxed{7}"}],
+        "answer": "7",
+        "images": "a.png",
+    },
+}
+
+
+def folder_of(folder: Path, *records: dict[str, Any]) -> Path:
+    Image.new("L", (4, 4)).save(folder / "a.png")
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def read(folder: Path, row_format: str, *records: dict[str, Any], **changes: Any) -> list[Row]:
+    split = read_split(folder_of(folder, *records), row_format=row_format, **changes)
+    assert split.skipped == ()
+    return list(split.rows)
+
+
+def reasons(folder: Path, row_format: str, record: dict[str, Any]) -> dict[str, int]:
+    good = ONE_PICTURE[row_format]
+    return count_by_reason(read_split(folder_of(folder, good, record), row_format=row_format).skipped)
+
+
+def test_the_schema_of_the_configuration_names_every_format() -> None:
+    assert DataConfig.model_fields["row_format"].annotation.__args__ == tuple(FORMATS)
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_every_format_gives_the_same_row(tmp_path: Path, row_format: str) -> None:
+    [row] = read(tmp_path, row_format, ONE_PICTURE[row_format])
+    assert row == Row("train-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), row.metadata)
+    assert not row.metadata
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_what_a_format_writes_it_reads_again(tmp_path: Path, row_format: str) -> None:
+    wanted = Row(
+        "id-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), metadata={"label": "x", "n": 3}
+    )
+    written = FORMATS[row_format].write(wanted, ["a.png"])
+    [row] = read(tmp_path, row_format, json.loads(json.dumps(written)))
+    metadata = {key: value for key, value in row.metadata.items() if key != "data_source"}
+    assert (row.question, row.answer, row.images) == (wanted.question, wanted.answer, wanted.images)
+    assert (row.sample_id, metadata["n"]) == ("id-1", 3)
+
+
+CONVERSATION = (Turn("system", "Be brief."), Turn("user", "1 + 1?"), Turn("assistant", "2"))
+SAID = [{"role": turn.role, "content": turn.text} for turn in CONVERSATION]
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "messages": {
+        "messages": [*SAID, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+    },
+    "alpaca": {
+        "instruction": "2 + 2?",
+        "output": "It is 4.",
+        "system": "Be brief.",
+        "history": [["1 + 1?", "2"]],
+    },
+    "sharegpt": {
+        "system": "Be brief.",
+        "conversations": [
+            {"from": "human", "value": "1 + 1?"},
+            {"from": "gpt", "value": "2"},
+            {"from": "human", "value": "2 + 2?"},
+            {"from": "gpt", "value": "It is 4."},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("row_format", CONVERSATIONS)
+def test_an_answered_conversation_has_its_history_and_its_solution(tmp_path: Path, row_format: str) -> None:
+    [row] = read(tmp_path, row_format, CONVERSATIONS[row_format])
+    assert (row.history, row.question) == (CONVERSATION, "2 + 2?")
+    assert (row.solution, row.answer) == ("It is 4.", "It is 4.")
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, []))
+    assert (again.history, again.question, again.solution) == (row.history, row.question, row.solution)
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": [{"role": "user", "content": "1 + 1?"}], "chosen": "2", "rejected": "3"},
+    "alpaca": {"instruction": "1 + 1?", "chosen": "2", "rejected": "3"},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "1 + 1?"}],
+        "chosen": {"from": "gpt", "value": "2"},
+        "rejected": {"from": "gpt", "value": "3"},
+    },
+}
+
+
+@pytest.mark.parametrize("row_format", PAIRS)
+def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str) -> None:
+    [row] = read(tmp_path, row_format, PAIRS[row_format])
+    assert (row.chosen, row.rejected, row.solution) == ("2", "3", "2")
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, []))
+    assert (again.chosen, again.rejected) == ("2", "3")
+
+
+@pytest.mark.parametrize("row_format", ["question", "verl", "lightrft"])
+def test_a_preference_pair_is_not_written_where_it_has_no_place(row_format: str) -> None:
+    with pytest.raises(ValueError, match="preference pair"):
+        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), [])
+
+
+def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:
+    Image.new("L", (4, 4)).save(tmp_path / "b.png")
+    parts = [TEXT_PART, {"type": "image", "image": "b.png"}, TEXT_PART, PICTURE_PART]
+    messages = [
+        {"role": "user", "content": [PICTURE_PART, TEXT_PART]},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": parts},
+    ]
+    [row] = read(tmp_path, "messages", {"messages": messages, "answer": "8"})
+    assert [path.name for path in row.images] == ["a.png", "b.png", "a.png"]
+    assert (row.history[0].text, row.question) == ("<image>Which?", "Which?<image>Which?<image>")
+
+
+def test_an_empty_picture_part_stands_for_a_picture_of_the_row(tmp_path: Path) -> None:
+    record = {"messages": [{"role": "user", "content": [{"type": "image"}, TEXT_PART]}], "images": ["a.png"]}
+    [row] = read(tmp_path, "messages", record | {"answer": "7"})
+    assert (row.question, [path.name for path in row.images]) == ("<image>Which?", ["a.png"])
+
+
+def test_the_data_source_of_verl_is_the_label_and_extra_info_is_metadata(tmp_path: Path) -> None:
+    record = ONE_PICTURE["verl"] | {"data_source": "geo3k", "extra_info": {"split": "train", "index": 3, "id": "g3"}}
+    [row] = read(tmp_path, "verl", record)
+    assert row.sample_id == "g3"
+    assert row.metadata == {"data_source": "geo3k", "split": "train", "index": 3, "id": "g3", "label": "geo3k"}
+    several = ONE_PICTURE["verl"] | {"reward_model": {"ground_truth": ["7", "seven"]}}
+    [row] = read(tmp_path, "verl", several)
+    assert (row.answer, row.metadata["ground_truth"]) == ("7", ["7", "seven"])
+
+
+def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    content = BytesIO()
+    Image.new("L", (4, 4)).save(content, format="PNG")
+    record = ONE_PICTURE["verl"] | {"images": [{"bytes": content.getvalue(), "path": None}], "videos": []}
+    pq.write_table(
+        pa.Table.from_pylist([record | {"extra_info": {"answer": None, "index": 0}}]), tmp_path / "train.parquet"
+    )
+    [row] = read_split(tmp_path, "train", "verl").rows
+    assert row.images[0].content == content.getvalue()
+    assert str(row.images[0]) == "train.parquet:1"
+
+
+@pytest.mark.parametrize(
+    ("row_format", "change", "reason"),
+    [
+        ("messages", {"messages": []}, "bad_messages"),
+        ("messages", {"messages": "Which?"}, "bad_messages"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            "unsupported_media",
+        ),
+        ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
+        ("messages", {"messages": [{"role": "assistant", "content": "7"}]}, "bad_messages"),
+        ("messages", {"messages": [{"role": "user", "content": [PICTURE_PART]}], "images": ["a.png"]}, "bad_image"),
+        ("messages", {"messages": [{"role": "user", "content": "Which?"}], "answer": None}, "missing_answer"),
+        ("verl", {"reward_model": None}, "missing_answer"),
+        ("verl", {"images": []}, "placeholder_mismatch"),
+        ("verl", {"videos": ["a.mp4"]}, "unsupported_media"),
+        ("verl", {"extra_info": "text"}, "bad_extra_info"),
+        ("lightrft", {"prompt": ""}, "missing_prompt"),
+        ("alpaca", {"output": ""}, "missing_output"),
+        ("alpaca", {"history": [["one"]]}, "bad_history"),
+        ("alpaca", {"images": ["a.png", "a.png"]}, "placeholder_mismatch"),
+        ("sharegpt", {"conversations": [{"from": "gpt", "value": "7"}]}, "bad_conversations"),
+        ("question", {"image": 7}, "bad_image"),
+    ],
+)
+def test_an_unusable_record_is_skipped_and_its_reason_named(
+    tmp_path: Path, row_format: str, change: dict[str, Any], reason: str
+) -> None:
+    assert reasons(tmp_path, row_format, ONE_PICTURE[row_format] | change) == {reason: 1}
+
+
+def test_columns_are_read_under_their_names_in_the_data(tmp_path: Path) -> None:
+    record = {"problem": "<image>Which?", "meta": {"truth": "7"}, "pictures": ["a.png"], "source": "geo", "id": 3}
+    columns = {"question": "problem", "answer": "meta.truth", "image": "pictures", "label": "source"}
+    [row] = read(tmp_path, "question", record, columns=columns)
+    assert (row.question, row.answer, len(row.images)) == ("<image>Which?", "7", 1)
+    assert row.metadata == {"label": "geo", "meta": {"truth": "7"}}
+
+
+def test_a_column_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder_of(tmp_path, ONE_PICTURE["question"])
+    with pytest.raises(
+        DatasetError, match=r"data\.columns has questoin.*data\.row_format=question: it has id, question"
+    ):
+        open_split(data_config(tmp_path, columns={"questoin": "problem"}), "train", "label")
+
+
+def test_the_label_of_a_source_is_the_label_of_all_its_rows(tmp_path: Path) -> None:
+    [row] = read(tmp_path, "verl", ONE_PICTURE["verl"] | {"data_source": "geo3k"}, label="maths")
+    assert row.metadata["label"] == "maths"

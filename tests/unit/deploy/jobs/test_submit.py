@@ -1,0 +1,132 @@
+"""`mobula submit` checks a run here before anything is sent, and sends a command that resumes."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.errors import PreflightError
+from configs.load import load_config
+from deploy.cli import app
+from deploy.jobs.client import JobSummary, set_auth
+from deploy.jobs.package import check_package
+from deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
+from deploy.run.shared_paths import relative_paths
+
+WORDS = ["experiment=digits", "name=mine", "folder=/s/runs", "data.path=/s/data", "policy.model=/s/model"]
+ASKED = Submission("disabled", None, (), "/env/bin/python", 90, None, {"HF_HOME": "/s/hf"})
+
+
+class FakeJobs:
+    """A cluster's jobs, by id and status."""
+
+    def __init__(self, *jobs: JobSummary) -> None:
+        self.jobs = list(jobs)
+        self.sent: list[tuple] = []
+
+    def all(self) -> list[JobSummary]:
+        return self.jobs
+
+    def submit(self, *args: object) -> None:
+        self.sent.append(args)
+
+
+def job(submission_id: str, status: str, run: str = "mine") -> JobSummary:
+    return JobSummary(submission_id, status, run, None, None, "")
+
+
+def test_what_is_sent_resumes_and_names_the_python_of_the_cluster() -> None:
+    jobs = FakeJobs()
+    assert submit(load_config(WORDS), WORDS, ASKED, jobs) == "mine"
+    [(submission_id, command, env, metadata)] = jobs.sent
+    assert (submission_id, metadata) == ("mine", {"run": "mine"})
+    assert command == f"/env/bin/python -m deploy.cli train {' '.join(WORDS)} resume=auto"
+    assert env["env_vars"] == {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_JOB_STOP_WAIT_TIME_S": "90",
+        "NO_COLOR": "1",
+        "HF_HOME": "/s/hf",
+    }
+
+
+def test_words_are_quoted_and_a_named_resume_stands() -> None:
+    assert entrypoint(["data.system_prompt=two words", "resume=never"], "python").endswith(
+        "'data.system_prompt=two words' resume=never"
+    )
+
+
+def test_a_run_whose_job_is_over_gets_a_number_and_one_that_goes_on_is_refused() -> None:
+    config = load_config(WORDS)
+    over = FakeJobs(job("mine", "STOPPED"), job("mine-2", "FAILED"))
+    assert submit(config, WORDS, ASKED, over) == "mine-3"
+    for status in ("PENDING", "RUNNING"):
+        with pytest.raises(PreflightError, match=r"goes on already, as job mine-2 .*mobula logs mine-2"):
+            submit(config, WORDS, ASKED, FakeJobs(job("mine", "STOPPED"), job("mine-2", status)))
+    named = Submission("disabled", None, (), "python", 90, "other")
+    assert submit(config, WORDS, named, FakeJobs(job("mine", "STOPPED"))) == "other"
+    with pytest.raises(PreflightError, match="there was a job other already"):
+        submit(config, WORDS, named, FakeJobs(job("other", "SUCCEEDED", run="x")))
+
+
+def test_relative_paths_are_refused_with_the_words_to_add() -> None:
+    config = load_config(["experiment=digits"])
+    assert set(relative_paths(config)) == {"folder", "data.path", "policy.model"}
+    with pytest.raises(PreflightError, match=r"folder=runs.*e\.g\. folder=/SHARED/runs data\.path=/SHARED/"):
+        submit(config, [], ASKED, FakeJobs())
+    hub = load_config(["policy.model=org/name", "data.path=/s/data", "folder=/s/runs"])
+    assert relative_paths(hub) == {}
+
+
+def test_a_working_folder_that_is_too_large_names_its_largest_files(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "code").mkdir()
+    for name, size in {"code/big.bin": 5000, "code/small.py": 10, "data.bin": 3000, "left_out.log": 10**6}.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    assert check_package(tmp_path, [], limit_bytes=10_000) < 9000
+    with pytest.raises(PreflightError, match=r"3 files|4 files") as caught:
+        check_package(tmp_path, [], limit_bytes=6000)
+    message = str(caught.value)
+    assert message.index("code/big.bin") < message.index("data.bin") < message.index("--exclude")
+    assert "left_out.log" not in message
+    assert check_package(tmp_path, ["/code/big.bin"], limit_bytes=6000) < 4000
+    with pytest.raises(PreflightError, match="is no folder"):
+        check_package(tmp_path / "missing", [])
+
+
+def test_this_repository_can_be_sent() -> None:
+    assert check_package(Path(__file__).parents[4], ["/runs", "/data"]) > 10**6
+
+
+def test_the_working_folder_is_sent_without_runs_and_data(tmp_path: Path) -> None:
+    env = runtime_env(Submission("token", tmp_path, ("*.bin",), "python", 90, None))
+    assert env["working_dir"] == str(tmp_path)
+    assert {"/runs", "/data", "*.bin"} <= set(env["excludes"])
+    assert env["env_vars"]["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_token_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(PreflightError, match="RAY_AUTH_TOKEN"):
+        set_auth("token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    set_auth("token")
+
+
+@pytest.mark.parametrize("command", [["list"], ["logs", "x"], ["stop", "x"], ["submit", *WORDS]])
+def test_a_cluster_that_does_not_answer_is_named_at_once(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--address", "http://127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "no Ray dashboard answers at http://127.0.0.1:1" in result.stderr
+    wrong = CliRunner().invoke(app, [*command, "--address", "127.0.0.1:8265"])
+    assert wrong.exit_code == 2 and "write http://HOST:8265" in wrong.stderr
+
+
+def test_the_version_is_shown() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0 and result.stdout.startswith("mobula 0.")

@@ -1,0 +1,189 @@
+"""Bytes by role, phase and place; what does not fit is refused with settings that make it fit."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from described import checkpoint, qwen, shape_7b
+from typer.testing import CliRunner
+
+from cluster.errors import PreflightError
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.cli import app
+from deploy.host.machine import Machine
+from deploy.planning.clusters import described_nodes, read_cluster
+from deploy.planning.fit import GIB, plan_memory
+from deploy.planning.plan_command import refuse_too_little_memory
+from deploy.planning.plan_view import refuse_shortfalls
+from deploy.planning.remedies import changed, remedies
+from deploy.planning.workers import SAMPLING, SYNC, TRAINING, trained_parameters, worker_memory
+from deploy.tools import doctor
+
+NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
+
+
+@cache
+def config(*words: str) -> RunConfig:
+    return load_config(["experiment=own", *words], is_complete=False)
+
+
+def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
+    shape = shape_7b()
+    assert shape.num_parameters == NUM_7B
+    single = worker_memory(config("resources=two_gpu", "learner=single"), shape, "learner").device[TRAINING]
+    assert (single["gradients"], single["optimizer"]) == (4 * NUM_7B, 8 * NUM_7B)
+    assert single["weights"] == (4 + 2) * NUM_7B  # float32, and the copies that autocast makes
+    four = worker_memory(config("resources=eight_gpu_split"), shape, "learner").device[TRAINING]
+    assert four["optimizer"] == 2 * NUM_7B
+    assert four["gradients"] == 5 * NUM_7B  # whole between micro-batches, and the shard
+    assert NUM_7B < four["weights"] < 1.5 * NUM_7B
+    zero = worker_memory(config("resources=eight_gpu_split", "learner=deepspeed"), shape, "learner").device[TRAINING]
+    sharded = worker_memory(
+        config("resources=eight_gpu_split", "learner=deepspeed", "learner.zero_stage=3"), shape, "learner"
+    ).device[TRAINING]
+    assert zero["weights"] - sharded["weights"] == 3 * NUM_7B
+
+
+def test_a_single_microbatch_leaves_no_whole_gradients() -> None:
+    found = config("resources=eight_gpu_split", "learner.tokens_per_microbatch=200000")
+    assert worker_memory(found, shape_7b(), "learner").device[TRAINING]["gradients"] < 2 * NUM_7B
+
+
+def test_only_what_is_trained_has_gradients_and_moments() -> None:
+    shape = shape_7b()
+    vision = sum(s.num_bytes // 4 for s in shape.manifest.tensors if s.name.startswith("visual."))
+    frozen = worker_memory(config("resources=two_gpu", "learner=single", "policy.freeze=[visual.]"), shape, "learner")
+    assert frozen.device[TRAINING]["optimizer"] == 8 * (NUM_7B - vision)
+    adapters = config("resources=two_gpu", "learner=single", "policy.lora.rank=16")
+    num = sum(spec.num_bytes // 4 for spec in trained_parameters(adapters, shape))
+    assert worker_memory(adapters, shape, "learner").device[TRAINING]["optimizer"] == 8 * num < NUM_7B // 10
+    muon = worker_memory(config("resources=two_gpu", "learner=single", "learner.optimizer=muon"), shape, "learner")
+    assert 4 * NUM_7B < muon.device[TRAINING]["optimizer"] < 6 * NUM_7B
+
+
+def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
+    engine = worker_memory(config("resources=two_gpu", "sampler.kv_cache_bytes=5000000000"), shape_7b(), "rollout")
+    assert engine.device[SAMPLING]["weights"] == 2 * NUM_7B
+    assert engine.device[SAMPLING]["kv_cache"] == 5_000_000_000
+    assert "sync" not in engine.device[SAMPLING]
+    assert engine.device[SYNC]["sync"] == 2 * shape_7b().largest_tensor  # larger than weight_sync.bucket_bytes
+
+
+def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
+    shape, nodes = qwen(hidden=1024, layers=8), described_nodes("1x1x80GB")
+    shared = plan_memory(config("resources=gpu_1", "sampler.kv_cache_bytes=17179869184"), shape, nodes)
+    in_turns = plan_memory(config("resources=one_gpu_colocated"), shape, nodes)
+    assert [d.place for d in in_turns.demands] == ["GPU 0", "host memory"]
+    assert shared.demands[0].num_bytes > in_turns.demands[0].num_bytes
+    found = config("resources=one_gpu_colocated")
+    engine, learner = (worker_memory(found, shape, role) for role in ("rollout", "learner"))
+    assert "kv_cache" not in engine.device[TRAINING]
+    assert engine.host["moved"] == engine.device[SAMPLING]["weights"]
+    assert learner.host["moved"] > 0 and "weights" not in learner.device[SAMPLING]
+
+
+def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
+    found, nodes = config("resources=eight_gpu_split"), described_nodes("1x8x80GB")
+    plan = plan_memory(found, shape_7b(), nodes)
+    with pytest.raises(PreflightError) as caught:
+        refuse_shortfalls(found, shape_7b(), nodes, plan)
+    message = str(caught.value)
+    assert "resources=eight_gpu_split does not fit into memory" in message
+    assert "node, GPU 0:" in message and "GiB short (learner/0)" in message
+    ways = remedies(found, shape_7b(), nodes)
+    assert len(ways) == 3 and all(f"  {way}" in message for way in ways)
+    for way in ways:
+        better = load_config(["experiment=own", "resources=eight_gpu_split", *way.split()], is_complete=False)
+        assert plan_memory(better, shape_7b(), nodes).shortfalls == ()
+
+
+def test_a_model_that_no_setting_helps_says_so() -> None:
+    found, nodes = config("resources=two_gpu"), described_nodes("1x2x8GB")
+    with pytest.raises(PreflightError, match="none of the settings that save memory is enough"):
+        refuse_shortfalls(found, shape_7b(), nodes, plan_memory(found, shape_7b(), nodes))
+
+
+def test_settings_that_contradict_are_not_proposed() -> None:
+    found = config("resources=two_gpu", "learner=single")
+    assert all(
+        "resources.learner.num_workers" not in way for way in remedies(found, shape_7b(), described_nodes("1x2x80GB"))
+    )
+    assert changed(found, {"policy.lora.rank": 8}).policy.lora.rank == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("2x8", "--nodes 2x8 is no description"),
+        ("2x8x80", "is no size"),
+        ("ax8x80GB", "NODESxGPUSxMEMORY"),
+    ],
+)
+def test_a_description_that_cannot_be_read_says_how_to_write_one(text: str, said: str) -> None:
+    with pytest.raises(PreflightError, match=said):
+        described_nodes(text)
+
+
+def test_a_cluster_file_describes_nodes_that_differ(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "nodes:\n"
+        "  - {name: big, count: 2, gpus: 8, gpu_memory: 80GiB, cpus: 96, memory: 1TiB, labels: {zone: a}}\n"
+        "  - {name: cpu, cpus: 32, memory: 64GiB}\n"
+    )
+    nodes = read_cluster(path)
+    assert [(n.node_id, n.resources.num_gpus, n.gpu_bytes, n.host_bytes) for n in nodes] == [
+        ("big-0", 8, 80 * GIB, 1024 * GIB),
+        ("big-1", 8, 80 * GIB, 1024 * GIB),
+        ("cpu", 0, None, 64 * GIB),
+    ]
+    for text, said in [
+        ("nodes: []", "nodes"),
+        ("nodes: [{name: a}]", "nodes.0.cpus"),
+        ("nodes: [{name: a, cpus: 1, gpu: 8}]", "nodes.0.gpu"),
+        ("nodes: [{name: a, cpus: 1, gpus: 8}]", "no gpu_memory"),
+        ("- a: [", "is no YAML"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(PreflightError, match=said):
+            read_cluster(path)
+    with pytest.raises(PreflightError, match="cannot be read"):
+        read_cluster(tmp_path / "missing.yaml")
+
+
+def test_plan_shows_memory_for_a_cluster_that_is_not_there(tmp_path: Path) -> None:
+    model = f"policy.model={checkpoint(tmp_path / 'model')}"
+    good = CliRunner().invoke(
+        app,
+        ["plan", "experiment=own", model, "resources=maye_8", "--nodes", "1x8x141GB:96x2TB"],
+        env={"COLUMNS": "160"},
+    )
+    assert good.exit_code == 0, good.stderr
+    assert all(word in good.stdout for word in ("optimizer", "kv cache", "sync", "GPU 0 to 6", "10 workers fit"))
+    bad = CliRunner().invoke(app, ["plan", "experiment=own", model, "resources=two_gpu", "--nodes", "1x2x80GB"])
+    assert bad.exit_code == 2
+    assert "GiB short (learner/0)" in bad.stderr and "policy.lora.rank=16" in bad.stderr
+    both = CliRunner().invoke(app, ["plan", "--nodes", "1x8x80GB", "--address", "auto"])
+    assert both.exit_code == 2 and "give one of them" in both.stderr
+
+
+def test_a_run_that_does_not_fit_ends_before_anything_loads(tmp_path: Path) -> None:
+    """The folder holds no weights: whatever would load them fails in another way."""
+    found = config(f"policy.model={checkpoint(tmp_path / 'model')}", "resources=two_gpu")
+    with pytest.raises(PreflightError, match="does not fit into memory"):
+        refuse_too_little_memory(found, described_nodes("1x2x80GB"))
+    refuse_too_little_memory(config("policy.model=/no/such/model", "resources=two_gpu"), described_nodes("1x2x80GB"))
+
+
+def test_doctor_plans_memory() -> None:
+    small = Machine(2, 0, 2 * GIB, GIB, frozenset(), total_memory_bytes=4 * GIB)
+    digits = load_config(["experiment=digits"])
+    found = doctor.check_planned_memory(digits, small)
+    assert found.verdict is doctor.Verdict.MISSING and "GiB short" in found.action
+    large = Machine(2, 0, 32 * GIB, GIB, frozenset(), total_memory_bytes=32 * GIB)
+    assert doctor.check_planned_memory(digits, large).verdict is doctor.Verdict.OK
+    unnamed = doctor.check_planned_memory(config(), large)
+    assert unnamed.verdict is doctor.Verdict.WARNING and "policy.model" in unnamed.action

@@ -1,0 +1,104 @@
+"""Every preset is planned on the cluster that it is made for, with a model that its memory holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from described import shape_7b
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import needed_roles, plan_placement
+from configs.groups import groups
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.planning.clusters import described_nodes
+from deploy.planning.fit import plan_memory
+from learner.policies.shapes import tiny_shape
+
+# preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
+PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
+    "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
+    "laptop_colocated": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
+    "laptop_overlapped": ("1x0x0GB:2x16GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
+    "gpu_1": ("1x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
+    "one_gpu_colocated": ("1x1x141GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
+    "two_gpu": ("1x2x80GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
+    "four_gpu_split": (
+        "1x4x141GB",
+        {"learner": 2, "rollout": 2, "reference": 2},
+        ["learner.tokens_per_microbatch=3072"],
+    ),
+    "eight_gpu_split": ("1x8x141GB", {"learner": 4, "rollout": 4, "reference": 4}, []),
+    "eight_gpu_colocated": ("1x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
+    "maye_8": ("1x8x141GB", {"learner": 7, "rollout": 1, "reference": 7}, []),
+    "two_node": ("2x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
+    "multi_node": ("3x8x141GB", {"learner": 12, "rollout": 12, "reference": 12}, ["resources.num_nodes=3"]),
+    "cross_node": ("2x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
+}
+ALIASES = {"gpu_2": "two_gpu", "gpu_1_colocated": "one_gpu_colocated", "node_8gpu": "eight_gpu_split"}
+
+
+@cache
+def config(preset: str, *words: str) -> RunConfig:
+    if PRESETS.get(preset, ("", {}, []))[2] is None:
+        return load_config(["experiment=digits", f"resources={preset}", *words])
+    base = [
+        "experiment=own",
+        f"resources={preset}",
+        "algorithm.kl.coef=0.01",
+        "learner.activation_checkpointing=blocks",
+    ]
+    return load_config([*base, *words], is_complete=False)
+
+
+def test_every_preset_is_in_the_table() -> None:
+    assert sorted([*PRESETS, *ALIASES]) == list(groups()["resources"])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_fits_its_cluster_and_puts_no_two_of_a_role_on_one_gpu(preset: str) -> None:
+    cluster, workers, words = PRESETS[preset]
+    shape = shape_7b() if words is not None else tiny_shape(tie_word_embeddings=False)
+    nodes = described_nodes(cluster)
+    plan = plan_memory(config(preset, *(words or [])), shape, nodes)
+    assert {role: len(plan.placement.of_role(role)) for role in workers} == workers
+    assert [f"{d.node_id} {d.place} {d.shortfall}" for d in plan.shortfalls] == []
+    on_gpus = Counter((w.node_id, gpu, w.role) for w in plan.placement.workers for gpu in w.gpus)
+    assert set(on_gpus.values()) <= {1}
+    used = {(worker.node_id, gpu) for worker in plan.placement.workers for gpu in worker.gpus}
+    assert len(used) == sum(int(node.resources.num_gpus) for node in nodes), "no GPU is idle"
+
+
+@pytest.mark.parametrize("preset", [name for name, (cluster, *_) in PRESETS.items() if not cluster.startswith("1x0")])
+def test_preset_is_refused_on_a_cluster_with_a_gpu_less(preset: str) -> None:
+    cluster, _, words = PRESETS[preset]
+    short = [*described_nodes(cluster)]
+    last = short.pop().resources
+    rest = [node.resources for node in short]
+    if last.num_gpus > 1:
+        rest.append(type(last)("short", last.num_cpus, last.num_gpus - 1))
+    found = config(preset, *(words or []))
+    with pytest.raises(PlacementError, match="fits nowhere"):
+        plan_placement(found.resources, rest, needed_roles(found))
+
+
+def test_workers_of_multi_node_follow_from_one_number() -> None:
+    for number in (1, 5):
+        found = config("multi_node", f"resources.num_nodes={number}").resources
+        assert {found.rollout.num_workers, found.learner.num_workers, found.reference.num_workers} == {4 * number}
+    assert config("multi_node", "resources.rollout.num_workers=6").resources.rollout.num_workers == 6
+
+
+def test_learner_ranks_of_two_nodes_share_one() -> None:
+    plan = plan_memory(config("two_node"), shape_7b(), described_nodes("2x8x141GB"))
+    assert {worker.node_id for worker in plan.placement.of_role("learner")} == {"node-0"}
+    assert {worker.node_id for worker in plan.placement.of_role("rollout")} == {"node-1"}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_earlier_names_are_the_same_presets(alias: str) -> None:
+    found, meant = config(alias), config(ALIASES[alias])
+    assert found.resources.model_copy(update={"preset": meant.resources.preset}) == meant.resources
+    assert found.sampler == meant.sampler

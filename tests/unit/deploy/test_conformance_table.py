@@ -1,0 +1,55 @@
+"""The page of measured families names every failure and shows every gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deploy.conformance.measure import ALL, Gap, Report
+from deploy.conformance.table import failures, page
+from deploy.wiring.parity_prompts import CASES
+
+GOOD = Gap(mean=6e-7, max=2e-6)
+
+
+def report(**own: object) -> Report:
+    found = Report(
+        name="internvl3",
+        model_type="internvl",
+        is_tied=False,
+        num_parameters=534_208,
+        same_ids=dict.fromkeys(CASES, True),
+        gaps=dict.fromkeys(CASES, GOOD),
+        pushes={"vision": GOOD, ALL: GOOD},
+        moved={"vision": 0.3, ALL: 2.0},
+        export_loads=True,
+    )
+    return replace(found, **own)
+
+
+def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
+    assert failures(report()) == []
+    text = page([report(), report(name="qwen3", model_type="qwen3", gaps={"text": GOOD})])
+    assert "| `internvl` | `internvl3` | untied | 0.53 M | 6e-07 / 2e-06 |" in text
+    assert "| `qwen3` | `qwen3` | untied | 0.53 M | 6e-07 / 2e-06 | - | - |" in text
+    assert "Notes:" not in text
+    accepted = next(line for line in text.splitlines() if line.startswith("Accepted"))
+    assert "`llama`" in accepted and "`internvl`" not in accepted
+    assert "| `qwen3_vl_moe` | its experts lie transposed" in text
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"same_ids": {"one picture": False}}, "the engine expands 'one picture' otherwise"),
+        ({"gaps": {"text": Gap(2e-2, 4e-2)}}, "text: the mean gap is 2.0e-02, more than 1e-05"),
+        ({"pushes": {ALL: Gap(float("nan"), 0.0)}}, "a push of all weights: the mean gap is nan"),
+        ({"moved": {"vision": 0.0}}, "a push of vision does not move the engine"),
+        ({"export_loads": False}, "the exported checkpoint does not load"),
+    ],
+)
+def test_what_a_family_does_not_hold_is_named(own: dict[str, object], said: str) -> None:
+    [found] = failures(report(**own))
+    assert found.startswith(said)
+    assert f"- `internvl3`: {found}." in page([report(**{"pushes": {ALL: GOOD}} | own)])

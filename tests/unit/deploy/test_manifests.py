@@ -1,0 +1,117 @@
+"""Files for Kubernetes, Slurm, Docker and the cluster launcher: valid, and in step with presets and commands.
+
+The RayJob was checked against KubeRay's CRD when it was written (docs/operations.md says how); here its pods are.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.load import load_config
+from configs.schema import RunConfig
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+SBATCH = DEPLOY / "slurm" / "mobula.sbatch"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+VERSION = "1.31"
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def patched(overlay: str) -> Any:
+    """The RayJob of an overlay: its JSON patches, which are all `replace`, applied to the base."""
+    job = read(KUBERNETES / "base" / "rayjob.yaml")
+    for patch in read(KUBERNETES / overlay / "kustomization.yaml").get("patches", []):
+        for change in yaml.safe_load(patch["patch"]):
+            assert change["op"] == "replace"
+            *way, last = change["path"].strip("/").split("/")
+            place = job
+            for part in way:
+                place = place[int(part)] if isinstance(place, list) else place[part]
+            assert last in place, change["path"]
+            place[last] = change["value"]
+    return job
+
+
+def config_of(entrypoint: str) -> RunConfig:
+    python, dash, module, command, *words = shlex.split(entrypoint)
+    assert (python, dash, module, command) == ("python", "-m", "deploy.cli", "train")
+    return load_config(words)
+
+
+@pytest.mark.parametrize("overlay", ["eight_gpu_split", "multi_node"])
+def test_the_cluster_of_a_job_has_the_gpus_of_its_preset(overlay: str) -> None:
+    job = patched(overlay)
+    config = config_of(job["spec"]["entrypoint"])
+    assert config.resources.preset == overlay and config.resume == "auto" and config.folder.is_absolute()
+    groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    gpus = sum(
+        group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+        for group in groups
+        for container in group["template"]["spec"]["containers"]
+    )
+    assert gpus == sum(role.num_workers * role.num_gpus for role in config.resources.roles.values())
+    assert all(group["replicas"] == group["minReplicas"] == group["maxReplicas"] for group in groups)
+
+
+def test_pods_share_a_volume_have_shared_memory_and_the_time_to_end() -> None:
+    spec = read(KUBERNETES / "base" / "rayjob.yaml")["spec"]
+    claim = read(KUBERNETES / "base" / "shared-volume.yaml")["metadata"]["name"]
+    stop_wait = int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    cluster = spec["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes["shared"]["persistentVolumeClaim"]["claimName"] == claim
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        assert pod["terminationGracePeriodSeconds"] > stop_wait
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
+    assert cluster["authOptions"]["mode"] == "token"
+
+
+def test_pods_and_the_volume_are_valid() -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    kubernetes_validate.validate(read(KUBERNETES / "base" / "shared-volume.yaml"), VERSION, strict=True)
+    cluster = read(KUBERNETES / "base" / "rayjob.yaml")["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate({**pod, "spec": {**pod["spec"], "continers": []}}, VERSION, strict=True)
+
+
+def test_the_batch_script_is_valid_bash_and_never_stops_all_of_ray() -> None:
+    subprocess.run(["bash", "-n", str(SBATCH)], check=True)
+    commands = [line for line in SBATCH.read_text().splitlines() if not line.lstrip().startswith("#")]
+    assert not any("ray stop" in line or '/ray" stop' in line for line in commands)
+    assert any("resume=auto" in line for line in commands)
+
+
+@pytest.mark.parametrize(("tool", "path"), [("shellcheck", SBATCH), ("hadolint", DOCKERFILE)])
+def test_linters_find_nothing(tool: str, path: Path) -> None:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    done = subprocess.run([tool, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_holds_every_package() -> None:
+    copied = {line.split()[1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("COPY ")}
+    assert {"configs", "cluster", "actors", "learner", "rewards", "deploy", "pyproject.toml"} <= copied
+
+
+def test_the_cluster_launcher_starts_ray_from_the_environment() -> None:
+    found = read(DEPLOY / "ray-vm" / "cluster.yaml")
+    for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
+        assert all("/opt/mobula/.venv/bin/ray start" in command for command in commands)

@@ -1,0 +1,69 @@
+"""The gate in front of a model type that no conformance run covers: a note, or a refusal with the measured gap."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family_prompts import family_prompts
+
+from cluster.errors import CanaryError
+from cluster.records.trajectory import Prompt
+from cluster.weight_sync.weight_sync import Push
+from deploy.wiring.parity_gate import ParityGate
+from learner.policies.families import family_at
+from learner.policies.tiny import write_tiny
+from learner.policies.tiny.llava import write_tiny_llava
+
+PUSH = Push(version=0, num_bytes=0, seconds=0.0, canary_gap=None, num_lost=0)
+
+
+class Scores:
+    """Engine or learner: log-probs of -1, and `off` at the last token of a prompt with two pictures."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self._off = off
+        self.num_asked = 0
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        self.num_asked += 1
+        logprobs = np.full(prompt.num_tokens - 1, -1.0, dtype=np.float32)
+        logprobs[-1] += self._off if len(prompt.media) == 2 else 0.0
+        return logprobs
+
+    prompt_logprobs = sequence_logprobs
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> dict[str, Prompt]:
+    folder = write_tiny_llava(tmp_path_factory.mktemp("tiny") / "model")
+    assert family_at(str(folder)).needs_gate
+    cases = family_prompts(folder, folder.parent).cases
+    return {name: cases[name].prompt for name in ("text", "one picture", "two pictures")}
+
+
+async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], caplog) -> None:
+    learner, engine = Scores(), Scores(1e-6)
+    gate = ParityGate("llava", learner, lambda: [engine], prompts, 1e-4)
+    with caplog.at_level(logging.INFO):
+        await gate(PUSH)
+        await gate(PUSH)
+    assert (learner.num_asked, engine.num_asked) == (3, 3)
+    assert "llava trains because engine and learner agree (text: 0, one picture: 0" in caplog.text
+
+
+@pytest.mark.parametrize("off", [0.03, np.nan])
+async def test_a_gap_is_refused_with_its_size(prompts: dict[str, Prompt], off: float) -> None:
+    gate = ParityGate("llava", Scores(), lambda: [Scores(off)], prompts, 1e-4)
+    with pytest.raises(CanaryError, match=rf"model type llava.*two pictures: {off:.2g}.*cannot be trained"):
+        await gate(PUSH)
+
+
+async def test_a_measured_family_is_not_compared(tmp_path: Path) -> None:
+    folder = write_tiny("qwen3", tmp_path / "model")
+    assert not family_at(str(folder)).needs_gate
+    learner = Scores()
+    await ParityGate("qwen3", learner, lambda: [Scores(1.0)], {}, 1e-4)(PUSH)
+    assert learner.num_asked == 0

@@ -1,0 +1,54 @@
+"""The log of a run: one line an event, without colours, as text and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_to, set_up_logging
+
+RED = "\x1b[31mboom\x1b[0m"
+
+
+def logged(folder: Path, console: Console, *, as_json: bool) -> None:
+    set_up_logging(console)
+    logger = logging.getLogger("deploy.anything")
+    logger.info("before there is a folder")
+    log_to(folder, as_json=as_json)
+    logger.info("two\nlines")
+    try:
+        raise ValueError(RED)
+    except ValueError:
+        logger.warning("failed: %s", RED, exc_info=True)
+
+
+def test_off_a_terminal_every_line_has_its_time_and_none_is_broken_or_coloured(
+    tmp_path: Path, restored_logging: None
+) -> None:
+    screen = io.StringIO()
+    logged(tmp_path, Console(file=screen, width=20), as_json=False)
+    lines = screen.getvalue().splitlines()
+    assert [line[20:] for line in lines] == [
+        "before there is a folder",
+        "two",
+        "lines",
+        "failed: boom (ValueError: boom)",
+    ]
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
+    assert not (tmp_path / JSON_LOG_FILE).exists()
+
+
+def test_the_files_hold_no_colours_and_json_has_one_object_an_event(tmp_path: Path, restored_logging: None) -> None:
+    logged(tmp_path, Console(file=io.StringIO()), as_json=True)
+    text = (tmp_path / LOG_FILE).read_text(encoding="utf-8")
+    assert "\x1b" not in text and "Traceback" in text and "ValueError: boom" in text
+    rows = [json.loads(line) for line in (tmp_path / JSON_LOG_FILE).read_text(encoding="utf-8").splitlines()]
+    assert [row["message"] for row in rows] == ["before there is a folder", "two\nlines", "failed: boom"]
+    assert [row["level"] for row in rows] == ["INFO", "INFO", "WARNING"]
+    assert rows[2]["traceback"].endswith("ValueError: boom") and "traceback" not in rows[0]
+    assert rows[0]["time"].endswith("+00:00")

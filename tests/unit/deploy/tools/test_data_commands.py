@@ -1,0 +1,107 @@
+"""`mobula data convert` and `mobula data inspect`: what they write is read again, and shows what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_rows import read_split
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from actors.datasets.formats import FORMATS
+from actors.datasets.readers import READERS
+from actors.datasets.writers import WRITERS
+from actors.processors.image import ImageLimits, decode_image, read_image
+from deploy.cli import app
+from deploy.tools.data.convert import targets
+from deploy.tools.data.inspect import histogram
+
+LIMITS = ImageLimits(1_000_000, 1_000_000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rows with none, one and two pictures, and two that cannot be used."""
+    data = tmp_path / "data"
+    (data / "images").mkdir(parents=True)
+    for name, colour, suffix in (("a", 0, "png"), ("b", 200, "jpg")):
+        Image.new("RGB", (8, 6), (colour, colour, colour)).save(data / "images" / f"{name}.{suffix}")
+    rows = [
+        {"id": "none", "question": "1 + 1? <b>&amp;</b>", "answer": "2", "label": "sum"},
+        {"id": "one", "question": "<image>Which?", "answer": "7", "image": "images/a.png", "label": "digit"},
+        {"id": "two", "question": "<image>or<image>?", "answer": "8", "image": ["images/b.jpg", "images/a.png"]},
+        {"id": "lost", "question": "<image>Which?", "answer": "7", "image": "images/<lost>.png"},
+        {"id": "one", "question": "again?", "answer": "7"},
+    ]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return data
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, ["data", *words])
+
+
+def test_every_reader_has_a_writer_and_every_format_a_target() -> None:
+    assert set(WRITERS) == set(READERS)
+    assert {row_format for _, row_format in targets().values()} == set(FORMATS)
+
+
+@pytest.mark.parametrize("target", ["jsonl", "json", "parquet", "verl", "messages", "sharegpt", "webdataset"])
+def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_path: Path, target: str) -> None:
+    words = (f"data.path={folder}", "data.max_skipped_fraction=0.5", "--split", "train")
+    result = run("convert", str(tmp_path / "out"), "--to", target, "data=jsonl", *words)
+    assert result.exit_code == 0, result.output
+    assert "rows written" in result.output and "missing_file 1" in result.output
+    before, after = read_split(folder), read_split(tmp_path / "out", "train", target)
+    assert [row.sample_id for row in after.rows] == ["none", "one", "two"]
+    for old, new in zip(before.rows, after.rows, strict=True):
+        assert (new.question, new.answer, new.solution) == (old.question, old.answer, old.solution)
+        assert new.metadata.get("label") == old.metadata.get("label") or target == "verl"
+        for picture, wanted in zip(new.images, old.images, strict=True):
+            pixels = [np.asarray(decode_image(read_image(p, LIMITS), p, LIMITS)) for p in (picture, wanted)]
+            np.testing.assert_array_equal(*pixels)
+
+
+def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:
+    out, source = tmp_path / "out", (f"data.path={folder}", "data=jsonl")
+    for words, said in (
+        ((str(out), "--to", "csv", *source), "--to csv is unknown: use one of alpaca, "),
+        ((str(folder), *source), "is there and not an empty folder"),
+        ((str(out), "--split", "train", *source), "more than data.max_skipped_fraction=0.1 of the split train"),
+        ((str(out), "--split", "valid", *source), "valid.jsonl does not exist"),
+    ):
+        result = run("convert", *words)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr.replace("\n", " ")
+
+
+def test_the_page_shows_samples_lengths_labels_and_what_is_skipped(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = run("inspect", "data=jsonl", f"data.path={folder}", "--output", str(page))
+    assert result.exit_code == 0, result.output
+    assert "5 rows, 3 checked and usable, 2 skipped" in result.output.replace("\n", " ")
+    text = page.read_text()
+    assert text.count("<article") == 3 and text.count("data:image/png;base64,") == 3
+    for shown in ("missing_file", "duplicate_id", "train.jsonl:4 (lost)", "<dt>digit</dt><dd>1</dd>", "characters"):
+        assert shown in text
+    assert "1 + 1? &lt;b&gt;&amp;amp;&lt;/b&gt;" in text and "&lt;lost&gt;" in text, "data are escaped"
+    assert "http://" not in text and "https://" not in text and "<script" not in text
+
+
+def test_a_page_is_written_where_no_row_is_usable(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "q"}\n')
+    page = tmp_path / "page.html"
+    assert run("inspect", "data=jsonl", f"data.path={tmp_path}", "--output", str(page)).exit_code == 0
+    assert "missing_answer" in page.read_text() and "nothing to draw" in page.read_text()
+
+
+def test_a_histogram_counts_every_length_once() -> None:
+    assert histogram([]) is None
+    one = histogram([5, 5, 5])
+    assert one is not None and [bar[2] for bar in one.bars] == [100.0]
+    many = histogram(list(range(100)))
+    assert many is not None and len(many.bars) == 40
+    assert sum(int(bar[3].split(": ")[1].split()[0]) for bar in many.bars) == 100

@@ -1,0 +1,165 @@
+"""Every family: ids and tensors equal its own processor's, log-probs its own forward's, padded and mixed in a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_prompts import FamilyPrompts, family_prompts
+
+from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from cluster.records.trajectory import MediaSpan, Prompt
+from configs.load import load_config
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import family_at
+from learner.policies.loading import checkpoint_names, load_model
+from learner.policies.logprobs import PLAIN
+from learner.policies.tiny import TINY, write_tiny
+from learner.policies.token import TokenPolicy
+
+CPU = torch.device("cpu")
+ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
+SHOWN = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama", "gemma3")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {}
+
+
+@pytest.fixture
+def folder(request, folders, tmp_path_factory) -> Path:
+    name = request.param
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
+    if name not in folders:
+        folders[name] = write_tiny(name, tmp_path_factory.mktemp("tiny") / name, seed=1)
+    return folders[name]
+
+
+@pytest.fixture
+def asked(folder: Path, tmp_path: Path) -> FamilyPrompts:
+    return family_prompts(folder, tmp_path)
+
+
+@pytest.fixture
+def policy(folder: Path) -> TokenPolicy:
+    model = load_model(str(folder), torch.float32, "sdpa").eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(3)
+        for parameter in model.parameters():  # so that norms and biases matter
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return TokenPolicy(model, load_config(["experiment=digits"]).learner)
+
+
+def sequences(asked: FamilyPrompts) -> list[TokenSequence]:
+    return [TokenSequence.of_response(p, ANSWER[: 1 + n]) for n, p in enumerate(prompts(asked))]
+
+
+def prompts(asked: FamilyPrompts) -> list[Prompt]:
+    return [case.prompt for case in asked.cases.values()]
+
+
+def batch(rows: list[TokenSequence]):
+    return collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+
+
+@pytest.mark.parametrize("folder", TINY, indirect=True)
+@torch.no_grad()
+def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
+    assert sum(p.numel() for p in policy.parameters()) < 3_000_000
+    found = policy(batch(sequences(asked)), PLAIN).logprobs
+    for row, (name, prompt) in enumerate(zip(asked.cases, prompts(asked), strict=True)):
+        inputs = asked.own_inputs(name)
+        assert inputs["input_ids"][0].tolist() == prompt.expanded_ids.tolist(), name
+        answer = torch.from_numpy(ANSWER[: 1 + row]).long()
+        for key, value in inputs.items():
+            if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+                tail = {"input_ids": answer, "attention_mask": torch.ones_like(answer)}.get(key, answer * 0)
+                inputs[key] = torch.cat([value, tail[None]], dim=1)
+        logits = policy.model(**inputs).logits[0, -len(answer) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+        assert expected.min() < -3
+        torch.testing.assert_close(
+            found[row, : len(answer)], expected, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("folder", SHOWN, indirect=True)
+def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
+    asked: FamilyPrompts, policy: TokenPolicy
+) -> None:
+    rows, calls = sequences(asked), []
+    core = policy.family.core(policy.model)
+    tower = next(m for name, m in core.named_children() if name in ("visual", "vision_tower", "vision_model"))
+    tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    policy(batch(rows[:1]), PLAIN).logprobs.sum().backward()
+    reached = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert all(p.grad.abs().max() == 0 for p in tower.parameters() if p.grad is not None)
+    policy.zero_grad()
+    policy(batch(rows), PLAIN).logprobs.sum().backward()
+    assert reached == {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert len(calls) == 2
+    together = {name: p.grad.clone() for name, p in policy.named_parameters() if name in reached}
+    policy.zero_grad()
+    for row in rows:
+        policy(batch([row]), PLAIN).logprobs.sum().backward()
+    for name, grad in together.items():
+        p = policy.get_parameter(name)
+        torch.testing.assert_close(grad, p.grad, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    assert max(p.grad.abs().max() for p in tower.parameters() if p.grad is not None) > 0
+
+
+@pytest.mark.parametrize("folder", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"], indirect=True)
+def test_positions_of_pictures_are_those_of_the_papers(policy: TokenPolicy) -> None:
+    """M-RoPE (arXiv:2409.12191, section 2.1): text counts on in all three; a picture of t x h x w embeddings has the
+    time, row and column of each, from where the text stopped; what follows begins behind the largest of them."""
+    placeholder = policy.family.placeholder_id(policy.model.config)
+    grid = np.array([[1, 4, 6]])  # patches; 2 x 3 embeddings
+    pixels = np.zeros((24, policy.family.blank_picture(policy.model.config, CPU)["pixel_values"].shape[1]))
+    medium = ProcessedMedia("image", {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid})
+    handle = MediaHandle("k", "image", 0, medium)
+    ids = np.array([5, 6, 7, *[placeholder] * 6, 8, 9], dtype=np.int32)
+    rows = [
+        TokenSequence(ids, 10, (handle,), (MediaSpan(3, 9),)),
+        TokenSequence(np.arange(10, 21, dtype=np.int32), 2, (), ()),
+    ]
+    shown = batch(rows)
+    types = ((shown.input_ids == placeholder) & shown.in_media).long()
+    found = policy.family.decoder_inputs(policy.family.core(policy.model), shown, types)["position_ids"]
+    expected = [
+        [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7],
+        [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7],
+        [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7],
+    ]
+    assert found[:, 0].tolist() == expected
+    assert found[:, 1].tolist() == [list(range(11))] * 3
+
+
+@pytest.mark.parametrize("folder", [name for name in SHOWN if name != "llava"], indirect=True)
+def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
+    family = family_at(str(folder))
+    names = list(checkpoint_names(policy.model).values())
+    for part, starts in family.parts.items():
+        assert any(name.startswith(starts) for name in names), (part, names[:3])
+    assert all(name.startswith(tuple(s for starts in family.parts.values() for s in starts)) for name in names)
+    placeholder = family.placeholder_id(policy.model.config)
+    assert placeholder in asked.processor.media_token_ids
+    prompt = asked.cases["several sizes"].prompt
+    assert len(prompt.media_spans) == 3
+    inside = np.zeros(prompt.num_tokens, dtype=bool)
+    for span in prompt.media_spans:
+        inside[span.start : span.end] = True
+    assert not (prompt.expanded_ids[~inside] == placeholder).any()
+
+
+@pytest.mark.parametrize("folder", ["llava-onevision"], indirect=True)
+def test_a_partitioned_newline_is_refused(asked: FamilyPrompts, policy: TokenPolicy) -> None:
+    policy.model.model.image_newline.data = torch.empty(0)  # as ZeRO-3 leaves it between forward passes
+    with pytest.raises(
+        ValueError, match=r"learner\.zero_stage=3 partitions image_newline .*zero_stage=2, or learner=fsdp2"
+    ):
+        policy(batch(sequences(asked)), PLAIN)

@@ -1,0 +1,193 @@
+"""Packed rows give what padded rows and single rows give, in values and gradients, pictures and windows included."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import picture, prompt, random_groups, tiny_config
+from tiny_text_models import write_text_policy
+from transformers import AutoTokenizer
+
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import MediaSpan
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.schema import LearnerConfig
+from learner.learner import Learner
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.loading import load_model
+from learner.policies.logprobs import Distribution
+from learner.policies.packing import split_microbatches
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.token import TokenPolicy
+from learner.policies.varlen import RowPacking
+
+CPU = torch.device("cpu")
+HOT = Distribution(0.7, (5, 9))
+VISION = "qwen2.5-vl"
+# gemma3_text has a layer with a window of 16 tokens, which is shorter than the rows.
+FAMILIES = (VISION, "gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("model")
+    return write_tiny_qwen2_5_vl(at) if request.param == VISION else write_text_policy(at, request.param)
+
+
+def config(*overrides: str) -> LearnerConfig:
+    return load_config(["experiment=digits", *overrides]).learner
+
+
+def sequences(folder: Path) -> list[TokenSequence]:
+    """Rows of very different lengths; of a vision model some have one picture, two, or one that a sibling has too."""
+    tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
+    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)], [picture(1)], []]
+    if "vl" not in json.loads((folder / "config.json").read_text())["model_type"]:
+        shown = [[]] * len(shown)
+    prompts = [prompt(tokenizer, f"p{n}", some) for n, some in enumerate(shown)]
+    sizes = (3, 1, 40, 12, 2)
+    return [TokenSequence.of_response(p, rng.integers(0, 250, n)) for p, n in zip(prompts, sizes, strict=True)]
+
+
+def scored(folder: Path, packs: bool, batches: list[list[TokenSequence]], *overrides: str):
+    """Log-probs, entropies and gradients of a mean in which each token has a weight of its own."""
+    model = load_model(str(folder), torch.float32, "sdpa").train()
+    policy = TokenPolicy(model, config(f"learner.packing={str(packs).lower()}", *overrides))
+    found, num_targets = [], sum(row.num_targets for batch in batches for row in batch)
+    for batch in batches:
+        output = policy(collate(batch, MediaReader(timeout_s=1, max_items=8), CPU), HOT, entropy_has_gradient=True)
+        loss = torch.zeros(())
+        for row, sequence in enumerate(batch):
+            logprobs, entropy = (part[row, : sequence.num_targets] for part in (output.logprobs, output.entropy))
+            weights = torch.linspace(-1, 1, len(logprobs) + 1)[1:]
+            loss = loss + ((logprobs + 0.1 * entropy) * weights).sum() / num_targets
+            found.append((logprobs.detach(), entropy.detach()))
+        loss.backward()
+    return found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def assert_equal(one, other) -> None:
+    for (logprobs, entropy), (other_logprobs, other_entropy) in zip(one[0], other[0], strict=True):
+        torch.testing.assert_close(logprobs, other_logprobs, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(entropy, other_entropy, atol=1e-6, rtol=1e-6)
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(gradient, other[1][name], atol=1e-6, rtol=0)
+
+
+def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
+    rows = sequences(folder)
+    packed, padded = scored(folder, True, [rows]), scored(folder, False, [rows])
+    assert_equal(packed, padded)
+    assert_equal(packed, scored(folder, False, [[row] for row in rows]))
+    assert_equal(packed, scored(folder, True, [rows[:2], rows[2:]]))
+    assert max(gradient.abs().max() for gradient in packed[1].values()) > 0.01
+
+
+def test_the_decoder_computes_tokens_and_no_padding(folder: Path) -> None:
+    rows = sequences(folder)
+    widths = {}
+    for packs in (False, True):
+        policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), config(f"learner.packing={packs}".lower()))
+        block = policy.model.get_decoder().layers[0]
+        block.register_forward_pre_hook(lambda _, args, packs=packs: widths.update({packs: args[0].shape[:2].numel()}))
+        with torch.no_grad():
+            policy(collate(rows, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
+    num_tokens = [row.num_tokens for row in rows]
+    assert widths == {False: len(rows) * max(num_tokens), True: sum(num_tokens)}
+
+
+def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path) -> None:
+    rows = sequences(folder)
+    model = load_model(str(folder), torch.float32, "sdpa").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = TokenPolicy(model, config("learner.packing=true"))
+    for sequence in (rows, rows[:2]):  # the bounds of the first batch are not those of the second
+        policy.zero_grad()
+        output = policy(collate(sequence, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
+        output.logprobs.sum().backward()
+    found = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), config())
+    plain(collate(rows[:2], MediaReader(timeout_s=1, max_items=8), CPU), HOT).logprobs.sum().backward()
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(found[name], p.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_decoder_that_leaves_the_bounds_out_is_refused(folder: Path) -> None:
+    model = load_model(str(folder), torch.float32, "sdpa")
+    policy = TokenPolicy(deepcopy(model), config("learner.packing=true"))
+    decoder = policy.model.get_decoder()
+    for layer in decoder.layers:
+        forward = layer.forward
+        layer.forward = lambda *args, row_bounds=None, forward=forward, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match="cannot be packed: set learner.packing=false"):
+        policy(collate(sequences(folder), MediaReader(timeout_s=1, max_items=8), CPU), HOT)
+
+
+def test_eager_attention_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.attention=eager: set policy\.attention=sdpa"):
+        load_config(["experiment=digits", "learner.packing=true", "policy.attention=eager"])
+    model = load_model(str(write_text_policy(tmp_path, "qwen2")), torch.float32, "eager")
+    with pytest.raises(ValueError, match="set policy.attention=sdpa or learner.packing=false"):
+        RowPacking(model)
+
+
+def gradients(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+    words = ("learner.max_grad_norm=1000000", *overrides)
+    learner = Learner(tiny_config(folder, *words), 0, 1, (250,))
+    learner.connect("")
+    learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
+    learner.update(random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=30), 1)
+    learner.export(folder / "out")
+    return {name: p.grad for name, p in learner._policy.named_parameters()}
+
+
+def test_no_split_into_packed_microbatches_changes_the_gradient(tmp_path: Path) -> None:
+    folder = write_tiny_qwen2_5_vl(tmp_path / "tiny")
+    padded = gradients(folder, "learner.tokens_per_microbatch=100000")
+    for tokens in (40, 150, 100_000):
+        packed = gradients(folder, "learner.packing=true", f"learner.tokens_per_microbatch={tokens}")
+        for name, gradient in padded.items():
+            torch.testing.assert_close(packed[name], gradient, atol=1e-6, rtol=0)
+    assert max(gradient.abs().max() for gradient in padded.values()) > 1e-3
+    assert "varlen" not in (folder / "out" / "config.json").read_text()
+
+
+def row(num_tokens: int, *pictures: int) -> TokenSequence:
+    """Pictures of 16 tokens each, behind one another."""
+    spans = tuple(MediaSpan(16 * n, 16 * n + 16) for n in range(len(pictures)))
+    return TokenSequence(np.zeros(num_tokens, dtype=np.int32), 1, tuple(picture(n, 8, 8) for n in pictures), spans)
+
+
+def test_packed_microbatches_hold_tokens_up_to_the_budget() -> None:
+    lengths = np.random.default_rng(1).integers(2, 60, size=37).tolist()
+    rows = [TokenSequence(np.zeros(n, dtype=np.int32), 1, (), ()) for n in lengths]
+    [plan] = split_microbatches(rows, config("learner.packing=true", "learner.tokens_per_microbatch=100"), 1)
+    sums = [sum(lengths[i] for i in batch) for batch in plan]
+    assert sorted(i for batch in plan for i in batch) == list(range(37))
+    assert max(sums) <= 100 and all(a + b > 100 for a, b in zip(sums, sums[1:], strict=False))
+
+
+def test_ranks_share_pictures_and_tokens_evenly() -> None:
+    """24 rows of 40 tokens: four have a picture of 16 tokens each, which costs 20 tokens of the decoder a token."""
+    rows = [row(40, n) if n < 4 else row(40) for n in range(24)]
+    loads = {}
+    for cost in (20, 0):
+        plan = split_microbatches(rows, config(f"learner.picture_token_cost={cost}"), 2)
+        loads[cost] = [sum(40 + 16 * 20 * (i < 4) for batch in share for i in batch) for share in plan]
+    assert abs(loads[20][0] - loads[20][1]) <= 360, "they differ by one row at most"
+    assert abs(loads[0][0] - loads[0][1]) > 360, "by tokens alone one rank has most of the pictures"
+
+
+def test_siblings_share_what_their_picture_costs() -> None:
+    """Eight rows of 40 tokens and 320 / 8 for their picture, and eight of 40: 960 in all, 480 are six of the first."""
+    rows = [row(40, 1) for _ in range(8)] + [row(40) for _ in range(8)]
+    plan = split_microbatches(rows, config("learner.picture_token_cost=20"), 2)
+    assert [sum(i < 8 for batch in share for i in batch) for share in plan] == [6, 2]

@@ -18,7 +18,6 @@ from cluster.errors import DatasetError, PromptError
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
-from  import CHAT_TEMPLATE
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 USER = {"role": "user", "content": "2 + 2?"}
@@ -153,7 +152,6 @@ def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: R
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
     own = made._chat._processor
-    own.chat_template = CHAT_TEMPLATE
     messages = []
     for turn in (*row.context, *row.endings[0].turns):
         texts = turn.text.split("<image>")
@@ -205,7 +203,7 @@ def test_texts_may_not_imitate_special_tokens(config: RunConfig, pictures: Path)
 
 def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, pictures: Path) -> None:
     made = processor(config)
-    made._chat._processor.chat_template = CHAT_TEMPLATE.replace(
+    made._chat._processor.chat_template = made._chat._processor.chat_template.replace(
         "{{- message['content'] -}}", "{{- message['content'] if loop.last else 'gone' -}}"
     ).replace("{{- part['text'] -}}", "{{- part['text'] if loop.length > 9 or message == messages[-1] else 'gone' -}}")
     row = {"messages": [USER, FOUR, USER, FOUR]}

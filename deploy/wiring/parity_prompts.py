@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from actors.datasets.jsonl import Row
+from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
 from cluster.records.trajectory import Prompt
 

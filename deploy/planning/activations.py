@@ -17,7 +17,7 @@ FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product
 PATCH_CHANNELS = 6  # three colours of two frames: a still picture is shown twice
 WINDOW_COPIES = 3  # of the vision attention's width: queries, keys and values together, and the windows' outputs
-HEAD_COPIES = 4  # float32 tensors as large as the logits: scaled logits, log-probs, and two for the entropy
+HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-probs, and one for the entropy
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,12 @@ def step_rows(config: RunConfig) -> int:
 def checkpointing(config: RunConfig) -> str:
     """What the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
     `blocks_offloaded` keeps it in host memory.
-
-    The only place that reads the key.
     """
     return config.learner.activation_checkpointing
 
 
 def logprob_rows(config: RunConfig, targets: int) -> int:
-    """Targets whose logits exist at one time. The only place that bounds them."""
+    """Targets whose logits exist at one time; the backward pass computes those of a chunk again."""
     return min(targets, config.learner.logprob_chunk_tokens)
 
 

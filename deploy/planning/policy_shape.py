@@ -6,6 +6,7 @@ from cluster.errors import PreflightError
 from configs.groups import MISSING
 from configs.schema import RunConfig
 from learner.policies.shapes import ModelShape, has_config, shape_of, tiny_shape
+from learner.policies.tiny import TINY
 
 
 def policy_shape(config: RunConfig) -> ModelShape | None:
@@ -18,7 +19,9 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
     if source == MISSING:
         return None
     if config.policy.tiny != "none" and not has_config(source):
-        return tiny_shape(tie_word_embeddings=config.policy.tiny_tied_embeddings)
+        if config.policy.tiny not in TINY:
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
+        return tiny_shape(config.policy.tiny, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     try:
         return shape_of(source)
     except (ValueError, OSError, KeyError) as error:

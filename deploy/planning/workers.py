@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
-from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
+from cluster.weight_sync.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from configs.schema import RunConfig, SamplerKind
 from deploy.planning.activations import (
     FLOAT32,
@@ -80,9 +80,12 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
     """What the optimizer holds: adapters, or every weight that `policy.freeze` does not name."""
+    starts = shape.starts(config.policy.freeze)
+    free = [spec for spec in shape.manifest.tensors if not spec.name.startswith(starts)]
     if config.policy.lora.is_on:
-        return list(adapter_manifest(shape.manifest, config.policy).tensors)
-    return [spec for spec in shape.manifest.tensors if not spec.name.startswith(config.policy.freeze)]
+        unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
+        return list(adapter_manifest(Manifest(tuple(free)), unfrozen).tensors)
+    return free
 
 
 def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:

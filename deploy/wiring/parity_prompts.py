@@ -39,7 +39,7 @@ def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dic
         if len(shown) > (most if processor.takes_pictures else 0):
             continue
         row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
-        pictures = tuple(Image.open(path).convert("RGB") for path in row.images)
+        pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
     return found
 

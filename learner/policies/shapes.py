@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import (
@@ -17,8 +19,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
+from learner.policies.families import family_of
 from learner.policies.loading import checkpoint_names, takes_pictures
-from learner.policies.tiny import build_config, build_tokenizer
+from learner.policies.tiny import write_tiny
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class ModelShape:
     largest_block: int  # parameters of the largest block
     num_in_blocks: int  # parameters that belong to some block
     pixels_per_patch: int  # 0 without a vision tower
+    parts: Mapping[str, tuple[str, ...]]  # parts of the family -> beginnings of checkpoint names
+
+    def starts(self, freeze: tuple[str, ...]) -> tuple[str, ...]:
+        """`policy.freeze` as beginnings of checkpoint names."""
+        return tuple(start for entry in freeze for start in self.parts.get(entry, (entry,)))
 
     @property
     def num_parameters(self) -> int:
@@ -75,9 +83,10 @@ def shape_of(source: str) -> ModelShape:
     return shape_of_config(AutoConfig.from_pretrained(source))
 
 
-def tiny_shape(*, tie_word_embeddings: bool) -> ModelShape:
-    """The shape of the model that `policy.tiny` writes."""
-    return shape_of_config(build_config(build_tokenizer(), tie_word_embeddings=tie_word_embeddings))
+def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
+    """The shape of the model that `policy.tiny` writes, of a copy that is removed again."""
+    with TemporaryDirectory(prefix="mobula-tiny-") as folder:
+        return shape_of(str(write_tiny(name, Path(folder), tie_word_embeddings=tie_word_embeddings)))
 
 
 def has_config(source: str) -> bool:
@@ -100,7 +109,8 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
-        pixels_per_patch=0 if vision is None else vision.patch_size**2,
+        parts=family_of(config).parts,
+        pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),
     )
 
 
@@ -123,7 +133,7 @@ def _tower(text: PretrainedConfig) -> TowerShape:
 
 def _vision_tower(vision: PretrainedConfig) -> TowerShape:
     """Configurations of vision towers have no common names: the first one that is there."""
-    hidden = _first(vision, "embed_dim", "hidden_size")  # Qwen2-VL calls its output width hidden_size
+    hidden = _first(vision, "embed_dim", "hidden_size")  # some call their output width hidden_size
     heads = _first(vision, "num_heads", "num_attention_heads")
     ratio = getattr(vision, "mlp_ratio", None)
     intermediate = int(hidden * ratio) if ratio else vision.intermediate_size
@@ -135,6 +145,10 @@ def _vision_tower(vision: PretrainedConfig) -> TowerShape:
         num_kv_heads=heads,
         head_dim=hidden // heads,
     )
+
+
+def _pixels(patch_size: int | list[int]) -> int:
+    return patch_size**2 if isinstance(patch_size, int) else prod(patch_size)
 
 
 def _first(config: PretrainedConfig, *names: str) -> int:

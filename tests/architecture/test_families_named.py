@@ -7,7 +7,7 @@ import re
 import pytest
 from sources import Source, parse, sources
 
-NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama|mistral", re.IGNORECASE)
+NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
 HOME = ("learner/policies/families/", "learner/policies/tiny/")
 # Names of another program's models, which it wants on its command line.
 FOREIGN = ("deploy/tools/lmms_eval.py", "deploy/cli/lmms_eval_command.py")

@@ -81,9 +81,10 @@ class ParquetTable:
         return block, place - (int(self._ends[block - 1]) if block else 0)
 
     def _load(self, block: int) -> tuple[pa.Table, int]:
+        """A row group, and its size as `blocks` has it: the blocks that are shuffled together stay in memory together,
+        even where a dictionary made them smaller in the file."""
         file, group, _, _ = self._groups[block]
-        table = self._files[file].read_row_group(group, use_threads=False)
-        return table, table.nbytes
+        return self._files[file].read_row_group(group, use_threads=False), int(self.blocks[block, 1])
 
 
 def _copied(path: Path, file: pq.ParquetFile, cache: Path) -> ArrowFile:

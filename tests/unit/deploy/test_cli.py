@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.errors import DatasetError, DeadlineError
+from cluster.roles import ReplayStats
 from cluster.workers.status import InFlightSummary, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
 from configs.errors import ConfigError
 from configs.load import dump_config, load_config, load_resolved
@@ -308,7 +309,7 @@ STATUS = RunStatus(
     Progress(3, "update", 1.5),
     10,
     InFlightSummary(0, None, 0.0),
-    None,
+    ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id=None),
     (WorkerStatus("reward/0", WorkerState.SERVING, None, 2, 0),),
     0,
     1,

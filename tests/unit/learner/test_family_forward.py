@@ -72,6 +72,8 @@ def batch(rows: list[TokenSequence]):
 def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyPrompts, policy: TokenPolicy) -> None:
     assert sum(p.numel() for p in policy.parameters()) < 3_000_000
     found = policy(batch(sequences(asked)), PLAIN).logprobs
+    plain = load_model(str(folder), torch.float32, "sdpa").eval()  # the policy's output layer gives log-probs
+    plain.load_state_dict(policy.model.state_dict())
     for row, (name, prompt) in enumerate(zip(asked.cases, prompts(asked), strict=True)):
         inputs = asked.own_inputs(name)
         assert inputs["input_ids"][0].tolist() == prompt.expanded_ids.tolist(), name
@@ -80,7 +82,7 @@ def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyProm
             if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
                 tail = {"input_ids": answer, "attention_mask": torch.ones_like(answer)}.get(key, answer * 0)
                 inputs[key] = torch.cat([value, tail[None]], dim=1)
-        logits = policy.model(**inputs).logits[0, -len(answer) - 1 : -1]
+        logits = plain(**inputs).logits[0, -len(answer) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
         assert expected.min() < -3
         torch.testing.assert_close(

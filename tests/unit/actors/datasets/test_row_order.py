@@ -69,8 +69,8 @@ def test_epochs_and_seeds_have_windows_of_their_own() -> None:
 
 
 def write_parquet(folder: Path, num: int, group: int) -> None:
-    rows = [{"id": str(n), "question": f"{n} " + "x" * 50, "answer": str(n)} for n in range(num)]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=group, use_dictionary=False)
+    rows = [{"id": str(n), "question": "x" * 500, "answer": str(n)} for n in range(num)]  # small as a dictionary
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=group)
 
 
 def test_parquet_rows_are_shuffled_over_all_row_groups_and_each_group_is_read_once_an_epoch(

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
 from learner.policies.logprobs import Distribution, token_logprobs
 from learner.policies.shapes import ModelShape, shape_of_config
-from learner.policies.tiny import build_config, build_tokenizer
+from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 
 TOLERANCE = 0.15
 TOKENS = 256
@@ -46,7 +46,7 @@ def config(dtype: str, *words: str) -> RunConfig:
 
 
 def vision_model() -> Qwen2_5_VLForConditionalGeneration:
-    found = build_config(build_tokenizer(), tie_word_embeddings=False)
+    found = build_config(build_processor().tokenizer, tie_word_embeddings=False)
     text, vision = found.text_config, found.vision_config
     text.hidden_size, text.intermediate_size, text.num_attention_heads = 128, 384, 4
     vision.hidden_size, vision.intermediate_size, vision.num_heads, vision.depth = 128, 384, 4, 6
@@ -101,7 +101,7 @@ def test_blocks_of_the_vision_tower_keep_what_is_estimated(dtype: str) -> None:
 def test_log_probs_take_what_is_estimated_at_their_peak() -> None:
     """Bytes allocated by one call, counted operation by operation with the profiler."""
     rows, vocab = 128, 2048
-    shape = ModelShape("x", shape_of_config(text_model().config).manifest, shape_text(), None, vocab, 1, 1, 0)
+    shape = ModelShape("x", shape_of_config(text_model().config).manifest, shape_text(), None, vocab, 1, 1, 0, {})
     hidden, head = torch.randn(rows, 64), torch.randn(vocab, 64, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)
 

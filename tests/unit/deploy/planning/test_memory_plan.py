@@ -86,7 +86,7 @@ def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
 
 
 def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
-    found, nodes = config("resources=eight_gpu_split"), described_nodes("1x8x80GB")
+    found, nodes = config("resources=eight_gpu_split"), described_nodes("1x8x76GB")
     plan = plan_memory(found, shape_7b(), nodes)
     with pytest.raises(PreflightError) as caught:
         refuse_shortfalls(found, shape_7b(), nodes, plan)

@@ -60,7 +60,7 @@ def test_every_preset_is_in_the_table() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_fits_its_cluster_and_puts_no_two_of_a_role_on_one_gpu(preset: str) -> None:
     cluster, workers, words = PRESETS[preset]
-    shape = shape_7b() if words is not None else tiny_shape(tie_word_embeddings=False)
+    shape = shape_7b() if words is not None else tiny_shape("qwen2.5-vl", tie_word_embeddings=False)
     nodes = described_nodes(cluster)
     plan = plan_memory(config(preset, *(words or [])), shape, nodes)
     assert {role: len(plan.placement.of_role(role)) for role in workers} == workers

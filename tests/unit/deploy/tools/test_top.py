@@ -9,18 +9,20 @@ import pytest
 from rich.console import Console
 
 from cluster.errors import PreflightError, RunOverError
+from cluster.roles import ReplayStats
 from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 from deploy.run.run_client import RunAddress
 from deploy.tools.status_view import duration
 from deploy.tools.top import follow, show_top
 
+REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
 RUN = RunAddress("digits", "127.0.0.1:1", "digits")
 
 
 def status(step: int, phase: str) -> RunStatus:
     workers = (WorkerStatus("rollout/0", WorkerState.SERVING, step - 1, 2, 0),)
     progress = Progress(step, phase, 1.5, step_s=30.0, tokens_per_s=1234.0)
-    return RunStatus("digits", progress, 30, InFlightSummary(0, None, 0.0), None, workers, 0, 1, 1000.0)
+    return RunStatus("digits", progress, 30, InFlightSummary(0, None, 0.0), REPLAY, workers, 0, 1, 1000.0)
 
 
 def run_of(*found: RunStatus) -> Iterator[RunStatus]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.records.trajectory import ScoredGroup
-from cluster.roles import Learner, Reference, Replay, ReplayStats, UpdateReport, Weights
+from cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
 
 
 class RunCheckpoints(Protocol):
@@ -49,6 +49,16 @@ class GroupProducer(Protocol):
     def streaming(self) -> AbstractAsyncContextManager[None]: ...
 
 
+class GroupQueue(Protocol):
+    """Where a step's groups come from: the replay buffer, or the rows of an offline job."""
+
+    async def take(self, num_groups: int) -> list[ScoredGroup]: ...
+
+    async def release(self, groups: Sequence[ScoredGroup]) -> None: ...
+
+    async def stats(self) -> ReplayStats: ...
+
+
 class StepScope(Protocol):
     """The measurements of one step."""
 
@@ -77,7 +87,7 @@ class Controller:
     weights: Weights
     supervisor: RoleSupervisor
     rollouts: GroupProducer
-    replay: Replay
+    replay: GroupQueue
     reference: Reference
     learner: Learner
     evaluator: HeldOutEvaluator

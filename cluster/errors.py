@@ -25,6 +25,7 @@
     │   └── CanaryError         after a push the engine does not equal the learner
     ├── CheckpointError         a checkpoint cannot be written or is not complete
     ├── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
+    ├── NothingTrainedError     every optimizer step of a run was skipped
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
@@ -156,6 +157,10 @@ class CanaryError(WeightSyncError):
 
 class CheckpointError(MobulaError):
     """A checkpoint cannot be written, or is not complete."""
+
+
+class NothingTrainedError(MobulaError):
+    """Every optimizer step of a run was skipped."""
 
 
 class RunOverError(MobulaError):

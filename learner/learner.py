@@ -40,9 +40,10 @@ from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.optim.average import NullAverage, WeightAverage
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, load_policy_model, recompute_blocks, save_policy
+from learner.policies.loading import DTYPES, recompute_blocks, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import PolicyOutput, TokenPolicy
+from learner.policies.token import PolicyOutput
+from learner.policies.trained import as_policy, load_trained_model
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.residence import Residence
@@ -86,7 +87,7 @@ class Learner:
         """Load the policy, meet the other ranks and share it out among them."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
-        model = load_policy_model(self._config.policy, torch.float32)
+        model = load_trained_model(self._config)
         model.train()
         recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._outgoing = PolicyWeights(model, self._config)
@@ -99,7 +100,7 @@ class Learner:
                 timeout_s=self._config.timeouts.update_s,
             )
         self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
-        self._policy = self._backend.wrap(TokenPolicy(model, self._config.learner))
+        self._policy = self._backend.wrap(as_policy(model, self._config))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         scoring = ScoringPass(self._backend, self._step, lambda rows: self._forward(rows)[0])
@@ -137,7 +138,7 @@ class Learner:
             for epoch in epochs(items, algorithm.num_epochs, order)
             for part in minibatches(epoch, algorithm.num_minibatches)
         ]
-        values = self._critic.train(parts, version)
+        values, num_parts = self._critic.train(parts, version), len(parts)
         parts = [] if is_alone else parts
         meter = Meter()
         losses = [self._loss(part, meter, is_first=n == 0) for n, part in enumerate(parts)]
@@ -147,8 +148,10 @@ class Learner:
         if "kl" in metrics:
             self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
         planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
-        skipped = float(planned - sum(math.isfinite(norm) for norm in grad_norms))
-        report = {**credited.metrics, **metrics, **values, "learning_rate": rate, "skipped": skipped}
+        taken = sum(map(math.isfinite, grad_norms))
+        num_critic = num_parts - values["critic_skipped"] if values else 0.0
+        counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
+        report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:

@@ -90,6 +90,12 @@ class LearnerGroup:
         self.version = report.version
         return report
 
+    async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """The metrics of an offline job on these rows."""
+        shared = self._put(groups)
+        calls = [w.assess.remote(shared) for w in self._workers]
+        return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
+
     async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
         shared = self._put(examples)
         calls = [w.supervised_step.remote(shared) for w in self._workers]

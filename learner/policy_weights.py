@@ -16,9 +16,9 @@ from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
-from learner.policies.loading import checkpoint_names, load_policy_model, save_policy
+from learner.policies.loading import checkpoint_names, save_policy
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from learner.policies.token import TokenPolicy
+from learner.policies.trained import as_policy, load_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -82,10 +82,10 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     Raises:
         CheckpointError: there is no complete state in `state`, or no average in it.
     """
-    model = load_policy_model(config.policy, torch.float32)
+    model = load_trained_model(config)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    policy = backend.wrap(TokenPolicy(model, config.learner))
+    policy = backend.wrap(as_policy(model, config))
     load_weights(state, policy)
     if average:
         trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}

@@ -95,8 +95,7 @@ class ChatProcessor:
             PromptError: the prompt is too long, has too many pictures, or its text imitates special tokens.
         """
         self._check_row(row)
-        contents = [read_image(path, self._limits) for path in row.images]
-        sizes = [measure_image(content, path, self._limits) for content, path in zip(contents, row.images, strict=True)]
+        contents, sizes = self.read_pictures(row.images)
         layout = self._lay_out(row, sizes)
         return Prompt(
             prompt_id=prompt_id,
@@ -104,7 +103,7 @@ class ChatProcessor:
             text=layout.text,
             compact_ids=layout.compact_ids,
             expanded_ids=layout.expanded_ids,
-            media=tuple(self._store(content, path) for content, path in zip(contents, row.images, strict=True)),
+            media=tuple(self.store_picture(content, path) for content, path in zip(contents, row.images, strict=True)),
             media_spans=layout.spans,
             references=row.references,
             metadata=row.metadata,
@@ -117,7 +116,7 @@ class ChatProcessor:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
         self._check_row(row)
-        layout = self._lay_out(row, [check_image(path, self._limits) for path in row.images])
+        layout = self._lay_out(row, self.picture_sizes(row.images))
         return int(layout.expanded_ids.shape[0])
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -130,34 +129,85 @@ class ChatProcessor:
         Raises:
             PromptError: the text imitates special tokens.
         """
-        self._refuse_special_tokens(text)
+        self.refuse_special_tokens(text)
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
         return np.array([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
 
-    def _check_row(self, row: Row) -> None:
-        if row.images and not self.takes_pictures:
+    def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
+        """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next."""
+        # Templates of text-only models know no parts.
+        messages = [{"role": r, "content": _content(text) if self.takes_pictures else text} for r, text in turns]
+        return self._processor.apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
+
+    def tokenize(self, text: str) -> np.ndarray:
+        """int32 [T]: the ids of rendered text, one placeholder a picture."""
+        return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
+        """Text and id of the token at the start of `rendered` that ends a response; None if there is none."""
+        found = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
+        return next(((text, i) for text, i in found if rendered.startswith(text)), None)
+
+    def check_pictures(self, images: Sequence[Picture], name: str) -> None:
+        """Whether the model takes pictures, and so many; `name` is that of the row.
+
+        Raises:
+            PromptError: it does not.
+        """
+        if images and not self.takes_pictures:
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} pictures, and {self._family.without_pictures}: "
+                f"{name} has {len(images)} pictures, and {self._family.without_pictures}: "
                 "remove the row, or choose a vision-language model"
             )
-        if len(row.images) > self._max_images:
+        if len(images) > self._max_images:
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} pictures, sampler.max_images_per_prompt is {self._max_images}: "
+                f"{name} has {len(images)} pictures, sampler.max_images_per_prompt is {self._max_images}: "
                 "raise it or remove the row"
             )
-        self._refuse_special_tokens(row.solution)  # supervised steps encode it
 
-    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
-        """The row's tokens, given its pictures' (width, height)."""
-        text, compact_ids = self._encode(row.history, row.question)
-        expansions = [self._expanded(size, path) for size, path in zip(sizes, row.images, strict=True)]
+    def picture_sizes(self, images: Sequence[Picture]) -> list[tuple[int, int]]:
+        """(width, height) of each file, from its header.
+
+        Raises:
+            MediaError: a file cannot be used.
+        """
+        return [check_image(path, self._limits) for path in images]
+
+    def read_pictures(self, images: Sequence[Picture]) -> tuple[list[bytes], list[tuple[int, int]]]:
+        """Content and (width, height) of each file.
+
+        Raises:
+            MediaError: a file cannot be used.
+        """
+        contents = [read_image(path, self._limits) for path in images]
+        return contents, [measure_image(c, path, self._limits) for c, path in zip(contents, images, strict=True)]
+
+    def expansions(
+        self, compact_ids: np.ndarray, images: Sequence[Picture], sizes: Sequence[tuple[int, int]], name: str
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Where the placeholders stand in `compact_ids`, and the ids that each picture becomes.
+
+        Raises:
+            PromptError: there is not one placeholder a picture.
+        """
+        expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
         image_token = self._processor.image_token_id if self.takes_pictures else None
         places = np.flatnonzero(compact_ids == image_token)
         if len(places) != len(expansions):
             raise PromptError(
-                f"{row.sample_id} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "
+                f"{name} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "
                 f"write one {IMAGE_PLACEHOLDER} a picture into the question"
             )
+        return places, expansions
+
+    def _check_row(self, row: Row) -> None:
+        self.check_pictures(row.images, row.sample_id)
+        self.refuse_special_tokens(row.solution)  # supervised steps encode it
+
+    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
+        """The row's tokens, given its pictures' (width, height)."""
+        text, compact_ids = self._encode(row.history, row.question)
+        places, expansions = self.expansions(compact_ids, row.images, sizes, row.sample_id)
         expanded_ids, spans = expand(compact_ids, places, expansions)
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
@@ -171,13 +221,11 @@ class ChatProcessor:
         turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
         for _, turn_text in turns:
             for part in turn_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
-                self._refuse_special_tokens(part)
+                self.refuse_special_tokens(part)
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
-        # Templates of text-only models know no parts.
-        messages = [{"role": r, "content": _content(text) if self.takes_pictures else text} for r, text in turns]
-        text = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+        text = self.render(turns, is_open=True)
+        ids = self.tokenize(text)
         ids.flags.writeable = False  # shared by all prompts of this question
         return text, ids
 
@@ -189,7 +237,8 @@ class ChatProcessor:
             width, height = size
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
 
-    def _store(self, content: bytes, path: Picture) -> MediaHandle:
+    def store_picture(self, content: bytes, path: Picture) -> MediaHandle:
+        """Where the processed picture is; equal files are processed once."""
         key = content_key(content, self.fingerprint)
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
@@ -202,7 +251,8 @@ class ChatProcessor:
             file=content if self._keep_files else b"",
         )
 
-    def _refuse_special_tokens(self, text: str) -> None:
+    def refuse_special_tokens(self, text: str) -> None:
+        """Raises: PromptError: the text holds what only the chat template may write."""
         found = self._special.search(text)
         if found:
             raise PromptError(

@@ -25,6 +25,13 @@ class MetricName(StrEnum):
     GRAD_NORM = "grad_norm"
     CLIP_FRACTION = "clip_fraction"
     LEARNING_RATE = "learning_rate"
+    CHOSEN_REWARD = "chosen_reward"
+    REJECTED_REWARD = "rejected_reward"
+    MARGIN = "margin"
+    TOKEN_ACCURACY = "token_accuracy"
+    HELD_OUT_LOSS = "held_out_loss"
+    HELD_OUT_MARGIN = "held_out_margin"
+    OPTIMIZER_STEPS = "optimizer_steps"
     VALUE_LOSS = "value_loss"
     EXPLAINED_VARIANCE = "explained_variance"
     VALUE_CLIP_FRACTION = "value_clip_fraction"
@@ -126,6 +133,15 @@ METRICS: Mapping[str, Metric] = {
     MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
     MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
     MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
+    MetricName.CHOSEN_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of chosen answers"),
+    MetricName.REJECTED_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of rejected answers"),
+    MetricName.MARGIN: Metric("", "Mean of chosen less rejected reward over the pairs of one step"),
+    MetricName.TOKEN_ACCURACY: Metric("", "Share of trained tokens that are the likeliest ones (sft)"),
+    MetricName.HELD_OUT_LOSS: Metric("", "Loss of an offline job on held-out rows, when they were assessed last"),
+    MetricName.HELD_OUT_MARGIN: Metric("", "Margin on held-out pairs, when they were assessed last"),
+    MetricName.OPTIMIZER_STEPS: Metric(
+        "", "Optimizer steps of policy and critic that were taken in one step and not skipped"
+    ),
     MetricName.VALUE_LOSS: Metric("", "Loss of the critic"),
     MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic predicted"),
     MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens whose value was clipped"),

@@ -43,6 +43,7 @@ class Summary:
     accuracy_after: float | None
     seed: int
     num_steps: int
+    optimizer_steps: int
     samples_per_s: float | None
     tokens_per_s: float | None
     seconds: Mapping[str, float]
@@ -78,6 +79,7 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         accuracy_after=evaluations[-1].accuracy if len(evaluations) > 1 else None,
         seed=facts.seed,
         num_steps=totals.num_steps,
+        optimizer_steps=totals.optimizer_steps,
         samples_per_s=totals.samples_per_s,
         tokens_per_s=totals.tokens_per_s,
         seconds=dict(totals.seconds),

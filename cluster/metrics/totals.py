@@ -20,6 +20,7 @@ class RunTotals:
         self.version = 0  # that the newest step made
         self.num_samples = 0
         self.num_tokens = 0
+        self.optimizer_steps = 0
         self.over_age_tokens = 0
         self.media_bytes_referenced = 0
         self.seconds: Counter[str] = Counter()
@@ -35,6 +36,8 @@ class RunTotals:
         self.version = record.step
         self.num_samples += round(values[MetricName.NUM_SAMPLES])
         self.num_tokens += round(values[MetricName.NUM_TOKENS])
+        if MetricName.OPTIMIZER_STEPS in values:
+            self.optimizer_steps += round(values[MetricName.OPTIMIZER_STEPS])
         if MetricName.OVER_AGE_TOKENS in values:
             self.over_age_tokens += round(values[MetricName.OVER_AGE_TOKENS])
         if MetricName.MEDIA_BYTES_REFERENCED in values:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,8 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
         ...
 
     async def export(self, folder: Path) -> None: ...
+
+    async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]: ...
 
 
 class RestartableLearner:
@@ -87,6 +89,10 @@ class RestartableLearner:
         self._furthest = report.version
         self._trained.append((report.version, groups))
         return report
+
+    async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+        """The metrics of an offline job on these rows."""
+        return await self._restartable.outliving(lambda: self._ranks.assess(groups))
 
     async def offload(self, part: str) -> None:
         await self._restartable.outliving(lambda: self._ranks.offload(part))

@@ -31,4 +31,5 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "learner.backend": config.learner.backend,
         "resources.dtype": config.resources.dtype,
         **({"algorithm.distillation.teacher": teacher} if teacher else {}),
+        **({"offline.job": config.offline.job} if config.offline.is_on else {}),
     }

@@ -93,8 +93,10 @@ class PlanRow:
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
     """The roles that this run starts: no reference without a KL term or a teacher, no shared reward workers without a
-    component."""
+    component, and for an offline job no others than learner and reference."""
     idle = set() if config.needs_reference else {"reference"}
+    if config.offline.is_on:
+        return tuple(role for role in ("learner", "reference") if role not in idle)
     idle |= set() if SHARED_SERVICE in config.rewards.services else {SHARED_SERVICE}
     return tuple(role for role in config.resources.roles if role not in idle)
 

@@ -3,6 +3,7 @@
 from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.data import DataConfig, DataKind
 from configs.schema.learner import LearnerConfig, WarmStartConfig
+from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
 from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
 from configs.schema.rollout import (
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointConfig",
     "ConcurrencyConfig",
     "CriticConfig",
+    "DPOConfig",
     "DataConfig",
     "DataKind",
     "EvaluationConfig",
@@ -37,6 +39,7 @@ __all__ = [
     "LearnerConfig",
     "LoRAConfig",
     "MetricsConfig",
+    "OfflineConfig",
     "OverAgeConfig",
     "PolicyConfig",
     "Recipe",
@@ -44,6 +47,7 @@ __all__ = [
     "ResourcesConfig",
     "Resume",
     "RewardComponent",
+    "RewardModelConfig",
     "RewardPoolConfig",
     "RewardsConfig",
     "RunConfig",

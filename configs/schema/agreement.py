@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.data import WRITTEN, DataKind
+from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
 
@@ -26,7 +27,7 @@ MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one promp
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
     """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
-    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES))
+    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES))
     return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
 
 
@@ -243,6 +244,11 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
         return (
             f"algorithm.distillation.teacher={config.algorithm.distillation.teacher} is served by reference scorers "
             "but resources.reference.num_workers=0: set resources.reference.num_workers=1, or leave the teacher out"
+        )
+    if config.offline.job == "dpo":
+        return (
+            "offline.job=dpo compares with the initial policy, which reference scorers serve, but "
+            "resources.reference.num_workers=0: set resources.reference.num_workers=1"
         )
     return (
         f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "

@@ -13,6 +13,7 @@ from configs.schema.base import NOT_EMPTY, Section
 
 class DataKind(StrEnum):
     JSONL = "jsonl"
+    CHAT = "chat"
     JSON = "json"
     PARQUET = "parquet"
     HUGGINGFACE = "huggingface"
@@ -31,7 +32,8 @@ class SourceConfig(Section):
     """Where rows are read from, and what their columns are called."""
 
     kind: DataKind
-    """The reader: how records lie in files. The digit tasks write theirs first if their folder is missing."""
+    """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks write theirs first if
+    their folder is missing."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]

@@ -13,6 +13,7 @@ from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.data import DataConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
+from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
 from configs.schema.rollout import PolicyConfig, SamplerConfig
@@ -208,7 +209,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, le=4294967295)]
     """Seeds data order, sampling and initialisation."""
     num_steps: PositiveInt
-    """RL steps: weight versions after the initial one."""
+    """Steps of RL or of the offline job: weight versions after the initial one."""
     resume: Resume
     """`auto` goes on from the newest complete checkpoint of this run; `never` refuses a folder that holds one."""
     max_rollout_retries: NonNegativeInt
@@ -227,6 +228,8 @@ class RunConfig(Section):
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig
     """Supervised steps before RL."""
+    offline: OfflineConfig
+    """Training on rows of a data set in place of rollouts."""
     resources: ResourcesConfig
     """Where the run fits."""
     weight_sync: WeightSyncConfig
@@ -253,7 +256,7 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on
+        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on or self.offline.job == "dpo"
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

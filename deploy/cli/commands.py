@@ -80,7 +80,7 @@ def main() -> None:
 
 @app.command()
 def train(overrides: Overrides = None) -> None:
-    """Train: warm start, evaluation, RL, evaluation, report."""
+    """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
     from configs.load import load_config
 
     with explained():
@@ -88,6 +88,24 @@ def train(overrides: Overrides = None) -> None:
         from deploy.run import runtime
 
         raise typer.Exit(runtime.train(config))
+
+
+@app.command()
+def sft(overrides: Overrides = None) -> None:
+    """Fine-tune on the assistant's turns of conversations: train with experiment=sft."""
+    train(["experiment=sft", *(overrides or [])])
+
+
+@app.command()
+def reward_model(overrides: Overrides = None) -> None:
+    """Train a reward model on pairs or scored answers: train with experiment=reward_model."""
+    train(["experiment=reward_model", *(overrides or [])])
+
+
+@app.command()
+def dpo(overrides: Overrides = None) -> None:
+    """Direct preference optimisation on pairs of answers: train with experiment=dpo."""
+    train(["experiment=dpo", *(overrides or [])])
 
 
 @app.command()

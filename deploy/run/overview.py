@@ -50,6 +50,9 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"
     yield "trained", _trained(config, parameters)
     yield "data", _data(prepared)
+    if config.offline.is_on:
+        yield from _offline_topics(prepared, plan)
+        return
     yield (
         "algorithm",
         f"{algorithm.advantage}, {algorithm.prompts_per_step} prompts x {algorithm.samples_per_prompt} responses a "
@@ -71,6 +74,27 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
     yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
     yield "rewards", ", ".join(f"{part.name} x {part.weight:g}" for part in config.rewards.components)
+    yield "roles", _roles(config, plan)
+
+
+def _offline_topics(prepared: Prepared, plan: PlacementPlan) -> Iterator[tuple[str, str]]:
+    config = prepared.config
+    offline, learner = config.offline, config.learner
+    parameters = {
+        "sft": "cross-entropy of the assistant's tokens",
+        "reward_model": offline.reward_model.loss,
+        "dpo": f"{offline.dpo.loss}, beta {offline.dpo.beta:g}, label smoothing {offline.dpo.label_smoothing:g}",
+    }
+    yield "job", f"{offline.job} ({parameters[offline.job]}), {offline.batch_size} rows a step"
+    yield (
+        "learning rate",
+        f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps",
+    )
+    longest = max(split.longest_prompt_tokens for split in prepared.splits.values())
+    yield "lengths", f"rows up to {offline.max_tokens:,} tokens (longest here {longest:,})"
+    every = _every(config.evaluation.interval_steps, "before and after training")
+    yield "evaluation", f"{config.evaluation.num_prompts} rows of {config.evaluation.split}, {every}"
+    yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
     yield "roles", _roles(config, plan)
 
 
@@ -123,8 +147,9 @@ def _roles(config: RunConfig, plan: PlacementPlan) -> str:
     resources = config.resources
     counts = dict.fromkeys(worker.role for worker in plan.workers)
     roles = ", ".join(f"{role} {len(plan.of_role(role))}" for role in counts)
-    backend, engine = config.learner.backend, config.sampler.kind.value
-    return f"{roles}; resources={resources.preset} ({resources.device}, {resources.dtype}), {engine}, {backend}"
+    engine = "no engine" if config.offline.is_on else config.sampler.kind.value
+    compute = f"{resources.device}, {resources.dtype}"
+    return f"{roles}; resources={resources.preset} ({compute}), {engine}, {config.learner.backend}"
 
 
 def _count(manifest: Manifest) -> int:

@@ -21,7 +21,7 @@ import ray
 from rich.console import Console
 
 from actors.datasets.rows import count_by_reason
-from cluster.errors import PreflightError
+from cluster.errors import NothingTrainedError, PreflightError
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
@@ -33,6 +33,7 @@ from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_
 from cluster.recovery.checkpoints import find_resumable
 from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationResult
+from cluster.rollout.in_flight import InFlightRequests
 from cluster.runtime.concurrency import run_all
 from cluster.runtime.gc_tuning import tune_gc
 from cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
@@ -48,7 +49,6 @@ from deploy.run.overview import overview
 from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
-    Training,
     build_controller,
     scalable_roles,
     spawn_inference,
@@ -56,6 +56,7 @@ from deploy.wiring.build import (
 )
 from deploy.wiring.evaluation import build_evaluator
 from deploy.wiring.observers import build_metrics
+from deploy.wiring.offline import build_offline_controller, spawn_offline
 from deploy.wiring.persistence import reached_version
 from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
 from deploy.wiring.scaling import control_loop
@@ -72,12 +73,18 @@ def train(config: RunConfig) -> int:
     console = terminal()
     summary = run_training(config, console)
     before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
-    start = "after the warm start" if config.warm_start.num_steps else "before RL"
+    what = "training" if config.offline.is_on else "RL"
+    start = "after the warm start" if config.warm_start.num_steps else f"before {what}"
     console.print(
-        f"held-out accuracy {before} {start}, {after} after RL; report: {config.run_folder / REPORT_FILE}",
+        f"held-out accuracy {before} {start}, {after} after {what}; report: {config.run_folder / REPORT_FILE}",
         markup=False,
         soft_wrap=True,
     )
+    if summary.optimizer_steps == 0:
+        raise NothingTrainedError(
+            f"{summary.num_steps} steps ran and every one of their optimizer steps was skipped, so the weights are as "
+            "they were: look for gradients that are not finite (grad_norm) and for rows without a trained token"
+        )
     return 0
 
 
@@ -213,6 +220,25 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
 
 
 async def _train(cluster: _Cluster, metrics: Metrics) -> None:
+    """RL on rollouts, or an offline job on rows."""
+    await (_train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts)(cluster, metrics)
+
+
+async def _train_on_rows(cluster: _Cluster, metrics: Metrics) -> None:
+    async with cluster.spawner() as spawner:
+        on_lost = partial(metrics.count, CounterName.RESTARTS)
+        on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
+        config, training = cluster.prepared.config, spawn_offline(cluster.prepared, spawner, on_lost, on_rescore)
+        in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
+        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics)
+        async with control.running():
+            await _started(training.ranks.start())
+            controller = build_offline_controller(cluster.prepared, training, metrics)
+            tune_gc()
+            await controller.run()
+
+
+async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -224,7 +250,7 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
         )
         try:
             async with control.running():
-                await _start(training, inference)
+                await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
                 controller = build_controller(cluster.prepared, inference, training, metrics)
                 tune_gc()
                 await controller.run()
@@ -232,10 +258,11 @@ async def _train(cluster: _Cluster, metrics: Metrics) -> None:
             await training.replay.close()
 
 
-async def _start(training: Training, inference: Inference) -> None:
+async def _started(*roles: Awaitable[Any]) -> None:
+    """Raises: PreflightError: the configuration does not fit the model."""
     try:
-        await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
-    except ValueError as error:  # the configuration does not fit the model
+        await run_all(*roles)
+    except ValueError as error:
         raise PreflightError(str(error)) from error
 
 
@@ -279,10 +306,10 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
     config = prepared.config
     facts = RunFacts(
         seed=config.seed,
-        sampler=config.sampler.kind.value,
+        sampler="none" if config.offline.is_on else config.sampler.kind.value,
         learner_backend=config.learner.backend,
         learner_ranks=config.resources.learner.num_workers,
-        rollout_actors=config.resources.rollout.num_workers,
+        rollout_actors=0 if config.offline.is_on else config.resources.rollout.num_workers,
         train_prompts=len(prepared.splits[TRAIN].rows),
     )
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run

@@ -18,6 +18,7 @@ from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.optim.optimizers import OPTIMIZERS
 from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
@@ -83,6 +84,9 @@ def _algorithms() -> Iterator[Row]:
     yield "old log-probs", OLD_LOGPROBS, "`algorithm.old_logprobs`"
     yield "off-policy corrections", CORRECTIONS, "`algorithm.correction`"
     yield "over-age tokens", choices("algorithm.over_age.action"), "`algorithm.over_age.action`"
+    yield "offline jobs", [job for job in choices("offline.job") if job != "none"], "`offline.job`"
+    yield "preference losses", PREFERENCE_LOSSES, "`offline.dpo.loss`"
+    yield "reward-model losses", SCORE_LOSSES, "`offline.reward_model.loss`"
 
 
 def _system() -> Iterator[Row]:

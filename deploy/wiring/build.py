@@ -47,6 +47,7 @@ from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
+from learner.offline.learner import OfflineLearner
 from rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
@@ -97,6 +98,23 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
+    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
+    frozen = prepared.teacher_folder or reference_folder(config)
+    reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
+    return Training(
+        ranks=ranks,
+        learner=learner,
+        reference=reference,
+        replay=replay_buffer(config),
+        watched=(*watched, *watched_reference(reference)),
+    )
+
+
+def spawn_learner(
+    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]
+) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
+    """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
+    config = prepared.config
     ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
     learner = RestartableLearner(
         ranks,
@@ -104,23 +122,14 @@ def spawn_training(
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    frozen = prepared.teacher_folder or reference_folder(config)
-    reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
-    scorers = (
-        [watched_pool("reference", reference.pool.check, reference.pool.close)]
-        if isinstance(reference, ReferencePool)
-        else []
-    )
-    return Training(
-        ranks=ranks,
-        learner=learner,
-        reference=reference,
-        replay=replay_buffer(config),
-        watched=(
-            *(_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")),
-            *scorers,
-        ),
-    )
+    return ranks, learner, [_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")]
+
+
+def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
+    """The reference scorers for the supervisor."""
+    if not isinstance(reference, ReferencePool):
+        return []
+    return [watched_pool("reference", reference.pool.check, reference.pool.close)]
 
 
 def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
@@ -217,8 +226,9 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     Where the node of one is gone it blocks until all of them have another place, or raises PlacementError.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
+    role = OfflineLearner if config.offline.is_on else Learner
     ranks = spawner.book_together("learner")
-    return [spawner.start(Learner, config, w.index, len(ranks), banned, worker=w) for w in ranks]
+    return [spawner.start(role, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
 def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:

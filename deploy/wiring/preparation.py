@@ -7,16 +7,19 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
+from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
-from actors.datasets.prompts import PreflightReport, preflight
+from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
 from actors.processors.chat import ChatProcessor
+from actors.processors.conversation import ConversationProcessor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -42,7 +45,7 @@ class Prepared:
     config: RunConfig
     model_folder: Path  # the checkpoint's files
     checkpoint: Manifest  # what they promise
-    processor: ChatProcessor
+    processor: ChatProcessor | ConversationProcessor  # of the conversations of an offline job
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -89,7 +92,17 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     processor = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
-    splits = {name: _checked(config, processor, name) for name in _splits(config.evaluation)}
+    reader = partial(open_split, config.data, label_key=config.rewards.label_key)
+    if config.offline.is_on:
+        reader = partial(read_conversations, config.data.path, form=config.offline.rows)
+        processor = ConversationProcessor(
+            processor,
+            system_prompt=config.data.system_prompt,
+            max_tokens=config.offline.max_tokens,
+            has_tail=config.offline.job == "reward_model",
+        )
+    names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
+    splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
 
 
@@ -113,6 +126,13 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
 
 def _check_positions(config: RunConfig) -> None:
     most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    if config.offline.is_on and most is not None and config.offline.max_tokens > most:
+        raise PreflightError(
+            f"offline.max_tokens={config.offline.max_tokens} is more than the {most} positions of policy.model="
+            f"{config.policy.model}: set offline.max_tokens={most} or less"
+        )
+    if config.offline.is_on:
+        return
     if most is not None and wanted > most:
         raise PreflightError(
             f"sampler.max_model_len={wanted} is more than the {most} positions of policy.model={config.policy.model}: "
@@ -220,9 +240,9 @@ def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
     (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _checked(config: RunConfig, processor: ChatProcessor, name: str) -> PreflightReport:
+def _checked(config: RunConfig, reader: Callable[[str], Split], processor: RowChecker, name: str) -> PreflightReport:
     report = preflight(
-        open_split(config.data, name, config.rewards.label_key),
+        reader(name),
         processor,
         max_skipped_fraction=config.data.max_skipped_fraction,
         max_checked_rows=config.data.max_checked_rows,

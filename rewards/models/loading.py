@@ -37,7 +37,8 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
     flaws = {"missing": "lacks", "unexpected": "has unknown", "mismatched": "has misshapen"}
     for kind, flaw in flaws.items():
         if keys := info[f"{kind}_keys"]:
-            shown = sorted(key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in keys)
+            named = (key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in keys)
+            shown = sorted(named, key=lambda name: (not name.startswith("score."), name))  # a missing head comes first
             more = f" and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
             raise ValueError(
                 f"options.model={name!r} {flaw} weights {', '.join(shown[:NUM_SHOWN])}{more}: it is no checkpoint of a "

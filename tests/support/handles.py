@@ -28,7 +28,8 @@ class LocalMethod:
     streams: list[LocalStream]  # of the handle
     num_returns: int | str = 1
 
-    def options(self, *, num_returns: int | str) -> LocalMethod:
+    def options(self, *, num_returns: int | str = 1, concurrency_group: str = "") -> LocalMethod:
+        """Here every call has a lane of its own."""
         return replace(self, num_returns=num_returns)
 
     def remote(self, *args: Any) -> Any:

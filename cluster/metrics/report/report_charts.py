@@ -39,6 +39,8 @@ def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
     """The other curves, in reading order; one without a value is left out."""
     charts = [
         _reward(steps),
+        _preference(steps),
+        _single(steps, MetricName.LOSS, "Loss", 5),
         _single(steps, MetricName.KL, "KL to the reference", 4),
         _single(steps, MetricName.ENTROPY, "Entropy", 3),
         _single(steps, MetricName.RESPONSE_LENGTH, "Response length", 1),
@@ -89,6 +91,13 @@ def _reward(steps: Sequence[StepRecord]) -> Chart:
             series.append(curve(name, 2 + i, values))
     series.append(curve("reward", 1, _values(steps, MetricName.REWARD_MEAN)))
     return Chart("reward", "Reward", METRICS[MetricName.REWARD_MEAN].help, series)
+
+
+def _preference(steps: Sequence[StepRecord]) -> Chart:
+    """What an offline job gives chosen and rejected answers."""
+    names = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
+    series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(names.items(), start=1)]
+    return Chart("preference", "Chosen and rejected answers", METRICS[MetricName.MARGIN].help, series)
 
 
 def _single(steps: Sequence[StepRecord], name: MetricName, title: str, colour: int) -> Chart:

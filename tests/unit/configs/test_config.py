@@ -222,6 +222,10 @@ NEEDS: dict[str, list[str]] = {
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
+    "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
+    "experiment=reward_model": ["policy.model=some/model", "data.path=some/folder"],
+    "experiment=dpo": ["policy.model=some/model", "data.path=some/folder"],
+    "data=chat": ["experiment=sft", "policy.model=some/model", "data.path=some/folder"],
 }
 
 

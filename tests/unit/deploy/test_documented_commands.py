@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", *(page for page in DOCS if page.name != "CHANGELOG.md")]
 COMPLETE = ("train", "evaluate")  # these need a model and data
+OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 LOOKING = ("plan", "show-config", "doctor")
 SHOWN_IN_DOCS = {"resources=gpu_4": "resources=gpu_2"}  # a page shows how to write this file, on top of the other
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
@@ -73,6 +74,8 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
         return None
     if verb in COMPLETE:
         return words, load_config(words)
+    if verb in OFFLINE:
+        return words, load_config([f"experiment={verb.replace('-', '_')}", *words])
     if verb in LOOKING:
         return words, load_config(words, is_complete=False)
     if verb == "benchmark-model":

@@ -13,6 +13,7 @@ from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
+from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.optim import OPTIMIZERS
 
@@ -32,6 +33,8 @@ def test_the_readme_has_the_generated_tables() -> None:
         ("algorithm.old_logprobs", OLD_LOGPROBS),
         ("algorithm.correction", CORRECTIONS),
         ("learner.optimizer", OPTIMIZERS),
+        ("offline.dpo.loss", PREFERENCE_LOSSES),
+        ("offline.reward_model.loss", SCORE_LOSSES),
     ],
 )
 def test_what_a_registry_holds_is_what_its_key_takes(key: str, registry: Iterable[str]) -> None:

@@ -1,0 +1,237 @@
+"""Conversations for offline jobs, one JSON object a line: messages in OpenAI's form, pairs of answers, scored answers.
+
+Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_training.md):
+
+    {"messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": "7"}],
+     "images": ["images/12.png"]}                                                          a conversation
+    {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair
+    {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
+
+`content` is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image_url", "image_url": {"url":
+PATH}}`. A picture is such a part, or an `<image>` in a text and a path in `images`, in order. Paths are relative to the
+folder and may not leave it. A line that cannot be used is skipped and named; only a split without any usable row is an
+error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.datasets.rows import IMAGE_PLACEHOLDER, RowError, Skipped, Split, first_few
+from cluster.errors import DatasetError
+
+ROLES = ("system", "user", "assistant")
+CHOSEN, REJECTED = 1.0, 0.0
+"""Labels of the answers of a pair; that of a conversation to imitate is CHOSEN."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message; `text` holds an `<image>` where a picture stands."""
+
+    role: str
+    text: str
+    is_trained: bool  # the loss of supervised fine-tuning covers it: the assistant's, unless `weight` is 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a conversation goes on from its context. The first and the last turn are the assistant's."""
+
+    turns: tuple[Turn, ...]
+    label: float
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row: a context that ends in a question, and one ending or a pair of them."""
+
+    sample_id: str
+    context: tuple[Turn, ...]
+    endings: tuple[Ending, ...]
+    images: tuple[Path, ...]  # absolute, one for each `<image>` of context and endings, in order
+
+
+def read_conversations(folder: Path, split: str, form: str) -> Split:
+    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored.
+
+    Raises:
+        DatasetError: there is no such file, or no line of it is usable.
+    """
+    file = folder / f"{split}.jsonl"
+    if not file.is_file():
+        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
+    rows: dict[str, Conversation] = {}
+    skipped: list[Skipped] = []
+    for number, line in _lines(file):
+        name = f"{split}-{number}"
+        try:
+            fields = _parse(line)
+            name = str(fields.get("id", name))
+            row = _read_row(fields, folder.resolve(), name, FORMS[form])
+            if name in rows:
+                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
+            rows[name] = row
+        except RowError as why:
+            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, why.detail))
+    if not rows:
+        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
+    return Split(split, tuple(rows.values()), tuple(skipped))
+
+
+def _parse(line: bytes) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no tokenizer takes it
+    except (ValueError, RecursionError) as error:
+        raise RowError("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
+    if not isinstance(fields, dict):
+        raise RowError("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
+    return fields
+
+
+Turns = tuple[Turn, ...]
+Parts = tuple[Turns, tuple[Ending, ...]]
+
+
+def _read_row(
+    fields: Mapping[str, Any], folder: Path, name: str, form: Callable[[Mapping[str, Any], Turns], Parts]
+) -> Conversation:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RowError("missing_messages", "the row has no list `messages`: add it")
+    named: list[str] = []
+    turns = tuple(_turn(message, named) for message in messages)
+    context, endings = form(fields, turns)
+    if not any(turn.role == "user" for turn in context):
+        raise RowError("no_question", "no user's message comes before the first answer: add one")
+    for ending in endings:
+        for turn in ending.turns:
+            if turn.role == "assistant" and IMAGE_PLACEHOLDER in turn.text:
+                raise RowError("picture_in_answer", "an assistant's message holds a picture: write texts alone")
+    return Conversation(name, context, endings, _images(fields, folder, [*context, *endings[0].turns], named))
+
+
+def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    start = next((place for place, turn in enumerate(turns) if turn.role == "assistant"), None)
+    if start is None or turns[-1].role != "assistant":
+        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer to imitate")
+    if not any(turn.is_trained for turn in turns[start:]):
+        raise RowError("nothing_to_train", "every message of the assistant has weight 0: give one the weight 1")
+    return turns[:start], (Ending(turns[start:], CHOSEN),)
+
+
+def _pair(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    missing = [key for key in ("chosen", "rejected") if fields.get(key) in (None, "")]
+    if missing:
+        raise RowError("missing_pair", f"the row has no `{missing[0]}`: a pair needs `chosen` and `rejected`")
+    if turns[-1].role != "user":
+        raise RowError("no_question", "`messages` of a pair end in the user's: the answers are `chosen` and `rejected`")
+    chosen, rejected = (_answer(fields[key], key) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise RowError("equal_pair", "`chosen` and `rejected` are equal: remove the row")
+    return turns, (Ending((chosen,), CHOSEN), Ending((rejected,), REJECTED))
+
+
+def _scored(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    score = fields.get("score")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise RowError("bad_score", f"`score` is {score!r}: give a finite number")
+    if turns[-1].role != "assistant":
+        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer that is scored")
+    return turns[:-1], (Ending(turns[-1:], float(score)),)
+
+
+FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
+    "conversation": _conversation,
+    "pair": _pair,
+    "scored": _scored,
+}
+
+
+def _answer(given: Any, key: str) -> Turn:
+    """A text, an assistant's message, or a list of one."""
+    message = given[0] if isinstance(given, list) and len(given) == 1 else given
+    named: list[str] = []
+    turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
+    if turn.role != "assistant" or named:
+        raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
+    return turn
+
+
+def _turn(message: Any, named: list[str]) -> Turn:
+    """One message; the pictures that its parts name are added to `named`."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        role = message.get("role") if isinstance(message, dict) else message
+        raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, named) for part in content)
+    if not isinstance(content, str) or not content:
+        raise RowError("bad_message", f"the content of a message of the {role} is {content!r}: write a text or parts")
+    if message.get("weight", 1) not in (0, 1):
+        raise RowError("bad_message", f"a message has the weight {message['weight']!r}: write 0 or 1")
+    return Turn(role, content, role == "assistant" and message.get("weight", 1) == 1)
+
+
+def _part(part: Any, named: list[str]) -> str:
+    """The text of one part of a message; a picture is a placeholder."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    if kind in ("image_url", "image"):
+        given = part.get(kind, part.get("url"))
+        url = given.get("url") if isinstance(given, dict) else given
+        if isinstance(url, str):
+            named.append(url)
+            return IMAGE_PLACEHOLDER
+    raise RowError("bad_message", f"a part of a message is {part!r}: write a `text` or an `image_url` part")
+
+
+def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[str]) -> tuple[Path, ...]:
+    """The pictures of a row: those that parts name, or those of `images`, one for each placeholder."""
+    listed = fields.get("images", [])
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise RowError("bad_images", f"`images` is {listed!r}: write a list of paths")
+    names = [*named, *listed]
+    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in shown)
+    if num_placeholders != len(names) or (named and listed):
+        raise RowError(
+            "placeholder_mismatch",
+            f"the messages have {num_placeholders - len(named)} {IMAGE_PLACEHOLDER} and {len(named)} picture parts, "
+            f"`images` names {len(listed)} pictures: write parts alone, or one {IMAGE_PLACEHOLDER} a picture",
+        )
+    for name in names:
+        if "://" in name or name.startswith("data:"):
+            raise RowError(
+                "remote_picture", f"{name[:80]!r} is no path: save the picture below the data folder and name it"
+            )
+    return tuple(_picture_path(folder, name) for name in names)
+
+
+def _picture_path(folder: Path, name: str) -> Path:
+    """The absolute path of a picture that exists below `folder` (itself resolved), symbolic links followed."""
+    try:
+        path = (folder / name).resolve()
+        leaves_folder = Path(name).is_absolute() or not path.is_relative_to(folder)
+        is_file = not leaves_folder and path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
+        raise RowError("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
+    if leaves_folder:
+        raise RowError("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
+    if not is_file:
+        raise RowError("missing_file", f"there is no file {path}: add it, or fix `image`")
+    return path
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that hold anything, numbered from 1."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, line

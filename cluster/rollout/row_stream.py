@@ -1,0 +1,94 @@
+"""RowStream: rows of a data set in the place of rollouts and replay buffer, for offline jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cluster.records.trajectory import ScoredGroup, WeightSpan
+from cluster.roles import ReplayStats
+
+NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
+
+
+class RowSource(Protocol):
+    """An endless stream of rows as groups, by value (`actors.datasets.prompts.PromptSource`)."""
+
+    @property
+    def cursor(self) -> int: ...
+
+    def next(self) -> ScoredGroup: ...
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None: ...
+
+
+class RowStream:
+    """Implements `GroupProducer`, `GroupQueue` and `Resumable`: a step takes the next rows of the source.
+
+    The rows of the next step are read on a thread while the learner trains. A checkpoint keeps where the rows of the
+    steps that were taken end, so a resumed run takes the same rows.
+    """
+
+    def __init__(self, source: RowSource, put: Callable[[Any], Any], *, total_steps: int) -> None:
+        """`put` stores a group and returns what `cluster.runtime.object_store.fetch` resolves."""
+        self._source = source
+        self._put = put
+        self._total_steps = total_steps
+        self._version = 0  # that the next step trains from
+        self._cursor = 0
+        self._ahead: asyncio.Task[tuple[list[ScoredGroup], int]] | None = None
+
+    @asynccontextmanager
+    async def streaming(self) -> AsyncIterator[None]:
+        """Nothing is sampled; what is still being read when the body ends is dropped."""
+        try:
+            yield
+        finally:
+            if self._ahead is not None:
+                self._ahead.cancel()
+
+    async def take(self, num_groups: int) -> list[ScoredGroup]:
+        """The next rows, which count as sampled by the version that trains on them.
+
+        Raises:
+            DatasetError: no row of the data set is usable.
+        """
+        reading = self._ahead or self._read(num_groups)
+        groups, self._cursor = await reading
+        self._version += 1
+        self._ahead = self._read(num_groups) if self._version < self._total_steps else None
+        return groups
+
+    async def release(self, groups: Sequence[ScoredGroup]) -> None:
+        """Rows are in no queue."""
+
+    async def stats(self) -> ReplayStats:
+        return NO_QUEUE
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"cursor": self._cursor}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Go on behind the rows of `version`."""
+        self._version, self._cursor = version, state["cursor"]
+        self._source.restore(self._cursor, ())
+
+    def _read(self, num_groups: int) -> asyncio.Task[tuple[list[ScoredGroup], int]]:
+        return asyncio.create_task(asyncio.to_thread(self._step, num_groups, self._version), name="read rows")
+
+    def _step(self, num_groups: int, version: int) -> tuple[list[ScoredGroup], int]:
+        groups = [stored(self._source.next(), version, self._put) for _ in range(num_groups)]
+        return groups, self._source.cursor
+
+
+def stored(row: ScoredGroup, version: int, put: Callable[[Any], Any]) -> ScoredGroup:
+    """A row's group in the object store, as of `version`: a row was sampled by no version, and is as old as none."""
+    trajectories = tuple(
+        replace(t, weight_spans=(WeightSpan(version, 0, t.num_steps),)) for t in row.group.trajectories
+    )
+    group = replace(row.group, trajectories=trajectories)
+    return replace(row, summary=group.summary(), group=put(group))

@@ -1,0 +1,56 @@
+"""Offline jobs: supervised fine-tuning, reward models and preference optimisation on rows of a data set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from configs.schema.base import Section
+
+
+class RewardModelConfig(Section):
+    """How `offline.job=reward_model` trains a score head on the policy's backbone."""
+
+    loss: Literal["bradley_terry", "regression"]
+    """`bradley_terry` reads rows with a chosen and a rejected answer; `regression` rows with an answer and a score."""
+
+
+class DPOConfig(Section):
+    """How `offline.job=dpo` trains on pairs of a chosen and a rejected answer."""
+
+    loss: Literal["sigmoid", "ipo"]
+    """`sigmoid`: the logistic loss of DPO; `ipo`: the squared distance of the log-ratio from 1 / (2 beta)."""
+    beta: PositiveFloat
+    """Strength of the pull towards the initial policy."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    """Assumed share of pairs whose labels are swapped; read by `sigmoid`."""
+
+
+class OfflineConfig(Section):
+    """Training on rows of a data set in place of rollouts; docs/offline_training.md has the row formats."""
+
+    job: Literal["none", "sft", "reward_model", "dpo"]
+    """`none` is RL. `sft`: cross-entropy on the assistant's tokens; `reward_model`: a score of an answer; `dpo`: direct
+    preference optimisation. A job reads `learner`, `policy`, `data` and this section; of `algorithm` it reads nothing.
+    """
+    batch_size: PositiveInt
+    """Rows of one step: conversations, pairs or scored answers."""
+    max_tokens: PositiveInt
+    """A row with a longer conversation (vision tokens included) is skipped and counted, never cut."""
+    reward_model: RewardModelConfig
+    """Parameters of `reward_model`."""
+    dpo: DPOConfig
+    """Parameters of `dpo`."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.job != "none"
+
+    @property
+    def rows(self) -> Literal["conversation", "pair", "scored"]:
+        """What a row of the job holds."""
+        if self.job == "sft":
+            return "conversation"
+        is_regression = self.job == "reward_model" and self.reward_model.loss == "regression"
+        return "scored" if is_regression else "pair"

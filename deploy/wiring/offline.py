@@ -1,0 +1,148 @@
+"""The wiring of an offline job: the same loop, with rows of the data set in the place of rollouts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.rows import count_by_reason
+from actors.reference.pool import NullReference, ReferencePool
+from cluster.controller import Controller
+from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.hub import Metrics
+from cluster.metrics.reducers import wilson
+from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.replay.run_identity import run_identity
+from cluster.rollout.evaluation import EvaluationSchedule
+from cluster.rollout.row_evaluation import RowEvaluator
+from cluster.rollout.row_stream import RowStream, stored
+from cluster.weight_sync.no_receivers import NoReceivers
+from cluster.workers.status import Scalable
+from cluster.workers.supervisor import Supervisor, Watched
+from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from deploy.wiring.preparation import TRAIN, Prepared
+from deploy.wiring.scoring_roles import reference_folder, reference_pool
+from deploy.wiring.spawner import Spawner
+from learner.learner_group import LearnerGroup
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OfflineTraining:
+    """The roles of an offline job, and its rows."""
+
+    ranks: LearnerGroup  # without restarts: before there is a checkpoint
+    learner: RestartableLearner
+    reference: ReferencePool | NullReference
+    rows: RowStream
+    watched: tuple[Watched, ...]
+
+    @property
+    def scalable(self) -> dict[str, Scalable]:
+        """The roles that can be scaled while the run goes on, by name."""
+        return {"reference": self.reference.pool} if isinstance(self.reference, ReferencePool) else {}
+
+
+def spawn_offline(
+    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
+) -> OfflineTraining:
+    """Start the learner ranks, and the reference scorers where the job compares with the initial policy."""
+    config = prepared.config
+    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
+    frozen = reference_folder(config)
+    reference = reference_pool(config, spawner, frozen, (), on_lost=on_lost, on_retry=on_rescore)
+    source = PromptSource(
+        prepared.splits[TRAIN].rows,
+        prepared.processor,
+        seed=config.seed,
+        split_name=TRAIN,
+        on_skipped=prepared.note_skipped,
+    )
+    rows = RowStream(source, ray.put, total_steps=config.num_steps)
+    return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference)))
+
+
+def build_offline_controller(
+    prepared: Prepared, training: OfflineTraining, metrics: Metrics, put: Callable[[Any], Any] = ray.put
+) -> Controller:
+    """The main loop of an offline job and its collaborators."""
+    config = prepared.config
+    held_out = fixed_prompts(
+        prepared.usable(config.evaluation.split), prepared.processor, config.evaluation.num_prompts
+    )
+    rows = [stored(row, 0, put) for row in held_out.prompts]
+    evaluator = RowEvaluator(
+        rows=rows,
+        learner=training.learner,
+        reference=training.reference,
+        schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
+        on_result=partial(_record_result, metrics, len(rows)),
+    )
+    checkpoints = Checkpoints(
+        config.run_folder / CHECKPOINTS_FOLDER,
+        learner=training.learner,
+        parts={"stream": training.rows, "evaluator": evaluator},
+        prepare=partial(_freeze_reference, prepared, training.ranks),
+        finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
+        identity=run_identity(config),
+        resume=config.resume,
+        schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+    )
+    return Controller(
+        total_steps=config.num_steps,
+        groups_per_step=config.offline.batch_size,
+        checkpoints=checkpoints,
+        weights=_Unpushed(prepared, metrics),
+        supervisor=Supervisor(
+            training.watched, interval_s=config.supervision.interval_s, deadline_s=config.supervision.sign_timeout_s
+        ),
+        rollouts=training.rows,
+        replay=training.rows,
+        reference=training.reference,
+        learner=training.learner,
+        evaluator=evaluator,
+        metrics=metrics,
+    )
+
+
+class _Unpushed(NoReceivers):
+    """Where a push would end a step, the numbers of the driver's own parts are brought up to date."""
+
+    def __init__(self, prepared: Prepared, metrics: Metrics) -> None:
+        self._prepared = prepared
+        self._metrics = metrics
+
+    async def publish(self, version: int) -> int:
+        self._metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, self._prepared.media.num_bytes_unique)
+        self._metrics.set_counts(CounterName.SKIPPED, count_by_reason(self._prepared.skipped))
+        return version
+
+
+async def _freeze_reference(prepared: Prepared, learner: LearnerGroup) -> None:
+    """The frozen copy of the initial policy that the reference scores with."""
+    if prepared.config.needs_reference:
+        await learner.export(reference_folder(prepared.config))
+
+
+def _record_result(metrics: Metrics, num_rows: int, version: int, found: Mapping[str, float]) -> None:
+    _logger.info(
+        "held-out rows at version %d: %s", version, ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+    )
+    metrics.observe(MetricName.HELD_OUT_LOSS, found[MetricName.LOSS])
+    if MetricName.MARGIN in found:
+        metrics.observe(MetricName.HELD_OUT_MARGIN, found[MetricName.MARGIN])
+    if not metrics.totals.has_evaluation(version, HELD_OUT):  # an earlier part of this run may have recorded it
+        share = wilson(min(found[MetricName.ACCURACY], 1.0) * num_rows, num_rows)
+        metrics.record_evaluation(
+            EvaluationRecord(version, share.mean, share.low, share.high, num_rows, values=dict(found))
+        )

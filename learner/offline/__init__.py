@@ -1,0 +1,1 @@
+"""Offline jobs: the learner's ranks on rows of a data set."""

@@ -1,0 +1,127 @@
+"""From groups of an offline job to what one backward pass takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
+from cluster.runtime.object_store import fetch_or_miss
+from learner.policies.batch import PADDING_ID, TokenBatch, TokenSequence, collate, pad_rows
+
+Row = Callable[[Prompt, np.ndarray], TokenSequence]
+"""A prompt and the tokens of an ending -> what a model reads of them, and where."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One ending of a row."""
+
+    sequence: TokenSequence
+    mask: np.ndarray  # bool [T]: True on the assistant's tokens
+    label: float
+    reference_logprobs: np.ndarray | None  # float32 [T]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of an offline job, all of whose candidates are in one micro-batch: the highest label first."""
+
+    candidates: tuple[Candidate, ...]
+    is_trained: bool = True
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """What the example takes of a micro-batch: as many rows as candidates, each as long as the longest."""
+        first, *others = (candidate.sequence for candidate in self.candidates)
+        if not others:
+            return first
+        longest = max(first.num_tokens, *(other.num_tokens for other in others))
+        return replace(first, token_ids=np.broadcast_to(np.int32(PADDING_ID), len(self.candidates) * longest))
+
+    def untrained(self) -> Example:
+        """The same example with nothing to learn from."""
+        masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)
+        return Example(masked, is_trained=False)
+
+
+@dataclass(frozen=True)
+class ExampleTotals:
+    """Counts of a whole step, or of all that is assessed."""
+
+    num_examples: int
+    num_tokens: int  # of the assistant, in all candidates
+    mean_label: float
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """A micro-batch of E examples, whose B candidates follow each other."""
+
+    tokens: TokenBatch
+    mask: Tensor  # bool [B, T]
+    labels: Tensor  # float32 [B]
+    is_trained: Tensor  # bool [E]
+    reference_logprobs: Tensor | None  # float32 [B, T]
+
+
+def answer_row(prompt: Prompt, token_ids: np.ndarray) -> TokenSequence:
+    """The ending is scored, token by token."""
+    return TokenSequence.of_response(prompt, token_ids)
+
+
+def end_row(prompt: Prompt, token_ids: np.ndarray) -> TokenSequence:
+    """The one target stands behind the last token, so a model is read at the state of that token."""
+    whole = TokenSequence.of_response(prompt, token_ids)
+    return replace(whole, token_ids=np.append(whole.token_ids, PADDING_ID), num_context=whole.num_tokens)
+
+
+def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) -> list[Example]:
+    """One example a group; media stay where they are."""
+    fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in groups], timeout_s=timeout_s, what="rows")
+    references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
+    examples = []
+    for group, scored, logprobs in zip(fetched, groups, references, strict=True):
+        candidates = [
+            Candidate(
+                sequence=row(group.prompt, trajectory.actions.token_ids),
+                mask=trajectory.action_mask,
+                label=reward.value,
+                reference_logprobs=None if logprobs is None else logprobs[n],
+            )
+            for n, (trajectory, reward) in enumerate(zip(group.trajectories, scored.rewards, strict=True))
+        ]
+        examples.append(Example(tuple(sorted(candidates, key=lambda candidate: -candidate.label))))
+    return examples
+
+
+def totals_of(examples: Sequence[Example]) -> ExampleTotals:
+    """The denominators of a step."""
+    candidates = [candidate for example in examples for candidate in example.candidates]
+    return ExampleTotals(
+        num_examples=len(examples),
+        num_tokens=sum(int(candidate.mask.sum()) for candidate in candidates),
+        mean_label=sum(candidate.label for candidate in candidates) / len(candidates),
+    )
+
+
+def collate_examples(examples: Sequence[Example], reader: MediaReader, device: torch.device) -> ExampleBatch:
+    """Pad the candidates of some examples into one micro-batch."""
+    candidates = [candidate for example in examples for candidate in example.candidates]
+    references = [c.reference_logprobs for c in candidates if c.reference_logprobs is not None]
+    return ExampleBatch(
+        tokens=collate([candidate.sequence for candidate in candidates], reader, device),
+        mask=_column([candidate.mask for candidate in candidates], np.bool_, device),
+        labels=torch.tensor([candidate.label for candidate in candidates], dtype=torch.float32, device=device),
+        is_trained=torch.tensor([example.is_trained for example in examples], device=device),
+        reference_logprobs=_column(references, np.float32, device) if len(references) == len(candidates) else None,
+    )
+
+
+def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
+    return torch.from_numpy(pad_rows(rows, 0, dtype)).to(device)

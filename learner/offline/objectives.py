@@ -1,0 +1,153 @@
+"""What offline jobs minimise: one class a job, which turns a model's outputs into a loss and the numbers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema import OfflineConfig
+from learner.algorithms.aggregation import Totals, token_mean
+from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from learner.meter import Meter
+from learner.offline.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row
+from learner.policies.logprobs import PLAIN
+
+Model = Callable[..., object]
+"""The forward of `learner.policies.token.TokenPolicy` or `learner.policies.score_model.ScoreModel`."""
+
+
+class Objective(Protocol):
+    """The loss of a job. Parts of one step's loss add up over micro-batches and ranks."""
+
+    row: Row
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        """This micro-batch's part of the step's loss; its metrics go to `meter`."""
+        ...
+
+
+class SupervisedObjective:
+    """Mean cross-entropy of the assistant's tokens: each weighs the same, whatever its row.
+
+    `token_accuracy` is the share of trained tokens that are the likeliest ones given those before them, `accuracy` the
+    share of rows with such tokens alone.
+    """
+
+    row = staticmethod(answer_row)
+
+    def __init__(self, config: OfflineConfig) -> None:
+        """It has no parameters."""
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        output, counts = model(batch.tokens, PLAIN), Totals(totals.num_tokens, totals.num_examples)
+        loss = token_mean(-output.logprobs, batch.mask, counts)
+        is_right = (output.is_argmax | ~batch.mask).all(dim=1) & batch.is_trained
+        meter.add(
+            loss=loss,
+            entropy=token_mean(output.entropy, batch.mask, counts),
+            token_accuracy=token_mean(output.is_argmax.float(), batch.mask, counts),
+            accuracy=is_right.sum() / totals.num_examples,
+        )
+        return loss
+
+
+class PreferenceObjective:
+    """Direct preference optimisation: `offline.dpo.loss` of the log-ratios of each pair to the initial policy.
+
+    The log-ratio of an answer is the sum over its tokens. The implicit reward of an answer is beta times its log-ratio;
+    `accuracy` is the share of pairs whose chosen answer has the higher one.
+    """
+
+    row = staticmethod(answer_row)
+
+    def __init__(self, config: OfflineConfig) -> None:
+        parameters = config.dpo
+        self._beta = parameters.beta
+        self._loss = partial(
+            PREFERENCE_LOSSES[parameters.loss], beta=parameters.beta, label_smoothing=parameters.label_smoothing
+        )
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        if batch.reference_logprobs is None:
+            raise ValueError(
+                "offline.job=dpo but these pairs carry no log-probs of the initial policy: set "
+                "resources.reference.num_workers=1"
+            )
+        by_token = model(batch.tokens, PLAIN).logprobs - batch.reference_logprobs
+        chosen, rejected = torch.where(batch.mask, by_token, 0.0).sum(dim=1).view(-1, 2).unbind(dim=1)  # [E] each
+        loss = _mean(self._loss(chosen, rejected), batch, totals)
+        _measure_pairs(self._beta * chosen, self._beta * rejected, batch, totals, meter, loss)
+        return loss
+
+
+class PairwiseScoreObjective:
+    """A reward model from pairs: the Bradley-Terry loss of their scores."""
+
+    row = staticmethod(end_row)
+
+    def __init__(self, config: OfflineConfig) -> None:
+        self._loss = SCORE_LOSSES["bradley_terry"]
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        chosen, rejected = model(batch.tokens)[:, 0].view(-1, 2).unbind(dim=1)  # [E] each
+        loss = _mean(self._loss(chosen, rejected), batch, totals)
+        _measure_pairs(chosen, rejected, batch, totals, meter, loss)
+        return loss
+
+
+class RegressionScoreObjective:
+    """A reward model from scored answers: the squared distance of its score from the given one.
+
+    `accuracy` is the share of rows whose score is on the same side of the mean label as their label.
+    """
+
+    row = staticmethod(end_row)
+
+    def __init__(self, config: OfflineConfig) -> None:
+        self._loss = SCORE_LOSSES["regression"]
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        scores = model(batch.tokens)[:, 0]  # [E]
+        loss = _mean(self._loss(scores, batch.labels), batch, totals)
+        is_right = (scores > totals.mean_label) == (batch.labels > totals.mean_label)
+        meter.add(
+            loss=loss,
+            accuracy=_mean(is_right.float(), batch, totals),
+            absolute_error=_mean((scores - batch.labels).abs(), batch, totals),
+        )
+        return loss
+
+
+def build_objective(config: OfflineConfig) -> Objective:
+    """The objective of `offline.job`."""
+    name = f"{config.job}.{config.reward_model.loss}" if config.job == "reward_model" else config.job
+    return OBJECTIVES[name](config)
+
+
+OBJECTIVES: dict[str, Callable[[OfflineConfig], Objective]] = {
+    "sft": SupervisedObjective,
+    "dpo": PreferenceObjective,
+    "reward_model.bradley_terry": PairwiseScoreObjective,
+    "reward_model.regression": RegressionScoreObjective,
+}
+
+
+def _mean(values: Tensor, batch: ExampleBatch, totals: ExampleTotals) -> Tensor:
+    """sum_e values / num_examples over trained examples; [E] -> []."""
+    return torch.where(batch.is_trained, values, 0.0).sum() / totals.num_examples
+
+
+def _measure_pairs(
+    chosen: Tensor, rejected: Tensor, batch: ExampleBatch, totals: ExampleTotals, meter: Meter, loss: Tensor
+) -> None:
+    meter.add(
+        loss=loss,
+        chosen_reward=_mean(chosen, batch, totals),
+        rejected_reward=_mean(rejected, batch, totals),
+        margin=_mean(chosen - rejected, batch, totals),
+        accuracy=_mean((chosen > rejected).float(), batch, totals),
+    )

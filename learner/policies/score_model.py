@@ -1,0 +1,83 @@
+"""ScoreModel: a (vision-)language model that gives a whole conversation one number."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from configs.schema import PolicyConfig
+from learner.policies.batch import TokenBatch
+from learner.policies.loading import freeze, load_policy_model
+from learner.policies.token import TokenModel
+
+
+class ScoreModel(TokenModel):
+    """A sequence classifier with one label as transformers has it, read at the state before each target.
+
+    The score of a conversation is at its last token: its row has one target, which stands behind that token and is not
+    read itself.
+    """
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """float32 [B, T]: the score at the state before each target; 0 behind a row's last target."""
+        scores = self.model.score(self.states(batch)).float()[:, 0]  # [N]
+        return scores.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, scores)
+
+
+def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """The backbone of `policy.model` with a score head, on the CPU, frozen parameters marked, ready to train.
+
+    A checkpoint of a reward model keeps its head. A new head starts from N(0, 1 / (H + 1)^2), the same on every rank.
+    Source: Learning to Summarize from Human Feedback, arXiv:2009.01325, appendix B.1.
+
+    Raises:
+        ValueError: a checkpoint of a reward model lacks a weight, or has several labels.
+    """
+    source = AutoConfig.from_pretrained(config.model)
+    classifier = classifier_class(type(source))
+    if classifier.__name__ in (source.architectures or ()):
+        model, info = classifier.from_pretrained(
+            config.model, dtype=dtype, attn_implementation=config.attention, output_loading_info=True
+        )
+        if info["missing_keys"] or model.num_labels != 1:
+            raise ValueError(
+                f"policy.model={config.model} is a {classifier.__name__} with {model.num_labels} labels that lacks "
+                f"{sorted(info['missing_keys'])[:5]}: name a reward model with one label, or a language model"
+            )
+        freeze(model, config.freeze)
+        return model
+    return _with_new_head(load_policy_model(config, dtype), classifier, seed)
+
+
+def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) -> PreTrainedModel:
+    """A classifier around the backbone of `language_model`."""
+    settings = deepcopy(language_model.config)
+    settings.num_labels, settings.architectures = 1, [classifier.__name__]
+    with torch.device("meta"):
+        model = classifier(settings)
+    model.model = language_model.model
+    shape = model.score.weight.shape
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / (shape[1] + 1)
+    model.score = nn.Linear(shape[1], 1, bias=False, dtype=language_model.dtype)
+    model.score.weight.data.copy_(drawn)
+    return model
+
+
+@cache
+def classifier_class(config_class: type) -> Any:
+    """Transformers' sequence classifier of an architecture; where it has none, the base model with a `score` head.
+
+    The reward function `reward_model` loads checkpoints of the same classes.
+    """
+    if config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+    base = MODEL_MAPPING[config_class]
+    family = next(c for c in base.__mro__[1:] if issubclass(c, PreTrainedModel))
+    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
+    return type(name, (GenericForSequenceClassification, family), {})

@@ -1,0 +1,88 @@
+"""An offline job without Ray: the real loop, data, learner, checkpoints and metrics in one process."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from handles import LocalHandle
+from rich.console import Console
+
+from actors.datasets.prompts import PromptSource
+from actors.reference.pool import NullReference
+from actors.reference.scorer import ReferenceScorer
+from cluster.metrics.hub import Metrics
+from cluster.recovery.checkpoints import newest_learner_state
+from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.roles import Reference
+from cluster.rollout.row_stream import RowStream
+from cluster.workers.restart_policy import RestartBudget
+from configs.schema import RunConfig
+from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.wiring.observers import build_metrics
+from deploy.wiring.offline import OfflineTraining, build_offline_controller
+from deploy.wiring.preparation import prepare
+from deploy.wiring.scoring_roles import reference_folder, restart_policy
+from learner.learner_group import LearnerGroup
+from learner.offline.learner import OfflineLearner
+
+
+class OneScorer:
+    """`ReferencePool` with its only scorer in this process."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self._scorer = ReferenceScorer(config, ())
+        self._folder = folder
+        self._is_loaded = False
+        self.num_scored = 0
+
+    async def score(self, groups):
+        if not self._is_loaded:
+            self._scorer.load(self._folder)
+            self._is_loaded = True
+        self.num_scored += len(groups)
+        found = self._scorer.score(groups)
+        return [replace(group, reference_logprobs=logprobs) for group, logprobs in zip(groups, found, strict=True)]
+
+
+class OfflineRun:
+    """One process's part of a run; make another on the same folder to resume."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        self.prepared = prepare(config, lambda value: value)
+        self.learner = OfflineLearner(config, 0, 1, ())
+        self.ranks = LearnerGroup(lambda: [LocalHandle(self.learner)], config.timeouts, lambda value: value)
+        self.reference: Reference = (
+            OneScorer(config, reference_folder(config)) if config.needs_reference else NullReference()
+        )
+        source = PromptSource(
+            self.prepared.splits["train"].rows,
+            self.prepared.processor,
+            seed=config.seed,
+            split_name="train",
+            on_skipped=self.prepared.note_skipped,
+        )
+        self.rows = RowStream(source, lambda value: value, total_steps=config.num_steps)
+        checkpoints = config.run_folder / CHECKPOINTS_FOLDER
+        restartable = RestartableLearner(
+            self.ranks,
+            newest=partial(newest_learner_state, checkpoints),
+            budget=RestartBudget(restart_policy(config)),
+            on_lost=lambda kind: None,
+        )
+        self.training = OfflineTraining(self.ranks, restartable, self.reference, self.rows, ())
+
+    async def go(self) -> Metrics:
+        """Train to the end; returns what was measured."""
+        await self.ranks.start()
+        found = newest_learner_state(self.config.run_folder / CHECKPOINTS_FOLDER)
+        metrics = build_metrics(self.config, Console(file=io.StringIO()), 0 if found is None else found[0])
+        try:
+            await build_offline_controller(self.prepared, self.training, metrics, lambda value: value).run()
+        finally:
+            metrics.close()
+        return metrics

@@ -1,0 +1,225 @@
+"""Rows of offline jobs: what is read, what is skipped and named, and which tokens are the assistant's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from actors.datasets.conversations import read_conversations
+from actors.datasets.rows import count_by_reason
+from actors.processors.chat import ChatProcessor
+from actors.processors.conversation import ConversationProcessor, TooLongError
+from cluster.errors import DatasetError, PromptError
+from cluster.records.media import MediaStore
+from configs.load import load_config
+from configs.schema import RunConfig
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+USER = {"role": "user", "content": "2 + 2?"}
+ASKED = {"role": "user", "content": "<image>"}
+FOUR = {"role": "assistant", "content": "4"}
+
+
+def written(folder: Path, *rows: Any) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for name, size in (("a", (56, 56)), ("b", (84, 56))):
+        Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    model = write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"))
+    return load_config(["experiment=sft", f"policy.model={model}", "data.path=x"])
+
+
+def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
+    media = MediaStore(lambda value: value, config.data.media_cache_bytes)
+    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
+    return ConversationProcessor(chat, **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "reason"),
+    [
+        ("conversation", "{", "broken_json"),
+        ("conversation", {"chosen": "x"}, "missing_messages"),
+        ("conversation", {"messages": [{"role": "tool", "content": "x"}]}, "bad_message"),
+        ("conversation", {"messages": [USER, {"role": "assistant", "content": None}]}, "bad_message"),
+        ("conversation", {"messages": [USER, {**FOUR, "weight": 0.5}]}, "bad_message"),
+        ("conversation", {"messages": [USER, {**FOUR, "weight": 0}]}, "nothing_to_train"),
+        ("conversation", {"messages": [USER]}, "no_answer"),
+        ("conversation", {"messages": [USER, FOUR, USER]}, "no_answer"),
+        ("conversation", {"messages": [FOUR]}, "no_question"),
+        ("conversation", {"messages": [USER, {"role": "assistant", "content": "<image>"}]}, "picture_in_answer"),
+        ("conversation", {"messages": [USER, FOUR], "images": ["a.png"]}, "placeholder_mismatch"),
+        ("conversation", {"messages": [{"role": "user", "content": "<image>?"}, FOUR]}, "placeholder_mismatch"),
+        ("conversation", {"messages": [{"role": "user", "content": "<image>"}, FOUR], "images": ["x"]}, "missing_file"),
+        ("conversation", {"messages": [ASKED, FOUR], "images": ["../x"]}, "outside_folder"),
+        ("conversation", {"messages": [{"role": "user", "content": "<image>"}, FOUR], "images": [1]}, "bad_images"),
+        (
+            "conversation",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x/y.png"}]}, FOUR]},
+            "remote_picture",
+        ),
+        ("conversation", {"messages": [{"role": "user", "content": [{"type": "audio"}]}, FOUR]}, "bad_message"),
+        ("pair", {"messages": [USER], "chosen": "4"}, "missing_pair"),
+        ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
+        ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),
+        ("pair", {"messages": [USER, FOUR], "chosen": "4", "rejected": "5"}, "no_question"),
+        ("pair", {"messages": [USER], "chosen": [FOUR, FOUR], "rejected": "5"}, "bad_message"),
+        ("pair", {"messages": [USER], "chosen": USER, "rejected": "5"}, "bad_pair"),
+        ("scored", {"messages": [USER, FOUR]}, "bad_score"),
+        ("scored", {"messages": [USER, FOUR], "score": True}, "bad_score"),
+        ("scored", '{"messages": [], "score": NaN}', "missing_messages"),
+        ("scored", json.dumps({"messages": [USER, FOUR], "score": float("nan")}), "bad_score"),
+        ("scored", {"messages": [USER], "score": 1}, "no_answer"),
+    ],
+)  # fmt: skip
+def test_an_unfit_line_is_skipped_and_named(pictures: Path, form: str, row: Any, reason: str) -> None:
+    good = {
+        "conversation": {"messages": [USER, FOUR]},
+        "pair": {"messages": [USER], "chosen": "4", "rejected": "5"},
+        "scored": {"messages": [USER, FOUR], "score": 0.5},
+    }[form]
+    split = read_conversations(written(pictures, row, good), "train", form)
+    assert count_by_reason(split.skipped) == {reason: 1}
+    assert split.skipped[0].sample.startswith("train.jsonl:1 ")
+    assert [row.sample_id for row in split.rows] == ["train-2"]
+    with pytest.raises(DatasetError, match="has no usable row"):
+        read_conversations(written(pictures, row), "train", form)
+
+
+def test_pictures_are_parts_or_placeholders(pictures: Path) -> None:
+    parts = [{"type": "text", "text": "Here: "}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    rows = (
+        {"messages": [{"role": "user", "content": parts}, FOUR]},
+        {"messages": [{"role": "user", "content": "Here: <image>"}, FOUR], "images": ["a.png"]},
+    )
+    first, second = read_conversations(written(pictures, *rows), "train", "conversation").rows
+    assert first.context == second.context
+    assert first.images == second.images == ((pictures / "a.png").resolve(),)
+
+
+def test_a_pair_has_labels_and_a_score_is_one(pictures: Path) -> None:
+    row = {"messages": [USER], "chosen": "4", "rejected": {"role": "assistant", "content": "5"}}
+    [found] = read_conversations(written(pictures, row), "train", "pair").rows
+    assert [(ending.turns[0].text, ending.label) for ending in found.endings] == [("4", 1.0), ("5", 0.0)]
+    [found] = read_conversations(written(pictures, {"messages": [USER, FOUR], "score": -2}), "train", "scored").rows
+    assert [ending.label for ending in found.endings] == [-2.0]
+
+
+SEVERAL_TURNS = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "<image>What is this?"},
+        {"role": "assistant", "content": "A red square."},
+        {"role": "user", "content": "And <image>?"},
+        {"role": "assistant", "content": "A guess", "weight": 0},
+        {"role": "user", "content": "Sure?"},
+        {"role": "assistant", "content": "Yes."},
+    ],
+    "images": ["a.png", "b.png"],
+}
+
+
+def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: RunConfig, pictures: Path) -> None:
+    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+    made = processor(config)
+    group = made.prepare(row, "0/0/x").group
+    [trajectory] = group.trajectories
+    tokenizer = made._chat._tokenizer
+    pieces, ids, mask = [], trajectory.actions.token_ids, trajectory.action_mask
+    for start, end in spans_of(mask):
+        pieces.append(tokenizer.decode(ids[start:end]))
+    assert pieces == ["A red square.<|im_end|>", "Yes.<|im_end|>"]
+    assert made.check(row) == group.prompt.num_tokens + len(ids)
+
+
+def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: RunConfig, pictures: Path) -> None:
+    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+    made = processor(config, has_tail=True)
+    group = made.prepare(row, "0/0/x").group
+    own = made._chat._processor
+    messages = []
+    for turn in (*row.context, *row.endings[0].turns):
+        texts = turn.text.split("<image>")
+        content = [{"type": "text", "text": texts[0]}]
+        for text in texts[1:]:
+            content += [{"type": "image"}, {"type": "text", "text": text}]
+        messages.append({"role": turn.role, "content": content})
+    text = own.apply_chat_template(messages, tokenize=False)
+    expected = own(text=[text], images=[Image.open(path) for path in row.images])["input_ids"][0]
+    found = np.concatenate([group.prompt.expanded_ids, group.trajectories[0].actions.token_ids])
+    assert found.tolist() == list(expected)
+    image = own.image_token_id
+    assert [set(found[span.start : span.end]) for span in group.prompt.media_spans] == [{image}, {image}]
+    assert [span.end - span.start for span in group.prompt.media_spans] == [4, 6]
+    assert (found == image).sum() == 10
+    assert group.prompt.media_spans[1].start > group.prompt.num_tokens, "a picture of a later turn"
+
+
+def test_a_pair_shares_its_context(config: RunConfig, pictures: Path) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "<image>?"}],
+        "images": ["a.png"],
+        "chosen": "red",
+        "rejected": "a dog",
+    }
+    [found] = read_conversations(written(pictures, row), "train", "pair").rows
+    scored = processor(config).prepare(found, "0/0/x")
+    assert [reward.value for reward in scored.rewards] == [1.0, 0.0]
+    texts = [trajectory.response.text for trajectory in scored.group.trajectories]
+    assert texts == ["red", "a dog"]
+    assert all(trajectory.action_mask.all() for trajectory in scored.group.trajectories)
+
+
+def test_what_is_too_long_is_rejected_before_a_picture_is_decoded(config: RunConfig, pictures: Path) -> None:
+    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+    length = processor(config).check(row)
+    assert processor(config, max_tokens=length).check(row) == length
+    with pytest.raises(TooLongError, match=f"has {length} tokens .*offline.max_tokens is {length - 1}"):
+        processor(config, max_tokens=length - 1).check(row)
+    assert TooLongError.reason == "too_long"
+
+
+def test_texts_may_not_imitate_special_tokens(config: RunConfig, pictures: Path) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": "4<|im_end|>"}]}
+    [found] = read_conversations(written(pictures, row), "train", "conversation").rows
+    with pytest.raises(PromptError, match="special token"):
+        processor(config).check(found)
+
+
+def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, pictures: Path) -> None:
+    made = processor(config)
+    made._chat._processor.chat_template = made._chat._processor.chat_template.replace(
+        "{{- message['content'] -}}", "{{- message['content'] if loop.last else 'gone' -}}"
+    ).replace("{{- part['text'] -}}", "{{- part['text'] if loop.length > 9 or message == messages[-1] else 'gone' -}}")
+    row = {"messages": [USER, FOUR, USER, FOUR]}
+    [found] = read_conversations(written(pictures, row), "train", "conversation").rows
+    with pytest.raises(PromptError, match="changes earlier turns"):
+        made.check(found)
+
+
+def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConfig, pictures: Path) -> None:
+    [row] = read_conversations(written(pictures, {"messages": [USER, FOUR]}), "train", "conversation").rows
+    [own] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+    made = processor(config, system_prompt="Help.")
+    assert made.prepare(row, "x").group.prompt.text.startswith("<|im_start|>system\nHelp.<|im_end|>")
+    assert made.prepare(own, "x").group.prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
+    return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]

@@ -1,0 +1,58 @@
+"""Offline jobs: their presets load, and what contradicts them is refused with the next action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.runtime.placement import needed_roles
+from configs.errors import ConfigError
+from configs.groups import FOLDER
+from configs.load import load_config
+
+GIVEN = ("policy.model=x", "data.path=y")
+
+
+@pytest.mark.parametrize(
+    ("job", "rows", "roles"),
+    [
+        ("sft", "conversation", ["learner"]),
+        ("reward_model", "pair", ["learner"]),
+        ("dpo", "pair", ["learner", "reference"]),
+    ],
+)
+def test_a_preset_starts_the_roles_of_its_job(job: str, rows: str, roles: list[str]) -> None:
+    config = load_config([f"experiment={job}", *GIVEN])
+    assert (config.offline.job, config.offline.rows, config.offline.is_on) == (job, rows, True)
+    assert list(needed_roles(config)) == roles
+    preset = Path(FOLDER / "experiment" / f"{job}.yaml").read_text()
+    assert len(preset.splitlines()) <= 25
+
+
+def test_scored_rows_are_those_of_regression() -> None:
+    words = ("experiment=reward_model", "offline.reward_model.loss=regression", *GIVEN)
+    assert load_config(words).offline.rows == "scored"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("experiment=sft", "data=jsonl"), "offline.job=sft trains on conversations, and data.kind=jsonl .*data=chat"),
+        (("data=chat",), "data.kind=chat holds conversations.*mobula sft"),
+        (("experiment=dpo", "data.prompt_suffix=' x'"), "data.prompt_suffix=' x' is put behind questions"),
+        (("experiment=sft", "algorithm.kl.coef=0.1"), "algorithm.kl.coef=0.1: set algorithm.kl.coef=0"),
+        (("experiment=sft", "warm_start=supervised"), "warm_start.num_steps=200: set warm_start.num_steps=0"),
+        (("experiment=sft", "replay.journal=true"), "replay.journal=true: set replay.journal=false"),
+        (("experiment=dpo", "sampler.temperature=0.5"), "sampler.temperature=0.5: set sampler.temperature=1"),
+        (("experiment=reward_model", "policy.lora.rank=8"), "policy.lora.rank=8 trains adapters alone"),
+        (("experiment=sft", "offline.batch_size=1"), "offline.batch_size=1 leaves some"),
+        (("experiment=dpo", "offline.dpo.loss=ipo", "offline.dpo.label_smoothing=0.1"), "offline.dpo.loss=sigmoid"),
+        (("experiment=dpo", "resources.reference.num_workers=0"), "offline.job=dpo compares with the initial policy"),
+        (("experiment=dpo", "offline.dpo.beta=0"), "offline.dpo.beta got 0"),
+        (("experiment=dpo", "offline.dpo.label_smoothing=0.5"), "less than 0.5"),
+    ],
+)
+def test_what_contradicts_a_job_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([*words, *GIVEN])

@@ -1,0 +1,149 @@
+"""The offline learner on one process: the losses of plain transformers, exact under any split and after a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from offline_rows import JOBS, config_of, rows
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from cluster.records.trajectory import Reward, ScoredGroup
+from configs.schema import RunConfig
+from learner.offline.learner import OfflineLearner
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def connected(config: RunConfig) -> OfflineLearner:
+    learner = OfflineLearner(config, 0, 1, ())
+    learner.connect("")
+    return learner
+
+
+def weights(learner: OfflineLearner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in learner._named_weights()}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def plain_logprobs(model, scored: ScoredGroup) -> list[torch.Tensor]:
+    """Of each answer's tokens, by the model's own forward, row by row."""
+    found = []
+    for t in scored.group.trajectories:
+        asked = scored.group.prompt
+        ids = torch.from_numpy(np.concatenate([asked.expanded_ids, t.actions.token_ids])).long()[None]
+        media = [handle.reference.inputs for handle in asked.media]
+        inputs = {n: torch.from_numpy(np.concatenate([m[n] for m in media])) for n in (media[0] if media else ())}
+        types = (ids == model.config.image_token_id).long()
+        logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits[0, asked.num_tokens - 1 : -1]
+        found.append(logits.double().log_softmax(-1).gather(-1, ids[0, asked.num_tokens :, None])[:, 0])
+    return found
+
+
+def test_sft_is_the_mean_cross_entropy_of_masked_tokens_by_plain_transformers(folder: Path, tokenizer) -> None:
+    groups = rows(tokenizer, "sft")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    logprobs = [plain_logprobs(model, scored)[0] for scored in groups]
+    masks = [torch.from_numpy(scored.group.trajectories[0].action_mask) for scored in groups]
+    expected = -sum(lp[mask].sum() for lp, mask in zip(logprobs, masks, strict=True)) / sum(m.sum() for m in masks)
+    learner = connected(config_of(folder, "sft"))
+    assert learner.assess(groups)["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    expected.backward()
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None))
+    assert learner.update(groups, 1).metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer, loss: str) -> None:
+    groups, beta, smoothing = rows(tokenizer, "dpo"), 0.2, 0.1
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    losses, margins = [], []
+    for scored in groups:
+        sums = [
+            (lp - torch.from_numpy(ref).double())[torch.from_numpy(t.action_mask)].sum()
+            for lp, ref, t in zip(
+                plain_logprobs(model, scored), scored.reference_logprobs, scored.group.trajectories, strict=True
+            )
+        ]
+        h = sums[0] - sums[1]
+        p = 1 / (1 + torch.exp(-beta * h))
+        margins.append(beta * h)
+        both = -(1 - smoothing) * torch.log(p) - smoothing * torch.log(1 - p)
+        losses.append(both if loss == "sigmoid" else (h - 1 / (2 * beta)) ** 2)
+    expected = torch.stack(losses).mean()
+    words = (f"offline.dpo.loss={loss}", f"offline.dpo.beta={beta}")
+    words += (f"offline.dpo.label_smoothing={smoothing}",) if loss == "sigmoid" else ()
+    learner = connected(config_of(folder, "dpo", *words))
+    found = learner.assess(groups)
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert found["margin"] == pytest.approx(torch.stack(margins).mean().item(), abs=1e-4)
+    assert found["chosen_reward"] - found["rejected_reward"] == pytest.approx(found["margin"], abs=1e-4)
+    assert found["accuracy"] == pytest.approx(sum(m > 0 for m in margins).item() / len(margins))
+    expected.backward()
+    norm = torch.sqrt(sum((p.grad.double() ** 2).sum() for p in model.parameters() if p.grad is not None))
+    assert learner.update(groups, 1).metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder, tokenizer, job: str, tmp_path) -> None:
+    groups = [rows(tokenizer, job, seed=seed) for seed in range(3)]
+    whole, split = (connected(config_of(folder, job, f"learner.tokens_per_microbatch={n}")) for n in (100_000, 60))
+    start = weights(whole)
+    for version in (1, 2):
+        metrics = [learner.update(groups[version], version).metrics for learner in (whole, split)]
+        assert metrics[0] == pytest.approx(metrics[1], rel=2e-4, abs=1e-5)
+        assert metrics[0]["optimizer_steps"] == 1
+    assert largest_difference(weights(whole), weights(split)) < 2e-5
+    assert largest_difference(weights(whole), start) > 1e-4
+    whole.save(tmp_path)
+    whole.finish_save()
+    whole.update(groups[0], 3)
+    resumed = connected(config_of(folder, job))
+    assert resumed.load(tmp_path) == 2
+    resumed.update(groups[0], 3)
+    assert largest_difference(weights(resumed), weights(whole)) == 0
+
+
+def test_labels_order_a_pair_and_not_places(folder: Path, tokenizer) -> None:
+    groups = rows(tokenizer, "reward_model")
+    swapped = []
+    for scored in groups:
+        turned = replace(scored.group, trajectories=scored.group.trajectories[::-1])
+        swapped.append(replace(scored, group=turned, rewards=(Reward(0.0), Reward(1.0))))
+    learner = connected(config_of(folder, "reward_model"))
+    assert learner.assess(groups) == pytest.approx(learner.assess(swapped), abs=1e-6)
+
+
+def test_a_step_without_a_trained_token_is_skipped_and_counted(folder: Path, tokenizer) -> None:
+    learner = connected(config_of(folder, "sft"))
+    before = weights(learner)
+    groups = []
+    for scored in rows(tokenizer, "sft", 2):
+        [t] = scored.group.trajectories
+        masked = replace(scored.group, trajectories=(replace(t, action_mask=np.zeros(t.num_steps, dtype=bool)),))
+        groups.append(replace(scored, group=masked))
+    metrics = learner.update(groups, 1).metrics
+    assert (metrics["skipped"], metrics["optimizer_steps"], learner.version) == (1, 0, 1)
+    assert largest_difference(weights(learner), before) == 0
+
+
+def test_dpo_needs_the_log_probs_of_the_reference(folder: Path, tokenizer) -> None:
+    groups = [replace(scored, reference_logprobs=None) for scored in rows(tokenizer, "dpo")]
+    with pytest.raises(ValueError, match="set resources.reference.num_workers=1"):
+        connected(config_of(folder, "dpo")).update(groups, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -40,22 +40,21 @@ class VisionFamily(PictureFamily):
         core, ids = self.core(model), batch.input_ids
         placeholder = self.placeholder_id(model.config)
         is_placeholder = (ids == placeholder) & batch.in_media  # [B, S]
+        _refuse_stray(ids, is_placeholder, placeholder, batch)
         if batch.media.inputs:
-            _refuse_stray(ids, is_placeholder, placeholder, batch)
             encoded = self.encode(core, batch.media.inputs)
             place(encoded, batch.media)
-            _check_count(encoded, int(is_placeholder.sum()))
-            # The last token of a row is never looked at: it may be any but a placeholder outside of pictures.
-            inputs = {
-                "input_ids": ids.masked_fill((ids == placeholder) & ~is_placeholder, 0),
-                "mm_encoder_outputs": {"image": encoded},
-            }
         else:
-            blank = self.encode(core, self.blank_picture(model.config, ids.device))
-            unused = sum(features.sum() for features in _features(blank))
-            inputs = {"inputs_embeds": model.get_input_embeddings()(ids) + 0.0 * unused}
+            # Nothing of it is placed. Modules are entered and inputs have gradients as in a batch with pictures, since
+            # ZeRO-3 gathers parameters in the order of both passes, which has to be one order on all ranks.
+            encoded = self.encode(core, self.blank_picture(model.config, ids.device))
+            place_nothing(encoded)
+        _check_count(encoded, int(is_placeholder.sum()))
         extra = self.decoder_inputs(core, batch, is_placeholder.long())
-        return core(**inputs, **extra, use_cache=False).last_hidden_state
+        # The last token of a row is never looked at: it may be any but a placeholder outside of pictures.
+        ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
+        pictures = {"mm_encoder_outputs": {"image": encoded}}
+        return core(input_ids=ids, **pictures, **extra, use_cache=False).last_hidden_state
 
     def core(self, model: PreTrainedModel) -> nn.Module:
         """The model without its output embeddings."""
@@ -81,20 +80,23 @@ def place(encoded: ModelOutput, media: MediaBatch) -> None:
         encoded.deepstack_features = [_in_order(layer, media) for layer in encoded.deepstack_features]
 
 
+def place_nothing(encoded: ModelOutput) -> None:
+    """Features of a picture to features of no place, through which gradients are zeros."""
+    encoded.pooler_output = _none_of(encoded.pooler_output)
+    if "deepstack_features" in encoded:
+        encoded.deepstack_features = [_none_of(layer) for layer in encoded.deepstack_features]
+
+
+def _none_of(features: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    return features[:0] if isinstance(features, Tensor) else [part[:0] for part in features]
+
+
 def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor | list[Tensor]:
     """Models give one tensor a picture, or all parts (tiles) of all pictures in one."""
     if not isinstance(features, Tensor):
         return [features[i] for i in media.order]
     parts = features.split(list(media.num_parts))
     return torch.cat([parts[i] for i in media.order])
-
-
-def _features(encoded: ModelOutput) -> Iterator[Tensor]:
-    layers = [encoded.pooler_output]
-    if "deepstack_features" in encoded:
-        layers += encoded.deepstack_features
-    for features in layers:
-        yield from [features] if isinstance(features, Tensor) else features
 
 
 def _check_count(encoded: ModelOutput, num_placeholders: int) -> None:

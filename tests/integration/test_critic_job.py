@@ -19,7 +19,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """One vLLM engine and two FSDP2 ranks; the first of three steps trains the critic alone."""
     folder = tmp_path_factory.mktemp("ppo_gae")
     words = ("experiment=ppo_gae", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=3")
-    short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0", "algorithm.num_minibatches=2")
+    short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
     job = Job(folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1"))
     try:
         job.finish(job.start())

@@ -34,7 +34,8 @@ WORDS = (
     "learner.learning_rate=1e-6",
     "sampler.max_tokens=250",
     f"sampler.chunk_tokens={CHUNK}",
-    "sampler.max_num_seqs=16",
+    # All groups in flight decode side by side, so that each response meets several pushes on a machine of any speed.
+    "sampler.max_num_seqs=64",
     "sampler.max_num_batched_tokens=64",
     "evaluation.num_prompts=4",
     "evaluation.interval_steps=0",

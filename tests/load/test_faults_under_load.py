@@ -34,8 +34,7 @@ WORDS = (
     "learner.learning_rate=1e-6",
     "sampler.max_tokens=250",
     f"sampler.chunk_tokens={CHUNK}",
-    # All groups in flight decode side by side, so that each response meets several pushes on a machine of any speed.
-    "sampler.max_num_seqs=64",
+    "sampler.max_num_seqs=16",
     "sampler.max_num_batched_tokens=64",
     "evaluation.num_prompts=4",
     "evaluation.interval_steps=0",

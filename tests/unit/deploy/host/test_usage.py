@@ -50,6 +50,7 @@ class LostGpu(TwoGpus):
         raise RuntimeError("the GPU fell off the bus")
 
 
+@pytest.mark.alone
 def test_a_busy_grandchild_counts_with_its_time_and_memory() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         tree = ProcessTree(parent.pid)

@@ -157,7 +157,7 @@ def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
 def groups_of_dead_drivers() -> list[tuple[str, str]]:
     """Id and name of every placement group that still holds resources though its driver is dead.
 
-    Ray removes them itself; one that stays listed was left behind.
+    Ray removes them itself within a moment. A group that stays listed is a leftover.
     """
     table = control_store._connect_and_get_accessor().get_placement_group_table()
     rows = (PlacementGroupTableData.FromString(row) for row in table)

@@ -65,8 +65,8 @@ class ResourcesConfig(Section):
     """Nodes that `resources=multi_node` is made for: it has four engines and four learner ranks for each. The workers
     of other presets are not counted by nodes."""
     address: str
-    """The Ray cluster to join: HOST:PORT of its control store, or `auto` for the one that runs on this machine. Empty
-    joins the one that RAY_ADDRESS names, and without it starts a private one."""
+    """The Ray cluster to join: HOST:PORT of its control store, or `auto` for the cluster on this machine. Empty joins
+    the cluster of RAY_ADDRESS; where that is not set a private cluster is started."""
     dashboard: bool
     """Whether a cluster that this run starts itself serves the Ray dashboard, on the loopback address."""
 

@@ -25,7 +25,7 @@ def check_package(folder: Path, excludes: Sequence[str], limit_bytes: int = LIMI
         PreflightError: it is too much; the message names the largest paths.
     """
     if not folder.is_dir():
-        raise PreflightError(f"--working-dir {folder} is no folder: name the one that holds the code to run")
+        raise PreflightError(f"--working-dir {folder} is no folder: name the folder that holds the code to run")
     sizes: dict[Path, int] = {}
 
     def weigh(path: Path) -> None:

@@ -74,8 +74,9 @@ def _on_gpus(
 
 
 def _peak(workers: Sequence[WorkerMemory]) -> int:
-    """The most that these workers have at one time: a phase of one is a phase of all; in one that a worker does not
-    have (another one loads) it may have its most."""
+    """The most bytes that these workers hold at the same time.
+
+    Workers go through phases together. In a phase that a worker lacks it counts with its own peak."""
     phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
     return max(sum(_in_phase(worker, phase) for worker in workers) for phase in phases)
 

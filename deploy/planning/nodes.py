@@ -32,7 +32,8 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
         ray.init(address=address, log_to_driver=False)
     except (OSError, ValueError) as error:
         raise PreflightError(
-            f"no Ray cluster answers at {address} ({error}): give --address HOST:PORT of one that runs, or leave it out"
+            f"no Ray cluster answers at {address} ({error}): give --address HOST:PORT of a running cluster, or "
+            "leave it out"
         ) from error
     try:
         return joined_nodes()

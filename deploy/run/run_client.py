@@ -39,6 +39,18 @@ class RunAddress:
     folder: Path | None = field(default=None, compare=False)  # None where the cluster was named instead
 
 
+def named_folder(run: str, file: str) -> Path:
+    """The folder of a run that is named by its folder, or by its name below `runs`; `file` shows that it is one.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    for folder in (Path(run), RUNS / run):
+        if (folder / file).is_file():
+            return folder
+    raise PreflightError(f"there is no run in {run} or {RUNS / run}: give the run's FOLDER, or its NAME below {RUNS}")
+
+
 def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
     """The run called `name` on the cluster at `address`; else the one whose folder is given; else the latest.
 

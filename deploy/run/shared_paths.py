@@ -59,7 +59,9 @@ def check_on_all_nodes(config: RunConfig) -> None:
         probe.touch()
         missing = missing_on(nodes, paths)
     except OSError as error:
-        raise PreflightError(f"folder={folder} cannot be written ({error}): name one that can") from error
+        raise PreflightError(
+            f"folder={folder} cannot be written ({error}): name a folder that can be written"
+        ) from error
     finally:
         probe.unlink(missing_ok=True)
     if missing:
@@ -69,7 +71,8 @@ def check_on_all_nodes(config: RunConfig) -> None:
             for key in keys
         )
         raise PreflightError(
-            f"{shown}: mount the file system that holds it under the same path on every node, or name one that all see"
+            f"{shown}: mount the file system that holds it under the same path on every node, or name a path that "
+            "all nodes see"
         )
 
 

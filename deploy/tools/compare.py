@@ -15,8 +15,7 @@ from cluster.metrics.files import write_atomically
 from cluster.metrics.report.comparison import Line, Row, render_comparison, table
 from cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
 from cluster.metrics.step_records import strict
-
-RUNS = Path("runs")
+from deploy.run.run_client import RUNS, named_folder
 
 
 def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
@@ -48,13 +47,11 @@ def _line(word: str) -> Line:
 
 
 def _run(name: str) -> RunFolder:
-    for folder in (Path(name), RUNS / name):
-        if (folder / METRICS_FILE).is_file():
-            try:
-                return read_run_folder(folder)
-            except (ValueError, KeyError, OSError) as error:
-                raise PreflightError(f"run {folder} cannot be read: {error}") from error
-    raise PreflightError(f"there is no run {name}: neither {name} nor {RUNS / name} has a {METRICS_FILE}")
+    folder = named_folder(name, METRICS_FILE)
+    try:
+        return read_run_folder(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise PreflightError(f"run {folder} cannot be read: {error}") from error
 
 
 def _view(rows: Sequence[Row]) -> Table:

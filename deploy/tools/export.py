@@ -14,7 +14,7 @@ from configs.load import load_resolved
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.host.terminal import terminal
-from deploy.run.run_client import RUNS
+from deploy.run.run_client import named_folder
 from learner.policy_weights import export_state
 
 EXPORT_FOLDER = "export"  # of the run folder
@@ -29,7 +29,7 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
         PreflightError: there is no such run or checkpoint, the output exists or cannot be written, or there is nothing
             to merge, or no average.
     """
-    folder = _find(run)
+    folder = named_folder(run, CONFIG_FILE)
     config = load_resolved(folder / CONFIG_FILE)
     _check(config, folder, merge=merge, ema=ema)
     version, state = _state(folder / CHECKPOINTS_FOLDER, step)
@@ -44,14 +44,6 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
     what = f"a PEFT adapter of {config.policy.model}" if is_adapter else "a checkpoint in the Hugging Face layout"
     terminal(soft_wrap=True).print(f"step {version} of {folder}: {target}, {what}", markup=False, highlight=False)
     return 0
-
-
-def _find(run: str) -> Path:
-    """The folder of a run that is named by its folder, or by its name below `runs`."""
-    for folder in (Path(run), RUNS / run):
-        if (folder / CONFIG_FILE).is_file():
-            return folder
-    raise PreflightError(f"there is no run in {run} or {RUNS / run}: give the run's FOLDER, or its NAME below {RUNS}")
 
 
 def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:

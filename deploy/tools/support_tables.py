@@ -9,6 +9,7 @@ from typing import get_args
 
 from actors.datasets.formats import FORMATS
 from actors.datasets.readers import READERS
+from configs.document import with_block
 from configs.groups import groups
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -54,10 +55,7 @@ def rewritten(page: str) -> str:
     Raises:
         ValueError: the page has no such block, or several.
     """
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
-        raise ValueError(f"the page needs one line {BEGIN!r} and behind it one line {END!r}: add them")
-    head, _, rest = page.partition(BEGIN)
-    return head + text() + rest.partition(END)[2]
+    return with_block(page, BEGIN, END, text())
 
 
 def _table(title: str, rows: Iterable[Row]) -> Iterator[str]:

@@ -68,8 +68,7 @@ class TokenBatch:
     """B rows of at most S tokens, of which at most T a row are scored. Padding is on the right."""
 
     input_ids: Tensor  # int64 [B, S]
-    row_lengths: tuple[int, ...]  # B
-    lengths: Tensor  # int64 [B]: of the rows without padding
+    row_lengths: tuple[int, ...]  # B: tokens of the rows without padding
     in_media: Tensor  # bool [B, S]: within a recorded span
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
@@ -96,7 +95,6 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
         row_lengths=tuple(s.num_tokens for s in sequences),
-        lengths=_tensor(np.array([s.num_tokens for s in sequences]), device),
         in_media=_tensor(in_media, device),
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-import cluster.metrics.report.report
 from cluster.metrics.report.chart_scales import write_number
+from cluster.metrics.report.page import STYLE, environment
 
 _ASSETS = Path(__file__).parent
-_HOUSE_STYLE = Path(cluster.metrics.report.report.__file__).parent / "report.css"
 TOTAL = "total"
 _ROOM = 0.12  # of a bin, on both sides of its bars
 _MAX_ISSUE_IDS = 60
@@ -45,18 +43,12 @@ class Histogram:
 
 def render_page(report: Mapping[str, Any]) -> str:
     """The page. Everything from the records is escaped: responses may be hostile."""
-    environment = Environment(
-        loader=FileSystemLoader(_ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(number=write_number, percent=lambda share: f"{100 * share:.1f} %", whole="{:,}".format)
-    environment.tests["mapping_of_scores"] = lambda value: isinstance(value, Mapping)
+    templates = environment(_ASSETS)
+    templates.filters.update(percent=lambda share: f"{100 * share:.1f} %", whole="{:,}".format)
+    templates.tests["mapping_of_scores"] = lambda value: isinstance(value, Mapping)
     first, second = report["differences"]["between"]
     by_scheme = {report["semantics"]: report, **report["others"]}
-    return environment.get_template("page.html.j2").render(
+    return templates.get_template("page.html.j2").render(
         report=report,
         name=Path(report["input"]["path"]).name,
         schemes=by_scheme,
@@ -64,7 +56,7 @@ def render_page(report: Mapping[str, Any]) -> str:
         histograms=_histograms(by_scheme[first], by_scheme[second], (first, second)) if report["count"] else [],
         max_ids=_MAX_ISSUE_IDS,
         options=json.dumps(report["options"], indent=1),
-        style=Markup(_HOUSE_STYLE.read_text(encoding="utf-8") + (_ASSETS / "page.css").read_text(encoding="utf-8")),
+        style=Markup(STYLE.read_text(encoding="utf-8") + (_ASSETS / "page.css").read_text(encoding="utf-8")),
     )
 
 

@@ -90,7 +90,7 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Columnar files have every field in every record; one that is null is absent."""
+    """The value without fields that are null: columnar files have every field in every record."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

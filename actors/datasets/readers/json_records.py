@@ -15,32 +15,24 @@ from actors.datasets.readers.base import Record, read_one_by_one
 from actors.datasets.rows import RowError
 
 
-class SpelledInt(int):
-    """A whole number that is written as it was read."""
-
-    spelling: str
-
-    def __new__(cls, spelling: str) -> SpelledInt:
-        number = super().__new__(cls, spelling)
-        number.spelling = spelling
-        return number
-
-    def __str__(self) -> str:
-        return self.spelling
-
-
-class SpelledFloat(float):
+class _Spelled:
     """A number that is written as it was read: an answer of 7.50 must not become 7.5."""
 
     spelling: str
 
-    def __new__(cls, spelling: str) -> SpelledFloat:
+    def __new__(cls, spelling: str) -> Any:
         number = super().__new__(cls, spelling)
         number.spelling = spelling
         return number
 
     def __str__(self) -> str:
         return self.spelling
+
+
+class SpelledInt(_Spelled, int): ...
+
+
+class SpelledFloat(_Spelled, float): ...
 
 
 def parse_object(text: bytes, what: str) -> Record:

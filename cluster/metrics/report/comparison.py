@@ -6,30 +6,25 @@ standard deviation on each side, its table entries are means with a bootstrap in
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import mean, pstdev
 
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from cluster.metrics.definitions import METRICS, MetricName
 from cluster.metrics.evaluation_statistics import bootstrap_interval
 from cluster.metrics.report.chart_scales import write_duration
 from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, draw
+from cluster.metrics.report.page import render
 from cluster.metrics.report.run_folder import RunFolder
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs
 
-_ASSETS = Path(__file__).parent
 _CURVES = (
     (MetricName.REWARD_MEAN, "Reward"),
     (MetricName.RESPONSE_LENGTH, "Response length"),
@@ -95,25 +90,14 @@ def render_comparison(lines: Sequence[Line], *, by_epoch: bool) -> str:
     """
     if not 1 <= len(lines) <= MAX_LINES:
         raise ValueError(f"{len(lines)} lines cannot be compared: give 1 to {MAX_LINES}, seeds of one setting as one")
-    environment = Environment(
-        loader=FileSystemLoader(_ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rows, charts = table(lines), _Charts(lines, by_epoch)
-    return environment.get_template("comparison.html.j2").render(
+    return render(
+        "comparison.html.j2",
         lines=lines,
         rows=rows,
         value_names=list(dict.fromkeys(name for row in rows for name in row.values)),
         courses=[_course(line) for line in lines],
         drawings=[*charts.accuracy(), *charts.curves()],
-        style=Markup((_ASSETS / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
     )
 
 

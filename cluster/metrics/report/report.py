@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 import os
 import time
@@ -13,16 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
-
 from cluster.metrics.report import chart_scales
+from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
 from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from cluster.metrics.report.samples import ReportSample
 from cluster.workers.faults import Fault
 
-_ASSETS = Path(__file__).parent
 _MAX_SKIPPED_ROWS = 200
 _MAX_FAULT_ROWS = 200  # the newest ones
 
@@ -78,19 +74,8 @@ def write_report(run_folder: Path) -> Path:
 
 def render_report(run: RunFolder) -> str:
     """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
-    environment = Environment(
-        loader=FileSystemLoader(_ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        number=chart_scales.write_number, duration=chart_scales.write_duration, bytes=chart_scales.write_bytes
-    )
-    script = (_ASSETS / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         run=run,
         summary=run.summary,
         status=run.summary.status if run.summary else "unfinished",
@@ -110,9 +95,6 @@ def render_report(run: RunFolder) -> str:
         skipped_counts=sorted(Counter(row.reason for row in run.skipped).items()),
         skipped=run.skipped[:_MAX_SKIPPED_ROWS],
         num_skipped=len(run.skipped),
-        style=Markup((_ASSETS / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=f"sha256-{digest}",
     )
 
 

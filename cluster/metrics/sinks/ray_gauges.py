@@ -158,7 +158,7 @@ def _of_run(status: RunStatus) -> dict[Key, float]:
 
 
 def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
-    """Every worker, and how many of its role are in which state: all states, so that one that is left reads 0."""
+    """Every worker, and the number of workers of each role in each state. A state without workers reads 0."""
     states: dict[str, Counter[str]] = {}
     for worker in status.workers:
         role, _, index = worker.name.partition("/")

@@ -10,11 +10,9 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich.console import Console
 
-import cluster.metrics.report.report
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import Picture
 from actors.datasets.prompts import RowChecker, checked_rows
@@ -23,12 +21,12 @@ from actors.processors.chat import ChatProcessor
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from cluster.errors import MediaError, PreflightError
 from cluster.metrics.report.chart_scales import write_number
+from cluster.metrics.report.page import STYLE, environment
 from cluster.records.media import MediaStore
 from configs.schema import DataConfig, RunConfig
 from deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent
-HOUSE_STYLE = Path(cluster.metrics.report.report.__file__).parent / "report.css"
 NUM_BINS = 40
 MAX_SKIPPED_ROWS = 200
 MAX_LABELS = 30
@@ -79,7 +77,7 @@ class Sample:
 
     row: Row
     label: str
-    pictures: Sequence[str]  # data URLs; empty for one that cannot be decoded
+    pictures: Sequence[str]  # data URLs; an empty text for a picture that cannot be decoded
 
 
 @dataclass(frozen=True)
@@ -126,28 +124,25 @@ def render(
     unit: str,
 ) -> str:
     """The page. Everything from the data is escaped, and no script runs."""
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     labels = measured.labels.most_common()
-    return environment.get_template("inspect.html.j2").render(
-        name=f"{config.data.path} · {split}",
-        facts=_facts(measured, skipped, num_rows, unit),
-        source=_source(config.data),
-        unit=unit,
-        lengths=histogram(measured.lengths),
-        labels=labels[:MAX_LABELS],
-        num_labels=len(labels),
-        pictures=sorted(measured.pictures.items()),
-        reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
-        skipped=skipped[:MAX_SKIPPED_ROWS],
-        num_skipped=len(skipped),
-        samples=samples,
-        style=Markup(HOUSE_STYLE.read_text(encoding="utf-8")),
+    return (
+        environment(ASSETS)
+        .get_template("inspect.html.j2")
+        .render(
+            name=f"{config.data.path} · {split}",
+            facts=_facts(measured, skipped, num_rows, unit),
+            source=_source(config.data),
+            unit=unit,
+            lengths=histogram(measured.lengths),
+            labels=labels[:MAX_LABELS],
+            num_labels=len(labels),
+            pictures=sorted(measured.pictures.items()),
+            reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
+            skipped=skipped[:MAX_SKIPPED_ROWS],
+            num_skipped=len(skipped),
+            samples=samples,
+            style=Markup(STYLE.read_text(encoding="utf-8")),
+        )
     )
 
 

@@ -113,7 +113,8 @@ def _check_count(encoded: ModelOutput, num_placeholders: int) -> None:
 def _refuse_stray(ids: Tensor, is_placeholder: Tensor, placeholder: int, batch: TokenBatch) -> None:
     """The model would put a picture at a placeholder that no picture was recorded for."""
     is_stray = (ids == placeholder) & ~is_placeholder
-    is_seen = torch.arange(ids.shape[1], device=ids.device) < batch.lengths[:, None] - 1
+    lengths = torch.tensor(batch.row_lengths, device=ids.device)
+    is_seen = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] - 1
     if (is_stray & is_seen).any():
         raise ValueError(
             f"a row holds the picture placeholder {placeholder} outside of its recorded pictures: it is banned from "

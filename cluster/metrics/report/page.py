@@ -1,0 +1,45 @@
+"""Offline HTML pages: templates with all data escaped, the style sheet, and one script that is named by its hash."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from cluster.metrics.report.chart_scales import write_bytes, write_duration, write_number
+
+ASSETS = Path(__file__).parent
+STYLE = ASSETS / "report.css"
+
+
+def environment(folder: Path) -> Environment:
+    """Templates of `folder`; a name that a template lacks is an error."""
+    found = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters.update(number=write_number, duration=write_duration, bytes=write_bytes)
+    return found
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of this folder with `report.css` and `report.js`. The browser may run no other script."""
+    script = (ASSETS / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        environment(ASSETS)
+        .get_template(template)
+        .render(
+            **values,
+            style=Markup(STYLE.read_text(encoding="utf-8")),
+            script=Markup(script),
+            script_hash=f"sha256-{digest}",
+        )
+    )

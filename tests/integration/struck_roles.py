@@ -52,8 +52,8 @@ class StruckRollout(CoreApart):
         if any(len(sibling.weight_spans) >= 3 and not sibling.is_finished for sibling in siblings):
             if saboteur().is_planned("two_pushes") and request in self._reported:
                 self._enlist()
-                saboteur().leave(f"{request.partition('~')[0].replace('/', '-')}", self._reported[request])
-                saboteur().moment("two_pushes")
+                prompt = request.partition("~")[0].replace("/", "-")
+                saboteur().moment("two_pushes", leaves=(prompt, self._reported[request]))
         self._reported[request] = [sibling.token_ids.tolist() for sibling in siblings]
 
     def _enlist(self) -> None:

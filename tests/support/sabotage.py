@@ -59,9 +59,11 @@ class Saboteur:
         """Of the process that plays `name`, or did so last."""
         return int(self._pid_file(name).read_text())
 
-    def moment(self, name: str) -> bool:
-        """Say that `name` has come, and hear whether somebody was struck. A victim that is just being replaced is left
-        for the next such moment.
+    def moment(self, name: str, leaves: tuple[str, object] | None = None) -> bool:
+        """Strike the victim that is planned for `name`, and return whether there was one.
+
+        A victim that is being replaced stays planned. What the victim `leaves`, a name and a value for JSON, is
+        written by the process that strikes: two that reach the moment at once leave one record.
         """
         taken = self.folder / f".{name}-{os.getpid()}"
         try:
@@ -72,16 +74,14 @@ class Saboteur:
             os.rename(self.folder / name, taken)
         except FileNotFoundError:
             return False
+        if leaves is not None:
+            self._write(self.folder / f"left-{leaves[0]}.json", json.dumps(leaves[1]))
         (self.folder / "struck").open("a").write(f"{name} {plan['victim']} {plan['signal']}\n")
         if plan["signal"] == signal.SIGCONT:
             self._slow_down(process_id)
         else:
             os.kill(process_id, plan["signal"])
         return True
-
-    def leave(self, name: str, value: object) -> None:
-        """Something, as JSON, that outlives this process."""
-        self._write(self.folder / f"left-{name}.json", json.dumps(value))
 
     def left(self) -> dict[str, object]:
         """What processes left behind, by name."""

@@ -22,10 +22,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from cluster.runtime.error_text import COLOUR
 from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.network import use_node_interface
+from cluster.runtime.network import node_address, use_node_interface
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.placement_groups import Booking
 from cluster.runtime.ray_deaths import actor_death
+from cluster.runtime.vitals import HasEngine, Vitals, VitalsMeter
 
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
 BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
@@ -55,7 +56,7 @@ def spawn(
         runtime_env={"env_vars": env_vars},
         scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
     )
-    return actor.remote(worker.cores, *args, **kwargs)
+    return actor.remote(worker.cores, worker.num_threads, *args, **kwargs)
 
 
 def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
@@ -67,7 +68,7 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
     )
-    return actor.remote(())
+    return actor.remote((), 1)
 
 
 async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
@@ -174,21 +175,22 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 def _hosted(role: type, name: str) -> type:
     """`role` with a constructor that first claims its cores and its node's network interface and at last tunes its
-    garbage collector, and a sign of life; everything else is inherited.
+    garbage collector, and a sign of life that says what the process uses; everything else is inherited.
     """
 
     class Hosted(role):
-        def __init__(self, cores: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        def __init__(self, cores: tuple[int, ...], num_threads: int, *args: Any, **kwargs: Any) -> None:
             if cores:
                 usable = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, [usable[core] for core in cores])
             use_node_interface()
             super().__init__(*args, **kwargs)
+            self._vitals = VitalsMeter(node_address(), num_threads)
             tune_gc()
 
         @ray.method(concurrency_group=HEALTH)
-        def is_alive(self) -> bool:
-            return True
+        def is_alive(self) -> Vitals:
+            return self._vitals.read(self.engine_load() if isinstance(self, HasEngine) else None)
 
         def __repr__(self) -> str:  # what the dashboard and log prefixes show
             return name

@@ -50,6 +50,7 @@ from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
     build_controller,
+    rank_statuses,
     scalable_roles,
     spawn_inference,
     spawn_training,
@@ -230,7 +231,8 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics) -> None:
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
         config, training = cluster.prepared.config, spawn_offline(cluster.prepared, spawner, on_lost, on_rescore)
         in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
-        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics)
+        ranks = partial(rank_statuses, training.ranks, training.learner)
+        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(training.ranks.start())
             controller = build_offline_controller(cluster.prepared, training, metrics)
@@ -245,9 +247,8 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
         training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
         roles = scalable_roles(inference, training)
-        control = control_loop(
-            cluster.prepared.config, spawner, roles, inference.in_flight_requests, training.replay, metrics
-        )
+        in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
+        control = control_loop(cluster.prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
         try:
             async with control.running():
                 await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())

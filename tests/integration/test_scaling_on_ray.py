@@ -73,7 +73,7 @@ class Parts:
 
     def control(self) -> ControlLoop:
         roles, metrics = {"reward": self.rewards.services["reward"].pool}, FakeMetrics(self.losses)
-        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics)
+        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics, lambda: ())
 
     async def status(self) -> RunStatus:
         return await asyncio.to_thread(read_status, self.address, ASK_S)
@@ -158,6 +158,11 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago
             while states((await run.status()).workers) != everybody:
                 pass
+        await run.rewards.check()
+        for worker in run.rewards.services["reward"].pool.status():
+            assert worker.vitals is not None and (worker.vitals.rss_bytes or 0) > 10 * 2**20
+        stores = (await run.status()).object_store
+        assert stores is not None and stores.total_bytes > 2**20
         ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)

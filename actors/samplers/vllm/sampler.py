@@ -7,6 +7,7 @@ processed twice and the two sides cannot disagree about a picture.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.families import family_of
 
+_logger = logging.getLogger(__name__)
+
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often the core is checked
 MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
@@ -84,6 +87,7 @@ class VLLMSampler:
         except (ValueError, MobulaError):  # the first is how vLLM refuses settings
             raise
         except Exception as error:
+            _logger.exception("the engine failed to start")
             raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
         if isinstance(self._engine.output_processor, ThreadedOutputs):
             self._engine.output_processor.on_preempted = self._load.preempted
@@ -372,4 +376,5 @@ class VLLMSampler:
                 self._failure = Failure.of(core.failure or EngineDeadError())
             else:
                 self._failure = core_failure(self._engine)
+            _logger.error("the engine's core ended: %s\n%s", self._failure, self._failure.traceback)
         return self._failure

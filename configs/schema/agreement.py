@@ -65,6 +65,16 @@ def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
     )
 
 
+def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
+    metrics = config.metrics
+    if not metrics.tracker_address or len(metrics.trackers) == 1:
+        return None
+    return (
+        f"metrics.tracker_address={metrics.tracker_address} is the server of one tracker, and metrics.trackers="
+        f"{list(metrics.trackers)}: name one, or leave the address empty"
+    )
+
+
 def _backoff_grows(config: RunConfig) -> str | None:
     first, longest = config.supervision.backoff_s, config.supervision.max_backoff_s
     if first <= longest:
@@ -455,6 +465,7 @@ RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
     _limits_of_concurrency_are_in_order,
+    _an_address_is_of_one_tracker,
     _backoff_grows,
     _turns_are_synchronous,
     _turns_move_the_learner,

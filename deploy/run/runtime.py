@@ -140,7 +140,7 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
     """
     version = start_version(config)
-    started = time.perf_counter() - (earlier_wall_s(config) if version else 0.0)
+    started = time.perf_counter()
     set_up_logging(console)
     check_run_folder(config)
     refuse_missing(config.metrics.trackers)
@@ -153,6 +153,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
+        # A part that was killed has left no summary, but the seconds of its steps.
+        started -= max(earlier_wall_s(config), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         try:
             asyncio.run(_until_signal(_train(cluster, metrics)))

@@ -100,7 +100,7 @@ class RolloutActor(PromptServer):
         self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in chunks])
 
     def _response(self, sequence: SampledSequence) -> Response:
-        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
         return Response(text, sequence.num_tokens, is_truncated=sequence.finish_reason is FinishReason.LENGTH)
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:

@@ -17,6 +17,7 @@ from actors.samplers.base import EngineSettings
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
 from actors.samplers.served_version import ServedVersion
 from cluster.errors import WeightSyncError
+from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -264,7 +265,7 @@ class _Reader(StoppingCriteria):
         length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
         at_limit = FinishReason.LENGTH if self._num_read == self._max_tokens else None
         return SampledSequence(
-            tokens[:length].astype(np.int32),
+            TokenActions(tokens[:length].astype(np.int32)),
             logprobs[:length].astype(np.float32),
             (WeightSpan(self._version, 0, length),),
             FinishReason.STOP if stops.size else at_limit,

@@ -24,7 +24,7 @@ from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or say aloud
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
@@ -47,7 +47,7 @@ class DeepSpeedBackend:
         self._config = config
         self._turn: _Turn | None = None
 
-    def wrap(self, policy: TokenModel) -> nn.Module:
+    def wrap(self, policy: Policy) -> nn.Module:
         deepspeed = self._deepspeed = _imported(self._device)
         self._num_ranks = dist.get_world_size()
         self._policy = policy.to(self._device)

@@ -44,6 +44,7 @@ class PolicyOutput(NamedTuple):
     logprobs: Tensor  # float32 [B, T]
     entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
     is_argmax: Tensor  # bool [B, T]
+    divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, of a policy that computes it itself
 
 
 class Policy(nn.Module):

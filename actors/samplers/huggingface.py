@@ -21,7 +21,8 @@ from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.policies.batch import joined
@@ -38,6 +39,7 @@ class HuggingFaceSampler:
         self._device = torch.device(settings.device)
         self._turn = asyncio.Lock()
         self._num_asked = 0  # groups
+        self._num_tokens = 0  # sampled so far
         self._is_asleep = False
         self._served = ServedVersion()
         self._group: TransferGroup | None = None
@@ -67,6 +69,8 @@ class HuggingFaceSampler:
             await self._served.reach(settings.min_version)
             async with self._turn:
                 await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+                num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
+                self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         finally:
             self._num_asked -= 1
         return progress.finished()
@@ -93,7 +97,8 @@ class HuggingFaceSampler:
 
     def load(self, name: str) -> EngineLoad:
         num_running = min(self._num_asked, 1)
-        return EngineLoad(name, 0.0, num_running, self._num_asked - num_running, num_preemptions=0)
+        waiting = self._num_asked - num_running
+        return EngineLoad(name, 0.0, num_running, waiting, num_preemptions=0, num_tokens=self._num_tokens)
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected_by(manifest))

@@ -20,6 +20,7 @@ from typing import Any
 from cluster.errors import MobulaError
 from cluster.roles import ReplayStats
 from cluster.runtime.ray_actors import answer
+from cluster.runtime.vitals import ObjectStoreUse
 from cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,
@@ -28,6 +29,7 @@ from cluster.workers.status import (
     RunStatus,
     Scalable,
     ScaleRequest,
+    WorkerStatus,
 )
 from cluster.workers.supervisor import background_tasks
 
@@ -35,6 +37,7 @@ _logger = logging.getLogger(__name__)
 
 CONTROL = "control"  # the panel's name in the namespace of its run
 OUTCOMES_KEPT = 64
+LAG_PERIOD_S = 0.1  # how often the event loop's delay is looked at
 
 
 class ControlPanel:
@@ -90,6 +93,8 @@ class ControlLoop:
         in_flight: Callable[[], InFlightSummary],
         replay: Callable[[], Awaitable[ReplayStats]],
         roles: Mapping[str, Scalable],
+        ranks: Callable[[], Sequence[WorkerStatus]],
+        object_store: Callable[[], ObjectStoreUse],
         on_panel_lost: Callable[[str], None],
         on_status: Callable[[RunStatus], None],
         interval_s: float,
@@ -97,7 +102,8 @@ class ControlLoop:
         deadline_s: float,
         scale_s: float,
     ) -> None:
-        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `start_s` bounds the first call to a panel, which
+        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` are workers beside those of `roles`, which
+        cannot be scaled; `object_store` may block. `start_s` bounds the first call to a panel, which
         includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
         refuses a new number of workers."""
         self._run = run
@@ -108,6 +114,8 @@ class ControlLoop:
         self._in_flight = in_flight
         self._replay = replay
         self._roles = roles
+        self._ranks = ranks
+        self._object_store = object_store
         self._on_panel_lost = on_panel_lost
         self._on_status = on_status
         self._interval_s = interval_s
@@ -116,6 +124,7 @@ class ControlLoop:
         self._scale_s = scale_s
         self._panel: Any = None
         self._num_panels_lost = 0
+        self._lag_s = 0.0  # since the last status
         self._requests: asyncio.Queue[ScaleRequest] = asyncio.Queue()
         self._outcomes: dict[str, tuple[RoleOutcome, ...]] = {}
 
@@ -125,6 +134,7 @@ class ControlLoop:
         try:
             async with background_tasks() as tasks:
                 tasks.create_task(self._visit_for_ever(), name="visit the control panel")
+                tasks.create_task(self._measure_lag(), name="measure the event loop's lag")
                 tasks.create_task(self._scale_for_ever(), name="scale roles")
                 yield
         finally:
@@ -168,17 +178,28 @@ class ControlLoop:
             _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:
+        lag_s, self._lag_s = self._lag_s, 0.0
         return RunStatus(
             run=self._run,
             progress=self._progress(),
             total_steps=self._total_steps,
             in_flight=self._in_flight(),
             replay=await self._replay(),
-            workers=tuple(worker for role in self._roles.values() for worker in role.status()),
+            workers=(*(worker for role in self._roles.values() for worker in role.status()), *self._ranks()),
             num_panels_lost=self._num_panels_lost,
             driver_pid=os.getpid(),
             posted_at=time.time(),
+            loop_lag_s=lag_s,
+            object_store=await asyncio.to_thread(self._object_store),
         )
+
+    async def _measure_lag(self) -> None:
+        """How much later than asked for this loop goes on: whatever it serves waits as long."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            self._lag_s = max(self._lag_s, clock() - due)
 
     async def _scale_for_ever(self) -> None:
         while True:

@@ -12,6 +12,7 @@ from cluster.metrics.definitions import CounterName
 from cluster.metrics.hub import Metrics
 from cluster.roles import Replay
 from cluster.rollout.in_flight import InFlightRequests
+from cluster.runtime.object_store import object_store_use
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.ray_actors import stop
 from cluster.workers.control import CONTROL, ControlLoop, ControlPanel
@@ -75,8 +76,9 @@ def control_loop(
     in_flight_requests: InFlightRequests,
     replay: Replay,
     metrics: Metrics,
+    ranks: Callable[[], Sequence[WorkerStatus]],
 ) -> ControlLoop:
-    """What answers `mobula status` and `mobula scale` for this run."""
+    """What answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled."""
     stop_s = config.timeouts.stop_s
     return ControlLoop(
         config.name,
@@ -87,6 +89,8 @@ def control_loop(
         in_flight=in_flight_requests.summary,
         replay=replay.stats,
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
+        ranks=ranks,
+        object_store=object_store_use,
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
         on_status=metrics.post,
         interval_s=VISIT_INTERVAL_S,

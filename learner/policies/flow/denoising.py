@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cluster.records.actions import LatentActions
 from learner.policies.flow.families import FlowFamily
 from learner.policies.sde import KERNELS, FlowStep, Transition, guided
 
@@ -50,6 +52,18 @@ class Denoising:
         return KERNELS[self.kernel](step, self.noise_level)
 
 
+def canary_actions(
+    denoising: Denoising, shape: tuple[int, ...], sigmas: np.ndarray, timesteps: np.ndarray
+) -> LatentActions:
+    """Arbitrary latents of `shape` as stochastic steps of a schedule, the same on every call.
+
+    Two models that score them alike have the same velocities there: a push of weights is proven by them.
+    """
+    index = np.arange(denoising.window_start, denoising.window_end, dtype=np.int32)
+    latents = np.random.default_rng(0).standard_normal((len(index) + 1, *shape), dtype=np.float32)
+    return LatentActions(latents, index, timesteps[index], sigmas)
+
+
 def velocities(
     model: nn.Module,
     family: FlowFamily,
@@ -64,12 +78,12 @@ def velocities(
     A pass of few rows is filled up with copies. So a row's velocity does not depend on the rows beside it, and a replay
     in other batches than the sampler's gives the same numbers on the same backend.
     """
-    num = len(latents)
+    num, dtype = len(latents), next(model.parameters()).dtype
     rows = torch.arange(max(num, MIN_ROWS), device=latents.device) % num
-    x, t = latents[rows], timesteps[rows]
-    given = {name: tensor[rows] for name, tensor in conditions.items()}
+    x, t = latents[rows].to(dtype), timesteps[rows]
+    given = {name: tensor[rows].to(dtype) for name, tensor in conditions.items()}
     if negatives is None:
         return family.velocity(model, x, t, given)[:num].float()
-    both = {name: torch.cat([negatives[name][rows], tensor]) for name, tensor in given.items()}
+    both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
     unconditional, conditional = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both).chunk(2)
     return guided(conditional[:num], unconditional[:num], guidance)

@@ -82,7 +82,7 @@ class FlowPolicy(Policy):
 
 def load_transformer(folder: Path, dtype: torch.dtype) -> ModelMixin:
     """The network that is trained, of the diffusers checkpoint in `folder`, on the CPU."""
-    return AutoModel.from_pretrained(str(folder), subfolder=TRANSFORMER, torch_dtype=dtype)
+    return AutoModel.from_pretrained(str(folder), subfolder=TRANSFORMER, dtype=dtype)
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:

@@ -105,14 +105,16 @@ class RolloutActor(PromptServer):
         self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in chunks])
 
     def _response(self, sequence: SampledSequence) -> Response:
-        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
-        return Response(text, sequence.num_tokens, is_truncated=sequence.finish_reason is FinishReason.LENGTH)
+        is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
+        if isinstance(sequence.actions, TokenActions):
+            text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
+        return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
         assert sequence.finish_reason is not None
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{index}",
-            actions=TokenActions(sequence.token_ids),
+            actions=sequence.actions,
             behavior_logprobs=sequence.logprobs,
             action_mask=np.ones(sequence.num_tokens, dtype=bool),
             weight_spans=sequence.weight_spans,

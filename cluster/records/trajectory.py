@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cluster.records.actions import Column, TokenActions, packed, unpacked
+from cluster.records.actions import Actions, Column, packed, unpacked
 from cluster.records.media import MediaHandle
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
@@ -161,7 +161,7 @@ class Trajectory:
     """
 
     trajectory_id: str  # "<prompt_id>#<sibling>"
-    actions: TokenActions
+    actions: Actions
     behavior_logprobs: np.ndarray  # float32 [T]
     action_mask: np.ndarray  # bool [T]
     weight_spans: tuple[WeightSpan, ...]
@@ -216,7 +216,8 @@ class TrajectoryGroup:
             )
             for t in siblings
         ]
-        actions = TokenActions.packed([t.actions for t in siblings])
+        kind = type(siblings[0].actions)
+        actions = (kind, kind.packed([t.actions for t in siblings]))
         logprobs = packed([t.behavior_logprobs for t in siblings])
         masks = packed([t.action_mask for t in siblings])
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
@@ -252,13 +253,14 @@ class TrajectoryGroup:
 def _put_together(
     prompt: Prompt,
     num_steps: Sequence[int],
-    actions: Column,
+    actions: tuple[type[Actions], Any],
     logprobs: Column,
     masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
-    columns = (TokenActions.unpacked(actions, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
+    kind, steps = actions
+    columns = (kind.unpacked(steps, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
     trajectories = []
     for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(*columns, rest, strict=True):
         trajectory = object.__new__(Trajectory)
@@ -344,6 +346,6 @@ def group_num_bytes(group: TrajectoryGroup) -> int:
     """Bytes of a group's arrays; media are stored elsewhere, once."""
     arrays: Sequence[np.ndarray] = [group.prompt.compact_ids, group.prompt.expanded_ids]
     per_trajectory = (
-        t.actions.token_ids.nbytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
+        t.actions.num_bytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
     )
     return sum(a.nbytes for a in arrays) + sum(per_trajectory)

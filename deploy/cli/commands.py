@@ -349,17 +349,24 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
+        from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
         from learner.policies.tiny import TINY, write_tiny
 
         name = model.removeprefix("tiny-")
-        if name == model or name not in TINY:
-            names = ", ".join(f"tiny-{name}" for name in TINY)
+        if name == model or name not in (*TINY, *TINY_FLOW):
+            names = ", ".join(f"tiny-{name}" for name in (*TINY, *TINY_FLOW))
             raise ConfigError(f"there is no model {model} to write: choose {names}")
+        if tied and name in TINY_FLOW:
+            raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
-            written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
+            if name in TINY_FLOW:
+                written = write_tiny_flow(name, folder, seed=seed)
+            else:
+                written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    message = f"{model} written to {written}: use it with policy.model={written}"
+    use = "load it with diffusers" if name in TINY_FLOW else f"use it with policy.model={written}"
+    message = f"{model} written to {written}: {use}"
     terminal(soft_wrap=True).print(message, markup=False)
 
 

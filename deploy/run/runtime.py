@@ -137,7 +137,7 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way; summary and report tell what was done until then.
-        KeyboardInterrupt: it was told to stop (SIGINT, SIGTERM); the same.
+        KeyboardInterrupt: SIGINT or SIGTERM; the same.
     """
     version = start_version(config)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`mobula serve-rewards`: the reward functions of a file behind HTTP, until the process is told to stop."""
+"""`mobula serve-rewards`: the reward functions of a file behind HTTP, until the process receives SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `serve-rewards` was told."""
+    """The options of `serve-rewards`."""
 
     host: str
     port: int
@@ -76,7 +76,7 @@ class RewardScorer:
 
 
 def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` is told the URL.
+    """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` receives the URL.
 
     Raises:
         ConfigError: the file is unfit, or names an unfit reward function.

@@ -23,7 +23,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "vllm": ("actors/samplers/vllm/*",),
     "deepspeed": ("learner/backends/deepspeed.py",),
     "peft": ("learner/policies/adapters.py",),
-    "diffusers": ("actors/samplers/flow*", "learner/policies/flow*"),
+    "diffusers": ("actors/samplers/flow.py", "learner/policies/flow/*"),
     "tensorboard": ("cluster/metrics/sinks/*",),
     "torch.utils.tensorboard": ("cluster/metrics/sinks/*",),
     "mlflow": ("cluster/metrics/sinks/*",),

@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 from cluster.errors import RolloutError
+from cluster.records.actions import TokenActions
 from cluster.records.partial_response import SampledSequence, clipped, shifted
 from cluster.records.trajectory import FinishReason, WeightSpan
 
@@ -46,7 +47,9 @@ class OutputReader:
         spans = self._spans(completion, end)
         if start > 0 or any(span.end > end for span in spans):
             spans = shifted(clipped(spans, start, end), -start)
-        return SampledSequence(token_ids, logprobs, tuple(spans), FINISH_REASONS[completion.finish_reason])
+        return SampledSequence(
+            TokenActions(token_ids), logprobs, tuple(spans), FINISH_REASONS[completion.finish_reason]
+        )
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.

@@ -201,6 +201,14 @@ def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) ->
     assert "not an empty folder" in again.stderr
 
 
+def test_init_model_writes_a_flow_model_which_has_no_embeddings_to_tie(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "sd3"), "--seed", "3"])
+    assert result.exit_code == 0 and "load it with diffusers" in result.stdout
+    assert (tmp_path / "sd3" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+    tied = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "other"), "--tied"])
+    assert tied.exit_code == 2 and "no output embeddings to tie" in tied.stderr
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**32), "9" * 40])
 def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: str) -> None:
     folder = tmp_path / "model"

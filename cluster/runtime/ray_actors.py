@@ -64,7 +64,7 @@ def spawn(
         runtime_env={"env_vars": env_vars},
         scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
     )
-    return actor.remote(_Seat(worker.cores, worker.num_threads, log), *args, **kwargs)
+    return actor.remote(Seat(worker.cores, worker.num_threads, log), *args, **kwargs)
 
 
 def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
@@ -76,7 +76,7 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
     )
-    return actor.remote(_Seat((), 1, None))
+    return actor.remote(Seat((), 1, None))
 
 
 async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
@@ -182,7 +182,7 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 
 @dataclass(frozen=True)
-class _Seat:
+class Seat:
     """What a process needs of its place in the plan."""
 
     cores: tuple[int, ...]
@@ -197,7 +197,7 @@ def _hosted(role: type, name: str) -> type:
     """
 
     class Hosted(role):
-        def __init__(self, seat: _Seat, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:
             if seat.log is not None:
                 write_to(seat.log, name)
             if seat.cores:

@@ -38,7 +38,7 @@ from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, Rollou
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout.staleness import AgeLimit, StalenessGate
-from cluster.runtime.ray_actors import BESIDE, HEALTH, _hosted, answer, stop
+from cluster.runtime.ray_actors import BESIDE, HEALTH, Seat, _hosted, answer, stop
 from cluster.weight_sync.weight_sync import WeightSync
 from cluster.workers.restart_policy import RestartBudget, RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
@@ -82,7 +82,7 @@ def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: 
     actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, name))
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     bare = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency, "runtime_env": {"env_vars": env}}
-    return actor.options(**bare, **options).remote((), *args, **settings)
+    return actor.options(**bare, **options).remote(Seat((), 1, None), *args, **settings)
 
 
 class Hosts:

@@ -123,7 +123,7 @@ def _item(
     return LearnerItem(
         index=index,
         group=place,
-        sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids),
+        sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids, trajectory.actions.kept),
         behavior_logprobs=trajectory.behavior_logprobs,
         loss_mask=mask,
         kept_mask=mask,

@@ -70,7 +70,9 @@ class Learner:
         self._world_size = world_size
         self._rendezvous = RankRendezvous()
         self._device = torch.device(config.resources.device)
-        self._distribution = Distribution(config.sampler.temperature, banned_ids)
+        self._distribution = Distribution(
+            config.sampler.temperature, banned_ids, config.sampler.first_token_temperature
+        )
         self._objective = PolicyObjective(config.algorithm)
         self._credit = Credit(config)
         self._reader = MediaReader(

@@ -28,7 +28,9 @@ class ReferenceScorer:
         torch.set_num_threads(config.resources.reference.num_threads)
         self._config = config
         self._device = torch.device(config.resources.device)
-        self._distribution = Distribution(config.sampler.temperature, banned_ids)
+        self._distribution = Distribution(
+            config.sampler.temperature, banned_ids, config.sampler.first_token_temperature
+        )
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_images_per_prompt,
@@ -69,7 +71,7 @@ class ReferenceScorer:
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
         sequences = [
-            TokenSequence.of_response(group.prompt, trajectory.actions.token_ids)
+            TokenSequence.of_response(group.prompt, trajectory.actions.token_ids, trajectory.actions.kept)
             for group in fetched
             for trajectory in group.trajectories
         ]

@@ -107,7 +107,7 @@ class RolloutActor(PromptServer):
         assert sequence.finish_reason is not None
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{index}",
-            actions=TokenActions(sequence.token_ids),
+            actions=TokenActions(sequence.token_ids, sequence.kept),
             behavior_logprobs=sequence.logprobs,
             action_mask=np.ones(sequence.num_tokens, dtype=bool),
             weight_spans=sequence.weight_spans,

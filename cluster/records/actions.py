@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,35 @@ Column = np.ndarray | list[np.ndarray]
 """What siblings have of one kind, on its way: all in a row, or an array each."""
 
 MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """The tokens among which each step was sampled, where sampling cuts the distribution (top-k, top-p, min-p)."""
+
+    counts: np.ndarray  # int32 [T], at least 1 each
+    ids: np.ndarray  # int32 [sum of `counts`]: one set after the other
+
+    @classmethod
+    def of(cls, is_kept: np.ndarray) -> KeptSets:
+        """From a bool [T, V] array."""
+        return cls(is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32))
+
+    def between(self, start: int, end: int) -> KeptSets:
+        """The sets of the steps [start, end)."""
+        first, last = self.counts[:start].sum(), self.counts[:end].sum()
+        return KeptSets(self.counts[start:end], self.ids[first:last])
+
+    def followed_by(self, more: KeptSets) -> KeptSets:
+        return KeptSets(np.concatenate([self.counts, more.counts]), np.concatenate([self.ids, more.ids]))
+
+
+class CutColumn(NamedTuple):
+    """The actions of siblings with `KeptSets`, on their way."""
+
+    token_ids: Column
+    counts: Column
+    ids: Column
 
 
 @dataclass(frozen=True)
@@ -23,20 +53,36 @@ class TokenActions:
     """
 
     token_ids: np.ndarray  # int32 [T]
+    kept: KeptSets | None = None  # None: each step was sampled among all tokens
 
     @property
     def num_steps(self) -> int:
         return int(self.token_ids.shape[0])
 
-    @classmethod
-    def packed(cls, siblings: Sequence[TokenActions]) -> Column:
-        """int32: the actions of all `siblings` as they travel."""
-        return packed([actions.token_ids for actions in siblings])
+    @property
+    def num_bytes(self) -> int:
+        kept = 0 if self.kept is None else self.kept.counts.nbytes + self.kept.ids.nbytes
+        return self.token_ids.nbytes + kept
 
     @classmethod
-    def unpacked(cls, column: Column, num_steps: Sequence[int]) -> list[TokenActions]:
+    def packed(cls, siblings: Sequence[TokenActions]) -> Column | CutColumn:
+        """int32: the actions of all `siblings` as they travel; all of them have kept sets, or none."""
+        token_ids = packed([actions.token_ids for actions in siblings])
+        kept = [actions.kept for actions in siblings if actions.kept is not None]
+        if not kept:
+            return token_ids
+        assert len(kept) == len(siblings), "the siblings of one group are sampled in one way"
+        return CutColumn(token_ids, packed([sets.counts for sets in kept]), packed([sets.ids for sets in kept]))
+
+    @classmethod
+    def unpacked(cls, column: Column | CutColumn, num_steps: Sequence[int]) -> list[TokenActions]:
         """The siblings of `column`, which have `num_steps` each."""
-        return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
+        if not isinstance(column, CutColumn):
+            return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
+        counts = unpacked(column.counts, num_steps)
+        ids = unpacked(column.ids, [int(own.sum()) for own in counts])
+        sets = map(KeptSets, counts, ids)
+        return [cls(own, kept) for own, kept in zip(unpacked(column.token_ids, num_steps), sets, strict=True)]
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:

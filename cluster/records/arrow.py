@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.records.actions import TokenActions
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import MediaHandle
 from cluster.records.trajectory import (
     FinishReason,
@@ -57,6 +57,8 @@ SCHEMA = pa.schema(
         ("references", pa.list_(pa.string())),
         ("metadata", pa.string()),  # JSON
         ("token_ids", pa.list_(pa.int32())),
+        ("kept_counts", pa.list_(pa.int32())),  # null where the distribution is not cut
+        ("kept_ids", pa.list_(pa.int32())),
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("weight_spans", pa.list_(_SPAN)),
@@ -74,6 +76,8 @@ _ARRAYS = {
     "compact_ids": np.int32,
     "expanded_ids": np.int32,
     "token_ids": np.int32,
+    "kept_counts": np.int32,
+    "kept_ids": np.int32,
     "behavior_logprobs": np.float32,
     "action_mask": np.bool_,
     "reference_logprobs": np.float32,
@@ -154,9 +158,12 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
+    kept = trajectory.actions.kept
     return {
         "trajectory_id": trajectory.trajectory_id,
         "token_ids": trajectory.actions.token_ids,
+        "kept_counts": None if kept is None else kept.counts,
+        "kept_ids": None if kept is None else kept.ids,
         "behavior_logprobs": trajectory.behavior_logprobs,
         "action_mask": trajectory.action_mask,
         "weight_spans": [vars(span) for span in trajectory.weight_spans],
@@ -192,9 +199,10 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
     return Trajectory(
         trajectory_id=row["trajectory_id"],
-        actions=TokenActions(row["token_ids"]),
+        actions=TokenActions(row["token_ids"], kept),
         behavior_logprobs=row["behavior_logprobs"],
         action_mask=row["action_mask"],
         weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cluster.records.actions import KeptSets
 from cluster.records.trajectory import FinishReason, Response, WeightSpan
 
 
@@ -21,6 +22,7 @@ class SampledSequence:
     logprobs: np.ndarray  # float32 [T], of the distribution that was sampled from
     weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
     finish_reason: FinishReason | None  # None: more tokens follow
+    kept: KeptSets | None = None  # of T steps, where the distribution is cut and the learner is to know how
 
     def __post_init__(self) -> None:
         covered = sum(span.end - span.start for span in self.weight_spans)
@@ -51,16 +53,20 @@ class SampledSequence:
             np.concatenate([self.logprobs, more.logprobs]),
             _joined(self.weight_spans, shifted(more.weight_spans, self.num_tokens)),
             more.finish_reason,
+            None if self.kept is None or more.kept is None else self.kept.followed_by(more.kept),
         )
 
     def since(self, start: int) -> SampledSequence:
         """What follows the first `start` tokens."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
-        return SampledSequence(self.token_ids[start:], self.logprobs[start:], spans, self.finish_reason)
+        kept = None if self.kept is None else self.kept.between(start, self.num_tokens)
+        return SampledSequence(self.token_ids[start:], self.logprobs[start:], spans, self.finish_reason, kept)
 
     def until(self, end: int) -> SampledSequence:
         """The first `end` tokens, as if no more were known."""
-        return SampledSequence(self.token_ids[:end], self.logprobs[:end], clipped(self.weight_spans, 0, end), None)
+        spans = clipped(self.weight_spans, 0, end)
+        kept = None if self.kept is None else self.kept.between(0, end)
+        return SampledSequence(self.token_ids[:end], self.logprobs[:end], spans, None, kept)
 
 
 NOTHING = SampledSequence(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), None)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cluster.records.actions import Column, TokenActions, packed, unpacked
+from cluster.records.actions import Column, CutColumn, TokenActions, packed, unpacked
 from cluster.records.media import MediaHandle
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
@@ -81,9 +81,12 @@ def _prompt(
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled."""
+    """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled; STOP_STRING ends in the
+    token with which a text of `sampler.stop_strings` was complete.
+    """
 
     STOP = "stop"
+    STOP_STRING = "stop_string"
     LENGTH = "length"
     ABORT = "abort"
 
@@ -156,7 +159,8 @@ class Reward:
 class Trajectory:
     """One sampled response with what learning needs of it.
 
-    `behavior_logprobs` are those of the distribution that was sampled from (temperature and banned ids included).
+    `behavior_logprobs` are those of the distribution that was sampled from (temperature, banned ids and cuts
+    included).
     `action_mask` is False where a step is not trained on.
     """
 
@@ -252,7 +256,7 @@ class TrajectoryGroup:
 def _put_together(
     prompt: Prompt,
     num_steps: Sequence[int],
-    actions: Column,
+    actions: Column | CutColumn,
     logprobs: Column,
     masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
@@ -344,6 +348,6 @@ def group_num_bytes(group: TrajectoryGroup) -> int:
     """Bytes of a group's arrays; media are stored elsewhere, once."""
     arrays: Sequence[np.ndarray] = [group.prompt.compact_ids, group.prompt.expanded_ids]
     per_trajectory = (
-        t.actions.token_ids.nbytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
+        t.actions.num_bytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories
     )
     return sum(a.nbytes for a in arrays) + sum(per_trajectory)

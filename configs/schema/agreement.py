@@ -14,6 +14,7 @@ from configs.schema.data import WRITTEN, DataKind
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
+from configs.schema.rollout import SamplerKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -150,16 +151,23 @@ def _batch_holds_sequences(config: RunConfig) -> str | None:
     )
 
 
-def _nothing_cuts_the_distribution(config: RunConfig) -> str | None:
+def _engine_reports_what_it_keeps(config: RunConfig) -> str | None:
     sampler = config.sampler
-    if sampler.top_p == 1.0 and sampler.top_k == 0:
+    if sampler.kind is not SamplerKind.VLLM or not sampler.is_cut or sampler.top_k > 0:
         return None
-    key, off = (f"sampler.top_p={sampler.top_p:g}", "sampler.top_p=1.0")
-    if sampler.top_k != 0:
-        key, off = (f"sampler.top_k={sampler.top_k}", "sampler.top_k=0")
+    key = f"sampler.top_p={sampler.top_p:g}" if sampler.top_p < 1 else f"sampler.min_p={sampler.min_p:g}"
     return (
-        f"{key} samples from a cut distribution whose log-probs the learner does not compute, so ratios would be "
-        f"wrong: set {off} and shape sampling with sampler.temperature"
+        f"{key} cuts the distribution, and sampler.kind=vllm reports the tokens that it keeps only where their number "
+        "has a bound: set sampler.top_k=64 beside it, or use sampler=huggingface"
+    )
+
+
+def _stop_strings_have_a_text(config: RunConfig) -> str | None:
+    if "" not in config.sampler.stop_strings:
+        return None
+    return (
+        "sampler.stop_strings holds an empty text, which every response contains: leave it out, or name a text such as "
+        "</answer>"
     )
 
 
@@ -463,7 +471,8 @@ RULES: tuple[Rule, ...] = (
     _every_rank_gets_samples,
     _lengths_fit,
     _batch_holds_sequences,
-    _nothing_cuts_the_distribution,
+    _engine_reports_what_it_keeps,
+    _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
     _pixel_range_is_open,
     _mixture_has_sources,

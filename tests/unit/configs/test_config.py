@@ -75,8 +75,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.object_store_bytes=1"], ["resources.object_store_bytes got 1", "at least 78643200"]),
     # sections that contradict each other
     (["supervision.backoff_s=9", "supervision.max_backoff_s=8"], ["supervision.backoff_s=9", "max_backoff_s=8"]),
-    (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_p=1.0"]),
-    (["sampler.top_k=20"], ["sampler.top_k=20", "set sampler.top_k=0"]),
+    (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
+    (["sampler.min_p=0.1"], ["sampler.min_p=0.1", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
+    (["sampler.top_k=-1"], ["sampler.top_k got -1", "at least 0"]),
+    (["sampler.stop_strings=['']"], ["sampler.stop_strings", "leave it out"]),
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),

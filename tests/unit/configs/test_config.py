@@ -108,7 +108,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
-    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["is not supported", "set algorithm.critic.place=learner_ranks"]),
+    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
     ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
     ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
     (
@@ -120,6 +120,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
+    (["learner=deepspeed", "learner.optimizer=adamw_8bit"], ["learner.optimizer=adamw_8bit", "use learner=fsdp2"]),
     (["learner=deepspeed", "learner.optimizer=muon"], ["learner.optimizer=muon", "use learner=fsdp2"]),
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),

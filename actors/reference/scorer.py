@@ -18,6 +18,7 @@ from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import DTYPES, load_policy_model
 from learner.policies.logprobs import Distribution
 from learner.policies.packing import split_microbatches
+from learner.policies.quantised import quantise
 from learner.policies.token import TokenPolicy
 
 
@@ -41,6 +42,7 @@ class ReferenceScorer:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
+        quantise(model, config.reference.quantisation)
         self._policy = TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:

@@ -9,6 +9,7 @@ from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConf
 from configs.schema.rollout import (
     LoRAConfig,
     PolicyConfig,
+    ReferenceConfig,
     SamplerConfig,
     SamplerKind,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "OverAgeConfig",
     "PolicyConfig",
     "Recipe",
+    "ReferenceConfig",
     "ReplayConfig",
     "ResourcesConfig",
     "Resume",

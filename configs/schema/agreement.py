@@ -264,6 +264,23 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
     )
 
 
+def _reference_can_be_quantised(config: RunConfig) -> str | None:
+    kind, resources = config.reference.quantisation, config.resources
+    if kind == "none":
+        return None
+    if not config.needs_reference:
+        return (
+            f"reference.quantisation={kind} but nothing reads a reference: set algorithm.kl.coef above 0, or "
+            "reference.quantisation=none"
+        )
+    if kind == "int4" and (resources.device, resources.dtype) != ("cuda", "bfloat16"):
+        return (
+            f"reference.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, got "
+            f"{resources.device} and {resources.dtype}: set reference.quantisation=int8, or use a GPU preset"
+        )
+    return None
+
+
 def _single_learner_is_one(config: RunConfig) -> str | None:
     num_workers = config.resources.learner.num_workers
     if config.learner.backend != "single" or num_workers == 1:
@@ -480,6 +497,7 @@ RULES: tuple[Rule, ...] = (
     _warm_start_has_a_target,
     _roles_have_workers,
     _reference_has_a_scorer,
+    _reference_can_be_quantised,
     _single_learner_is_one,
     _adapters_can_travel,
     _adapters_have_a_place,

@@ -51,6 +51,14 @@ class PolicyConfig(Section):
     """Adapters in place of full training."""
 
 
+class ReferenceConfig(Section):
+    """The frozen policy, or the teacher in its place, in the reference scorers."""
+
+    quantisation: Literal["none", "int8", "int4"]
+    """Bits of its linear layers' weights, but the output layer's, by torchao (the extra `quantised`). `int8`: a scale a
+    row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16 alone."""
+
+
 class SamplerKind(StrEnum):
     VLLM = "vllm"
     HUGGINGFACE = "huggingface"

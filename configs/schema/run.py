@@ -16,7 +16,7 @@ from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
-from configs.schema.rollout import PolicyConfig, SamplerConfig
+from configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 
@@ -224,6 +224,8 @@ class RunConfig(Section):
     """How good a response is."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
+    reference: ReferenceConfig
+    """The frozen policy."""
     learner: LearnerConfig
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig

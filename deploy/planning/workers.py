@@ -196,10 +196,21 @@ def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
 def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     batch = Microbatch.of(config, shape)
     return {
-        "weights": DTYPE_BYTES[config.resources.dtype] * shape.num_parameters,
+        "weights": _frozen_weights(config, shape),
         "activations": scoring_bytes(config, shape, batch),
         "logits": logits_bytes(config, shape, batch.targets),
     }
+
+
+def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
+    """Of the reference; in 8 or 4 bits its matrices, but not those of the vocabulary (scales are a hundredth of it)."""
+    value, kind = DTYPE_BYTES[config.resources.dtype], config.reference.quantisation
+    if kind == "none":
+        return value * shape.num_parameters
+    specs = shape.manifest.tensors
+    small = [s for s in specs if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
+    num_small = sum(prod(spec.shape) for spec in small)
+    return ceil(value * (shape.num_parameters - num_small) + {"int8": 1.0, "int4": 0.5}[kind] * num_small)
 
 
 def _staging(config: RunConfig, shape: ModelShape) -> int:

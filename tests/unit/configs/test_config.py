@@ -125,6 +125,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
+    (["reference.quantisation=int4"], ["reference.quantisation=int4", "set reference.quantisation=int8"]),
+    (["reference.quantisation=int8", "algorithm.kl.coef=0"], ["nothing reads a reference", "quantisation=none"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from actors.reference.quantised import Quantisation, num_weight_bytes, quantise
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
 from cluster.records.media import MediaReader
 from configs.load import load_config
@@ -23,7 +24,6 @@ from configs.words import overridden
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import DTYPES
 from learner.policies.logprobs import PLAIN
-from learner.policies.quantised import Quantisation, num_weight_bytes, quantise
 from learner.policies.token import TokenPolicy
 
 ROW_TOKENS, NUM_ROWS, QUICK_ROWS = 256, 8, 2

@@ -64,14 +64,14 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
     async with staged(config, ROLES) as stage:
         groups = [numbered_group(index) for index in range(NUM_GROUPS)]
         fetched = [ray.put(group) for group in groups]
-        told = [_generated(group, reference).to_score for group, reference in zip(groups, fetched, strict=True)]
+        answered = [_generated(group, reference).to_score for group, reference in zip(groups, fetched, strict=True)]
         pool = reward_pool(config, stage.spawner)
         try:
             found = await interleave(
                 {
-                    "pool": partial(_throughput, pool, told),
+                    "pool": partial(_throughput, pool, answered),
                     "in process": partial(_in_process, config, groups),
-                    "latency": partial(_latency, pool, told),
+                    "latency": partial(_latency, pool, answered),
                     "fetched": partial(_latency, pool, fetched),
                 },
                 effort,
@@ -143,7 +143,7 @@ async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: i
 
 
 def _generated(group: TrajectoryGroup, reference: Any) -> Generated:
-    """The group as a rollout actor's client hears of it."""
+    """The group as a rollout actor's client receives it."""
     return Generated.of(group.prompt, reference, (group.summary(), group.small_responses()))
 
 

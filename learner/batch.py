@@ -14,7 +14,9 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from learner.algorithms.aggregation import Totals
-from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from learner.policies.base import PolicyRow
+from learner.policies.batch import pad_rows
+from learner.policies.trained import PolicyBatch, collate_rows, row_of
 
 SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, computed in other batches
 
@@ -25,7 +27,7 @@ class LearnerItem:
 
     index: int  # its place among all trajectories of the step
     group: int  # the place of its group in the step
-    sequence: TokenSequence
+    sequence: PolicyRow
     behavior_logprobs: np.ndarray  # float32 [T]
     loss_mask: np.ndarray  # bool [T]: True where a token is trained; these count where a mean is taken
     kept_mask: np.ndarray  # bool [T]: those of them that have a loss
@@ -76,7 +78,7 @@ class TokensByAge:
 class LearnerBatch:
     """Padded columns of a micro-batch; padding is 0 and False."""
 
-    tokens: TokenBatch
+    inputs: PolicyBatch
     behavior_logprobs: Tensor  # float32 [B, T]
     loss_mask: Tensor  # bool [B, T]
     kept_mask: Tensor  # bool [B, T]
@@ -123,7 +125,7 @@ def _item(
     return LearnerItem(
         index=index,
         group=place,
-        sequence=TokenSequence.of_response(group.prompt, trajectory.actions.token_ids, trajectory.actions.kept),
+        sequence=row_of(group.prompt, trajectory.actions),
         behavior_logprobs=trajectory.behavior_logprobs,
         loss_mask=mask,
         kept_mask=mask,
@@ -183,7 +185,7 @@ def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: tor
     references = [item.reference_logprobs for item in items if item.reference_logprobs is not None]
     old = [item.old_logprobs for item in items if item.old_logprobs is not None]
     return LearnerBatch(
-        tokens=collate([item.sequence for item in items], reader, device),
+        inputs=collate_rows([item.sequence for item in items], reader, device),
         behavior_logprobs=_column([item.behavior_logprobs for item in items], np.float32, device),
         loss_mask=_column([item.loss_mask for item in items], np.bool_, device),
         kept_mask=_column([item.kept_mask for item in items], np.bool_, device),

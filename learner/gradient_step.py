@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Backend, Optimizer
-from learner.policies.batch import TokenSequence
+from learner.policies.base import PolicyRow
 from learner.policies.packing import split_microbatches
 
 
@@ -17,10 +17,10 @@ class Row(Protocol):
     """What can be trained on."""
 
     @property
-    def sequence(self) -> TokenSequence: ...
+    def sequence(self) -> PolicyRow: ...
 
     def untrained(self) -> Self:
-        """The same row with no token to learn from."""
+        """The same row with nothing to learn from."""
         ...
 
 

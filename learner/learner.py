@@ -39,10 +39,10 @@ from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.optim.average import NullAverage, WeightAverage
+from learner.policies.base import PolicyOutput
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import DTYPES, recompute_blocks, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import PolicyOutput
 from learner.policies.trained import as_policy, load_trained_model
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
@@ -263,7 +263,7 @@ class Learner:
     def _forward(self, rows: Sequence[LearnerItem]) -> tuple[PolicyOutput, LearnerBatch]:
         batch = collate_items(rows, self._reader, self._device)
         has_bonus = self._config.algorithm.entropy.bonus > 0
-        return self._policy(batch.tokens, self._distribution, entropy_has_gradient=has_bonus), batch
+        return self._policy(batch.inputs, self._distribution, entropy_has_gradient=has_bonus), batch
 
     def _filtered(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
         """The groups with no loss on what `algorithm.overlong_filter` leaves out."""

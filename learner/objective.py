@@ -18,7 +18,7 @@ from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.batch import LearnerBatch, TokensByAge
 from learner.credit import missing_reference
 from learner.meter import Meter
-from learner.policies.token import PolicyOutput
+from learner.policies.base import PolicyOutput
 
 
 class PolicyObjective:

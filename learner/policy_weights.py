@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import RunConfig
@@ -34,7 +33,7 @@ class PolicyWeights:
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
-    def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
         """Of a model as it was loaded. From here on it has adapters where `policy.lora` asks for them."""
         self._scale = config.policy.lora.scale
         self._names = checkpoint_names(model)  # state-dict name -> checkpoint name, of the model without adapters

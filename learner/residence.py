@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 HOST = torch.device("cpu")
 
@@ -15,7 +15,7 @@ HOST = torch.device("cpu")
 class Residence:
     """Moves policy and optimizer of one rank; not collective. Where the device is the host nothing moves."""
 
-    def __init__(self, policy: TokenModel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._device = device

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from learner.backends.base import Backend
 from learner.batch import LearnerItem
 from learner.gradient_step import GradientStep
-from learner.policies.token import PolicyOutput
+from learner.policies.base import PolicyOutput
 
 S = TypeVar("S")
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]

@@ -136,8 +136,8 @@ def checked(result: float | Score) -> Score:
         return score  # as nearly all are: what follows takes longer than a cheap rule
     named = isinstance(score.breakdown, Mapping) and all(isinstance(name, str) for name in score.breakdown)
     if not named or not isinstance(score.reason, str):
-        told = f"reason={score.reason!r} and breakdown={score.breakdown!r}"
-        raise RewardError(f"returned a Score with {told[:200]}: give a text, and numbers by name")
+        given = f"reason={score.reason!r} and breakdown={score.breakdown!r}"
+        raise RewardError(f"returned a Score with {given[:200]}: give a text, and numbers by name")
     value, parts = _finite(score.value, ""), {n: _finite(p, f" as {n!r}") for n, p in score.breakdown.items()}
     return Score(value, score.reason, parts)
 

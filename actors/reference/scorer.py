@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.reference.quantised import quantise
 from cluster.errors import DeadlineError, ScoringError
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from configs.schema import RunConfig
-from learner.policies.batch import TokenSequence, collate
+from learner.policies.base import PolicyRow
 from learner.policies.loading import DTYPES, load_policy_model
 from learner.policies.logprobs import Distribution
 from learner.policies.packing import split_microbatches
-from learner.policies.quantised import quantise
 from learner.policies.token import TokenPolicy
+from learner.policies.trained import collate_rows, row_of
 
 
 class ReferenceScorer:
@@ -72,20 +73,16 @@ class ReferenceScorer:
         fetched: list[TrajectoryGroup] = fetch_or_miss(
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
-        sequences = [
-            TokenSequence.of_response(group.prompt, trajectory.actions.token_ids, trajectory.actions.kept)
-            for group in fetched
-            for trajectory in group.trajectories
-        ]
+        sequences = [row_of(group.prompt, trajectory.actions) for group in fetched for trajectory in group.trajectories]
         scores = iter(self._logprobs(sequences))
         return [[next(scores) for _ in group.trajectories] for group in fetched]
 
     @torch.no_grad()
-    def _logprobs(self, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    def _logprobs(self, sequences: Sequence[PolicyRow]) -> list[np.ndarray]:
         scores: dict[int, np.ndarray] = {}
         [plan] = split_microbatches(sequences, self._config.learner, 1)
         for rows in plan:
-            batch = collate([sequences[i] for i in rows], self._reader, self._device)
+            batch = collate_rows([sequences[i] for i in rows], self._reader, self._device)
             logprobs = self._policy(batch, self._distribution).logprobs.cpu().numpy()
             scores |= {i: logprobs[n, : sequences[i].num_targets] for n, i in enumerate(rows)}
         return [scores[i] for i in range(len(sequences))]

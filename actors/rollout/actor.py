@@ -16,7 +16,8 @@ from cluster.records.actions import TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -54,6 +55,10 @@ class RolloutActor(PromptServer):
     async def wake_up(self, tag: str) -> None:
         """Take the memory of `weights` or of the `kv_cache` again."""
         await self._sampler.wake_up(tag)
+
+    def engine_load(self) -> EngineLoad:
+        """How loaded its engine is, for its sign of life."""
+        return self._sampler.load("engine")
 
     async def load(self, name: str) -> EngineLoad:
         """How loaded its engine is; `name` is this actor's."""
@@ -100,14 +105,16 @@ class RolloutActor(PromptServer):
         self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in chunks])
 
     def _response(self, sequence: SampledSequence) -> Response:
-        text = self._tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
-        return Response(text, sequence.num_tokens, is_truncated=sequence.finish_reason is FinishReason.LENGTH)
+        is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
+        if isinstance(sequence.actions, TokenActions):
+            text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
+        return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
         assert sequence.finish_reason is not None
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{index}",
-            actions=TokenActions(sequence.token_ids, sequence.kept),
+            actions=sequence.actions,
             behavior_logprobs=sequence.logprobs,
             action_mask=np.ones(sequence.num_tokens, dtype=bool),
             weight_spans=sequence.weight_spans,

@@ -96,7 +96,7 @@ def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequenc
 
 def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:
     """The prompt with the first tokens of a response behind it; its media stay where they were."""
-    return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.token_ids]))
+    return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.actions.token_ids]))
 
 
 def settings_to_continue(settings: SamplingSettings, sibling: int, so_far: SampledSequence) -> SamplingSettings:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from cluster.records.actions import TokenActions
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import FinishReason
 
@@ -33,8 +34,11 @@ class StopStrings:
 
     def cut(self, sequence: SampledSequence) -> SampledSequence:
         """The response up to the token with which some stop string is complete; itself where there is none."""
-        ids = sequence.token_ids
-        if not self._strings or not self._has_one(ids):
+        if not self._strings:
+            return sequence
+        assert isinstance(sequence.actions, TokenActions), "only tokens have a text"
+        ids = sequence.actions.token_ids
+        if not self._has_one(ids):
             return sequence
         length = 1 + bisect_left(range(1, len(ids) + 1), True, key=lambda num: self._has_one(ids[:num]))
         return replace(sequence.until(length), finish_reason=FinishReason.STOP_STRING)

@@ -45,7 +45,7 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Looks at its files without waiting, and has the clock moved by as much as it was told to wait."""
+    """Looks at its files without waiting, and has the clock moved by as much as it was to wait."""
 
     def __init__(self, jump: Callable[[float], None]) -> None:
         super().__init__()

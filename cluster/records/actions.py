@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -44,6 +44,38 @@ class CutColumn(NamedTuple):
     ids: Column
 
 
+class Actions(Protocol):
+    """T decision steps of one trajectory: tokens, or denoising steps."""
+
+    @property
+    def num_steps(self) -> int:
+        """T"""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its arrays."""
+        ...
+
+    def stretch(self, start: int, end: int) -> Self:
+        """Steps [start, end)."""
+        ...
+
+    def followed_by(self, more: Self) -> Self:
+        """These steps, and those that came next."""
+        ...
+
+    @classmethod
+    def packed(cls, siblings: Sequence[Self]) -> Any:
+        """The actions of all `siblings` as they travel."""
+        ...
+
+    @classmethod
+    def unpacked(cls, column: Any, num_steps: Sequence[int]) -> list[Self]:
+        """The siblings that were `packed`, which have `num_steps` each."""
+        ...
+
+
 @dataclass(frozen=True)
 class TokenActions:
     """The tokens that the engine sampled after an expanded prompt.
@@ -64,6 +96,14 @@ class TokenActions:
         kept = 0 if self.kept is None else self.kept.counts.nbytes + self.kept.ids.nbytes
         return self.token_ids.nbytes + kept
 
+    def stretch(self, start: int, end: int) -> TokenActions:
+        kept = None if self.kept is None else self.kept.between(start, end)
+        return TokenActions(self.token_ids[start:end], kept)
+
+    def followed_by(self, more: TokenActions) -> TokenActions:
+        kept = None if self.kept is None or more.kept is None else self.kept.followed_by(more.kept)
+        return TokenActions(np.concatenate([self.token_ids, more.token_ids]), kept)
+
     @classmethod
     def packed(cls, siblings: Sequence[TokenActions]) -> Column | CutColumn:
         """int32: the actions of all `siblings` as they travel; all of them have kept sets, or none."""
@@ -83,6 +123,59 @@ class TokenActions:
         ids = unpacked(column.ids, [int(own.sum()) for own in counts])
         sets = map(KeptSets, counts, ids)
         return [cls(own, kept) for own, kept in zip(unpacked(column.token_ids, num_steps), sets, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentActions:
+    """T denoising steps of a flow model that sampled from a Gaussian, one after the other.
+
+    Step t went from `latents[t]` to `latents[t + 1]`, which are the values that were scored: rounded to their type
+    before that. What the model was conditioned on is the group's `Prompt.media`.
+    """
+
+    latents: np.ndarray  # float32 or float16 [T + 1, ...]
+    step_index: np.ndarray  # int32 [T]: place of each step in the schedule; step i goes from sigmas[i] to sigmas[i + 1]
+    timesteps: np.ndarray  # float32 [T]: the time of each step, as the model takes it
+    sigmas: np.ndarray  # float32 [S + 1]: the noise levels of the whole schedule, falling
+
+    def __post_init__(self) -> None:
+        num = len(self.step_index)
+        if len(self.latents) != num + 1 or len(self.timesteps) != num:
+            raise ValueError(
+                f"{len(self.latents)} latents, {num} step indices and {len(self.timesteps)} timesteps: T steps have "
+                "T + 1 latents and T of each other"
+            )
+        if num and not 0 <= self.step_index.min() <= self.step_index.max() < len(self.sigmas) - 1:
+            raise ValueError(f"steps {self.step_index.tolist()} do not lie in a schedule of {len(self.sigmas) - 1}")
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.step_index.shape[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+    def stretch(self, start: int, end: int) -> LatentActions:
+        index, times = self.step_index[start:end], self.timesteps[start:end]
+        return LatentActions(self.latents[start : end + 1], index, times, self.sigmas)
+
+    def followed_by(self, more: LatentActions) -> LatentActions:
+        return LatentActions(
+            np.concatenate([self.latents, more.latents[1:]]),
+            np.concatenate([self.step_index, more.step_index]),
+            np.concatenate([self.timesteps, more.timesteps]),
+            self.sigmas,
+        )
+
+    @classmethod
+    def packed(cls, siblings: Sequence[LatentActions]) -> list[LatentActions]:
+        """As they are: latents are many bytes, and to copy them takes longer than to send each array by itself."""
+        return list(siblings)
+
+    @classmethod
+    def unpacked(cls, column: list[LatentActions], num_steps: Sequence[int]) -> list[LatentActions]:
+        return column
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.records.actions import KeptSets, TokenActions
+from cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
 from cluster.records.media import MediaHandle
 from cluster.records.trajectory import (
     FinishReason,
@@ -37,6 +37,16 @@ _MEDIUM = pa.struct(
     ]
 )
 _SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+_LATENTS = pa.struct(
+    [
+        ("values", pa.binary()),
+        ("shape", pa.list_(pa.int32())),
+        ("dtype", pa.string()),
+        ("step_index", pa.list_(pa.int32())),
+        ("timesteps", pa.list_(pa.float32())),
+        ("sigmas", pa.list_(pa.float32())),
+    ]
+)
 _REWARD = pa.struct(
     [
         ("value", pa.float64()),
@@ -56,9 +66,10 @@ SCHEMA = pa.schema(
         ("media", pa.list_(_MEDIUM)),
         ("references", pa.list_(pa.string())),
         ("metadata", pa.string()),  # JSON
-        ("token_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),  # null where a trajectory has latents
         ("kept_counts", pa.list_(pa.int32())),  # null where the distribution is not cut
         ("kept_ids", pa.list_(pa.int32())),
+        ("latents", _LATENTS),  # null where it has tokens
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("weight_spans", pa.list_(_SPAN)),
@@ -82,6 +93,7 @@ _ARRAYS = {
     "action_mask": np.bool_,
     "reference_logprobs": np.float32,
 }
+_OF_LATENTS = {"step_index": np.int32, "timesteps": np.float32, "sigmas": np.float32}
 
 
 @dataclass(frozen=True)
@@ -158,12 +170,9 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
 
 
 def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
-    kept = trajectory.actions.kept
     return {
         "trajectory_id": trajectory.trajectory_id,
-        "token_ids": trajectory.actions.token_ids,
-        "kept_counts": None if kept is None else kept.counts,
-        "kept_ids": None if kept is None else kept.ids,
+        **_action_columns(trajectory.actions),
         "behavior_logprobs": trajectory.behavior_logprobs,
         "action_mask": trajectory.action_mask,
         "weight_spans": [vars(span) for span in trajectory.weight_spans],
@@ -172,6 +181,25 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
         "response_num_tokens": trajectory.response.num_tokens,
         "response_is_truncated": trajectory.response.is_truncated,
     }
+
+
+def _action_columns(actions: Actions) -> dict[str, Any]:
+    if isinstance(actions, TokenActions):
+        kept = actions.kept
+        sets = {} if kept is None else {"kept_counts": kept.counts, "kept_ids": kept.ids}
+        return {"token_ids": actions.token_ids, **sets}
+    assert isinstance(actions, LatentActions)
+    latents = actions.latents
+    columns = {"values": latents.tobytes(), "shape": latents.shape, "dtype": latents.dtype.name}
+    return {"latents": {**columns, **{name: getattr(actions, name) for name in _OF_LATENTS}}}
+
+
+def _actions(row: Mapping[str, Any]) -> Actions:
+    if (written := row["latents"]) is None:
+        kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
+        return TokenActions(row["token_ids"], kept)
+    latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
+    return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
 
 
 def _reward_value(reward: Reward | None) -> dict[str, Any] | None:
@@ -199,10 +227,9 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
-    kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
     return Trajectory(
         trajectory_id=row["trajectory_id"],
-        actions=TokenActions(row["token_ids"], kept),
+        actions=_actions(row),
         behavior_logprobs=row["behavior_logprobs"],
         action_mask=row["action_mask"],
         weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

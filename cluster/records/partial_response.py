@@ -10,31 +10,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.records.actions import KeptSets
+from cluster.records.actions import Actions, TokenActions
 from cluster.records.trajectory import FinishReason, Response, WeightSpan
 
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """One response as the engine sampled it, or a stretch of it; `weight_spans` count from its own first token."""
+    """One response as the engine sampled it, or a stretch of it; `weight_spans` count from its own first step.
 
-    token_ids: np.ndarray  # int32 [T], EOS included if the policy sampled it
+    A step of a text model is a token, and EOS is one if the policy sampled it. `pictures` are what a visual model shows
+    at its end, as in `Response`.
+    """
+
+    actions: Actions  # T steps
     logprobs: np.ndarray  # float32 [T], of the distribution that was sampled from
     weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
-    finish_reason: FinishReason | None  # None: more tokens follow
-    kept: KeptSets | None = None  # of T steps, where the distribution is cut and the learner is to know how
+    finish_reason: FinishReason | None  # None: more steps follow
+    pictures: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         covered = sum(span.end - span.start for span in self.weight_spans)
-        if not self.token_ids.shape == self.logprobs.shape == (covered,):
+        if not (self.num_tokens,) == self.logprobs.shape == (covered,):
             raise ValueError(
-                f"{self.token_ids.shape[0]} tokens, {self.logprobs.shape[0]} log-probs and {covered} versioned tokens: "
+                f"{self.num_tokens} tokens, {self.logprobs.shape[0]} log-probs and {covered} versioned tokens: "
                 "they must be equal"
             )
 
     @property
     def num_tokens(self) -> int:
-        return int(self.token_ids.shape[0])
+        """How many steps it has."""
+        return self.actions.num_steps
 
     @property
     def is_finished(self) -> bool:
@@ -49,27 +54,27 @@ class SampledSequence:
         if self.num_tokens == 0:
             return more
         return SampledSequence(
-            np.concatenate([self.token_ids, more.token_ids]),
+            self.actions.followed_by(more.actions),
             np.concatenate([self.logprobs, more.logprobs]),
             _joined(self.weight_spans, shifted(more.weight_spans, self.num_tokens)),
             more.finish_reason,
-            None if self.kept is None or more.kept is None else self.kept.followed_by(more.kept),
+            more.pictures,
         )
 
     def since(self, start: int) -> SampledSequence:
         """What follows the first `start` tokens."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
-        kept = None if self.kept is None else self.kept.between(start, self.num_tokens)
-        return SampledSequence(self.token_ids[start:], self.logprobs[start:], spans, self.finish_reason, kept)
+        rest = self.actions.stretch(start, self.num_tokens)
+        return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.pictures)
 
     def until(self, end: int) -> SampledSequence:
         """The first `end` tokens, as if no more were known."""
         spans = clipped(self.weight_spans, 0, end)
-        kept = None if self.kept is None else self.kept.between(0, end)
-        return SampledSequence(self.token_ids[:end], self.logprobs[:end], spans, None, kept)
+        return SampledSequence(self.actions.stretch(0, end), self.logprobs[:end], spans, None)
 
 
-NOTHING = SampledSequence(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32), (), None)
+NOTHING = SampledSequence(TokenActions(np.empty(0, dtype=np.int32)), np.empty(0, dtype=np.float32), (), None)
+"""Where a response begins, whatever its steps are."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cluster.records.actions import Column, CutColumn, TokenActions, packed, unpacked
+from cluster.records.actions import Actions, Column, packed, unpacked
 from cluster.records.media import MediaHandle
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
@@ -165,7 +165,7 @@ class Trajectory:
     """
 
     trajectory_id: str  # "<prompt_id>#<sibling>"
-    actions: TokenActions
+    actions: Actions
     behavior_logprobs: np.ndarray  # float32 [T]
     action_mask: np.ndarray  # bool [T]
     weight_spans: tuple[WeightSpan, ...]
@@ -220,7 +220,8 @@ class TrajectoryGroup:
             )
             for t in siblings
         ]
-        actions = TokenActions.packed([t.actions for t in siblings])
+        kind = type(siblings[0].actions)
+        actions = (kind, kind.packed([t.actions for t in siblings]))
         logprobs = packed([t.behavior_logprobs for t in siblings])
         masks = packed([t.action_mask for t in siblings])
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
@@ -256,13 +257,14 @@ class TrajectoryGroup:
 def _put_together(
     prompt: Prompt,
     num_steps: Sequence[int],
-    actions: Column | CutColumn,
+    actions: tuple[type[Actions], Any],
     logprobs: Column,
     masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
     """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
-    columns = (TokenActions.unpacked(actions, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
+    kind, steps = actions
+    columns = (kind.unpacked(steps, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
     trajectories = []
     for own, own_logprobs, mask, (trajectory_id, spans, finish_reason, response) in zip(*columns, rest, strict=True):
         trajectory = object.__new__(Trajectory)

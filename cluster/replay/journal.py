@@ -288,7 +288,7 @@ class _Ledger:
         self.steps = {made: step for made, step in self.steps.items() if made <= version}
         used = {*kept, *(group_id for step in self.steps.values() for group_id in _ids(step))}
         self.finished = {group_id: rows for group_id, rows in self.finished.items() if group_id in used}
-        self.num_torn = 0  # it was seen and told then
+        self.num_torn = 0  # it was seen and reported then
 
     def _is_whole(self, step: JournalRecord) -> bool:
         return all(group_id in self.finished for group_id in _ids(step))

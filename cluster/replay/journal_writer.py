@@ -135,11 +135,11 @@ class JournalWriter:
 
     async def _is_written(self, draft: _Draft) -> bool:
         """Have it written with all that wait; False once it turns out that it cannot be made at once."""
-        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append((draft, told))
+        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiting.append((draft, written))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.ensure_future(self._write_waiting())
-        return await told
+        return await written
 
     async def _write_waiting(self) -> None:
         """Until no call waits: write what has come in by now, and answer the calls that still wait."""
@@ -148,13 +148,13 @@ class JournalWriter:
             try:
                 are_written = await self._on_thread(self._write, [draft for draft, _ in batch])
             except Exception as error:
-                for _, told in batch:
-                    if not told.done():
-                        told.set_exception(error)
+                for _, written in batch:
+                    if not written.done():
+                        written.set_exception(error)
             else:
-                for (_, told), is_written in zip(batch, are_written, strict=True):
-                    if not told.done():
-                        told.set_result(is_written)
+                for (_, written), is_written in zip(batch, are_written, strict=True):
+                    if not written.done():
+                        written.set_result(is_written)
 
     def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
         """On the writer's thread: write those that can be made at once, and say which."""

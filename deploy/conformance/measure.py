@@ -168,7 +168,7 @@ class Measurement:
         settings = SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed=self._version)
         attempt = Attempt(uuid.uuid4().hex, ())
         sampled = await self.sampler.sample(case.prompt, _media(case), settings, attempt, lambda *_: None)
-        rows = [TokenSequence.of_response(case.prompt, response.token_ids) for response in sampled]
+        rows = [TokenSequence.of_response(case.prompt, response.actions.token_ids) for response in sampled]
         ours = self._ours(rows, self._distribution)
         differences = [np.abs(row[: len(s.logprobs)] - s.logprobs) for row, s in zip(ours, sampled, strict=True)]
         return np.concatenate([np.abs(scored - expected), *differences])

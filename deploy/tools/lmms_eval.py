@@ -19,9 +19,9 @@ import pynvml
 
 from cluster.errors import DeadlineError, PreflightError
 from cluster.metrics.files import write_atomically
+from cluster.runtime.usage import NvidiaGpus, UsageSampler
 from configs.errors import ConfigError
 from deploy.host.process_group import last_lines, run_logged
-from deploy.host.usage import NvidiaGpus, UsageSampler
 from deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,9 @@ class LmmsEval:
 
 
 def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """Run the harness and write the artifact; returns its path and what it holds. `announce` is told where the log is.
+    """Run the harness and write the artifact; returns its path and what it holds.
+
+    `announce` receives the path of the log.
 
     Raises:
         ConfigError: the model or an option is unfit.
@@ -203,7 +205,7 @@ def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]
         raise PreflightError(f"{environment} holds no environment of lmms-eval: make it with `make harness`")
     ask = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
     try:
-        told = run(
+        ended = run(
             [str(python), "-c", ask, *PACKAGES],
             env=variables,
             capture_output=True,
@@ -213,10 +215,10 @@ def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]
         )
     except TimeoutExpired as error:
         raise DeadlineError(f"waited {VERSIONS_WITHIN_S:g} s for {python} to tell its versions") from error
-    if told.returncode:
-        last = told.stderr.strip().splitlines()[-1:]
+    if ended.returncode:
+        last = ended.stderr.strip().splitlines()[-1:]
         raise PreflightError(f"{environment} is not whole ({' '.join(last)}): make it with `make harness`")
-    return json.loads(told.stdout)
+    return json.loads(ended.stdout)
 
 
 def _new_folder(output: Path, started: datetime) -> Path:

@@ -1,4 +1,4 @@
-"""`mobula serve-rewards`: the reward functions of a file behind HTTP, until the process is told to stop."""
+"""`mobula serve-rewards`: the reward functions of a file behind HTTP, until the process receives SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -33,7 +34,7 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `serve-rewards` was told."""
+    """The options of `serve-rewards`."""
 
     host: str
     port: int
@@ -75,12 +76,17 @@ class RewardScorer:
 
 
 def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` is told the URL.
+    """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` receives the URL.
 
     Raises:
         ConfigError: the file is unfit, or names an unfit reward function.
-        PreflightError: the address is taken or not ours.
+        PreflightError: the address is taken or not ours, or open to other machines without a token.
     """
+    if options.token is None and not is_loopback(options.host):
+        raise PreflightError(
+            f"--host {options.host} is reached from other machines, and there is no token: give --token-env or "
+            "--token-file, or listen on 127.0.0.1"
+        )
     rewards = load_rewards(path)
     try:
         scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
@@ -97,6 +103,14 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
         signal.signal(number, lambda *_: None)
     announce(f"http://{host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_token(env: str | None, file: Path | None) -> str | None:

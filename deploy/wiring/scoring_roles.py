@@ -42,7 +42,7 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
 def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
     """Start the reward workers of every service; they build themselves in the background.
 
-    `on_lost` is told the kind of each loss.
+    `on_lost` receives the kind of each loss.
 
     Raises:
         ValueError: gates make services wait for each other.
@@ -90,7 +90,7 @@ def reference_pool(
     """Start the scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id; the null object if
     the run needs none. The folder may be written later, before they load it.
 
-    `on_lost` is told the kind of each loss, `on_retry` why a share of a step is sent out again.
+    `on_lost` receives the kind of each loss, `on_retry` why a share of a step is sent out again.
     """
     timeouts = config.timeouts
 

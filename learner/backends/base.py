@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 Wanted = Callable[[str], bool]
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
         grad_norm = backend.step(optimizer, max_grad_norm=1.0)
     """
 
-    def wrap(self, policy: TokenModel) -> nn.Module:
+    def wrap(self, policy: Policy) -> nn.Module:
         """Move the policy to its device and distribute it, in place; returns what is called in its place."""
         ...
 

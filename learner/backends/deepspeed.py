@@ -24,9 +24,9 @@ from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
-ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or say aloud
+ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
     "LOCAL_RANK": "0",  # a learner rank sees its own GPU only
 }
@@ -47,7 +47,7 @@ class DeepSpeedBackend:
         self._config = config
         self._turn: _Turn | None = None
 
-    def wrap(self, policy: TokenModel) -> nn.Module:
+    def wrap(self, policy: Policy) -> nn.Module:
         deepspeed = self._deepspeed = _imported(self._device)
         self._num_ranks = dist.get_world_size()
         self._policy = policy.to(self._device)
@@ -119,7 +119,7 @@ class DeepSpeedBackend:
             self._turn = optimizer
 
     def _settings(self) -> dict[str, Any]:
-        """DeepSpeed's own configuration. Micro-batches are ours: it is told where a step ends."""
+        """DeepSpeed's own configuration. Micro-batches are ours: the caller sets where a step ends."""
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -155,7 +155,7 @@ class _Turn:
 
 
 def _imported(device: torch.device) -> Any:
-    """DeepSpeed, which looks around when it is imported: told what it would find."""
+    """DeepSpeed, imported with what its search of the machine would find already set."""
     for key, value in {**ENVIRONMENT, "DS_ACCELERATOR": device.type}.items():
         os.environ.setdefault(key, value)
     import deepspeed

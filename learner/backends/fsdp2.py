@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.gather import gather_whole
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
 
@@ -37,15 +36,15 @@ class FSDP2Backend:
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: TokenModel) -> TokenModel:
+    def wrap(self, policy: Policy) -> Policy:
         self._num_ranks = dist.get_world_size()
         self._states = ShardedWriter()
         mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy() if self._config.offload == "none" else CPUOffloadPolicy()
         policy.to(self._device)
-        for module in policy.modules():
-            if isinstance(module, GradientCheckpointingLayer) and _num_parameters(module) >= MIN_UNIT_NUMEL:
+        for module in list(policy.blocks()):
+            if _num_parameters(module) >= MIN_UNIT_NUMEL:
                 fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
         self._policy = policy

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from cluster.errors import CheckpointError
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
 
@@ -34,9 +34,7 @@ class ShardedWriter:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def save(
-        self, folder: Path, policy: TokenModel, optimizer: torch.optim.Optimizer, version: int
-    ) -> Callable[[], None]:
+    def save(self, folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
         """Copy the state; what is returned writes it."""
         return self.copied({**_trained_state(policy, optimizer), "version": version}, folder)
 
@@ -47,7 +45,7 @@ class ShardedWriter:
         return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
 
 
-def load_sharded(folder: Path, policy: TokenModel, optimizer: torch.optim.Optimizer) -> int:
+def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
     """Read this rank's part; returns the version. Collective.
 
     Raises:
@@ -62,7 +60,7 @@ def load_sharded(folder: Path, policy: TokenModel, optimizer: torch.optim.Optimi
     return int(state["version"])
 
 
-def load_weights(folder: Path, policy: TokenModel) -> int:
+def load_weights(folder: Path, policy: Policy) -> int:
     """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it; returns
     the version.
 
@@ -81,7 +79,7 @@ def _refuse_incomplete(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds no complete learner state: use an older checkpoint")
 
 
-def _trained_state(policy: TokenModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def _trained_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     is_fresh = not optimizer.state
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     if is_fresh:  # torch has taken a step of nothing to fill the state, and Adam corrects its moments by their number
@@ -91,6 +89,6 @@ def _trained_state(policy: TokenModel, optimizer: torch.optim.Optimizer) -> dict
     return {"model": _without_frozen(policy, model_state), "optimizer": optimizer_state}
 
 
-def _without_frozen(policy: TokenModel, state: dict[str, Any]) -> dict[str, Any]:
+def _without_frozen(policy: Policy, state: dict[str, Any]) -> dict[str, Any]:
     frozen = {name for name, p in policy.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}

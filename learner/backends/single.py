@@ -14,7 +14,7 @@ from configs.schema import LearnerConfig
 from learner.backends.base import Wanted, everything
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
-from learner.policies.token import TokenModel
+from learner.policies.base import Policy
 
 
 class SingleBackend:
@@ -25,7 +25,7 @@ class SingleBackend:
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: TokenModel) -> TokenModel:
+    def wrap(self, policy: Policy) -> Policy:
         self._policy = policy.to(self._device)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
-def add_adapters(model: PreTrainedModel, modules: Collection[str], config: LoRAConfig, seed: int) -> None:
+def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig, seed: int) -> None:
     """Put an adapter at each of `modules` (state-dict names) and freeze all else; B is 0, so nothing changes yet.
 
     Every rank draws the same A, whatever else it has drawn.
@@ -30,9 +31,10 @@ def add_adapters(model: PreTrainedModel, modules: Collection[str], config: LoRAC
     # It takes seconds, and loads half the field: not without adapters.
     from peft import LoraConfig, inject_adapter_in_model
 
+    output_layer = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for name in modules:
         module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear) or module is model.get_output_embeddings():
+        if not isinstance(module, nn.Linear) or module is output_layer:
             raise ValueError(
                 f"policy.lora.target_modules: {name} is {type(module).__name__} and takes no adapter here: "
                 "name linear layers other than the output layer"
@@ -65,6 +67,26 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(folder)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` has put any into this model."""
+    return any(is_factor(name) for name, _ in model.named_parameters())
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the body the model computes as it did before it had adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def is_factor(name: str) -> bool:

@@ -46,6 +46,10 @@ class TokenSequence:
     def num_targets(self) -> int:
         return self.num_tokens - self.num_context
 
+    @property
+    def num_media_tokens(self) -> int:
+        return sum(span.end - span.start for span in self.media_spans)
+
 
 @dataclass(frozen=True)
 class MediaBatch:

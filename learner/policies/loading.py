@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -83,13 +83,17 @@ def refuse_unknown_prefixes(
             raise ValueError(_no_match(prefix, parts, names))
 
 
-def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
+def checkpoint_names(model: nn.Module) -> dict[str, str]:
     """State-dict name -> the name in a saved checkpoint, which is also what engines load by. Tied weights are left out.
+
+    Only transformers renames and ties weights when it saves a model; diffusers saves a state dict as it is.
 
     Raises:
         ValueError: a tensor that the checkpoint holds in several pieces, or several in one; such models cannot be
             pushed by name.
     """
+    if not isinstance(model, PreTrainedModel):
+        return {name: name for name in model.state_dict()}
     tied = set(model.all_tied_weights_keys)
     names = {}
     for name, tensor in model.state_dict().items():

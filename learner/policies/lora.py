@@ -85,7 +85,9 @@ def _module(weight: str) -> str:
 
 
 def _kind(weight: str) -> str:
-    return _module(weight).rpartition(".")[2]
+    """The name that layers of all blocks share: `q_proj`, or `to_out.0` where a layer is one of a numbered list."""
+    parts = _module(weight).split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
 
 def adapter_manifest(manifest: Manifest, policy: PolicyConfig) -> Manifest:

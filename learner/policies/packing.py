@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from configs.schema import LearnerConfig
-from learner.policies.batch import TokenSequence
+from learner.policies.base import PolicyRow
 
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
 
 
-def split_microbatches(
-    sequences: Sequence[TokenSequence], config: LearnerConfig, num_ranks: int
-) -> list[list[Microbatch]]:
+def split_microbatches(sequences: Sequence[PolicyRow], config: LearnerConfig, num_ranks: int) -> list[list[Microbatch]]:
     """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
 
     Rows are ordered so that neighbours share their pictures and have similar lengths, cut into one part of nearly
@@ -30,18 +28,17 @@ def split_microbatches(
     return [b + [()] * (most - len(b)) for b in batches]
 
 
-def _costs(sequences: Sequence[TokenSequence], picture_token_cost: float) -> list[float]:
+def _costs(sequences: Sequence[PolicyRow], picture_token_cost: float) -> list[float]:
     """Tokens of each row, and its share of its pictures' encoding: rows with the same ones encode them together."""
     media = [tuple(handle.key for handle in s.media) for s in sequences]
     sharing = Counter(media)
-    in_pictures = [sum(span.end - span.start for span in s.media_spans) for s in sequences]
     return [
-        s.num_tokens + picture_token_cost * num / sharing[keys]
-        for s, num, keys in zip(sequences, in_pictures, media, strict=True)
+        s.num_tokens + picture_token_cost * s.num_media_tokens / sharing[keys]
+        for s, keys in zip(sequences, media, strict=True)
     ]
 
 
-def _order(sequences: Sequence[TokenSequence]) -> list[int]:
+def _order(sequences: Sequence[PolicyRow]) -> list[int]:
     """Blocks of rows with the same media, by longest row; every other block runs from long to short, so that
     neighbours across a border are alike too."""
     media = [tuple(handle.key for handle in s.media) for s in sequences]
@@ -63,7 +60,7 @@ def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[li
     return parts
 
 
-def _cut_packed(rows: list[int], sequences: Sequence[TokenSequence], budget: int) -> list[Microbatch]:
+def _cut_packed(rows: list[int], sequences: Sequence[PolicyRow], budget: int) -> list[Microbatch]:
     batches: list[list[int]] = []
     num_tokens = 0
     for row in rows:
@@ -76,7 +73,7 @@ def _cut_packed(rows: list[int], sequences: Sequence[TokenSequence], budget: int
     return [tuple(batch) for batch in batches]
 
 
-def _cut_padded(rows: list[int], sequences: Sequence[TokenSequence], budget: int) -> list[Microbatch]:
+def _cut_padded(rows: list[int], sequences: Sequence[PolicyRow], budget: int) -> list[Microbatch]:
     batches: list[list[int]] = []
     width = 0
     for row in rows:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.schema import LearnerConfig
+from learner.policies.base import Policy, PolicyOutput
 from learner.policies.batch import TokenBatch
 from learner.policies.families import family_of
 from learner.policies.head import ScoringHead
@@ -17,15 +19,7 @@ from learner.policies.logprobs import Distribution, Steps
 from learner.policies.varlen import RowPacking
 
 
-class PolicyOutput(NamedTuple):
-    """What the policy says about each target of a batch; 0 and False behind a row's end."""
-
-    logprobs: Tensor  # float32 [B, T]
-    entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
-    is_argmax: Tensor  # bool [B, T]
-
-
-class TokenModel(nn.Module):
+class TokenModel(Policy):
     """A model that is read at the states before a batch's targets.
 
     A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
@@ -39,6 +33,9 @@ class TokenModel(nn.Module):
         self.model = model
         self._packing = RowPacking(model) if packs else None
         self.family = family_of(model.config, model.config.name_or_path)
+
+    def blocks(self) -> Iterator[nn.Module]:
+        return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def states(self, batch: TokenBatch) -> Tensor:
         """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""

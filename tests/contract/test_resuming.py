@@ -30,7 +30,7 @@ def engine_name(request: pytest.FixtureRequest) -> str:
 
 def as_sampled(trajectory: Trajectory) -> SampledSequence:
     return SampledSequence(
-        trajectory.actions.token_ids, trajectory.behavior_logprobs, trajectory.weight_spans, trajectory.finish_reason
+        trajectory.actions, trajectory.behavior_logprobs, trajectory.weight_spans, trajectory.finish_reason
     )
 
 
@@ -96,6 +96,6 @@ async def test_the_in_flight_request_gets_a_response_while_it_grows_with_the_ver
         for known, trajectory in zip(in_flight.siblings, group.trajectories, strict=True):
             whole = as_sampled(trajectory)
             expected = whole.until(known.num_tokens)
-            assert known.token_ids.tolist() == expected.token_ids.tolist()
+            assert known.actions.token_ids.tolist() == expected.actions.token_ids.tolist()
             assert known.logprobs.tolist() == expected.logprobs.tolist()
             assert known.weight_spans == expected.weight_spans

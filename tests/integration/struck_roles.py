@@ -54,7 +54,7 @@ class StruckRollout(CoreApart):
                 self._enlist()
                 prompt = request.partition("~")[0].replace("/", "-")
                 saboteur().moment("two_pushes", leaves=(prompt, self._reported[request]))
-        self._reported[request] = [sibling.token_ids.tolist() for sibling in siblings]
+        self._reported[request] = [sibling.actions.token_ids.tolist() for sibling in siblings]
 
     def _enlist(self) -> None:
         saboteur().enlist(ACTOR, self._actor)

@@ -11,6 +11,7 @@ from fakes import turns
 
 from actors.samplers.progress import GroupProgress
 from actors.samplers.stop_strings import StopStrings
+from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -71,7 +72,7 @@ class KnownSampler:
         token_id = token_at(prompt.prompt_id, sibling, position)
         is_last = position + 1 == self._lengths[sibling]
         return SampledSequence(
-            np.array([token_id], dtype=np.int32),
+            TokenActions(np.array([token_id], dtype=np.int32)),
             np.array([-position], dtype=np.float32),
             (WeightSpan(self.version, 0, 1),),
             FinishReason.STOP if is_last else None,
@@ -80,7 +81,7 @@ class KnownSampler:
 
 def content(sequence: SampledSequence) -> tuple[list[int], list[float], FinishReason | None]:
     """What must not depend on interruptions."""
-    return sequence.token_ids.tolist(), sequence.logprobs.tolist(), sequence.finish_reason
+    return sequence.actions.token_ids.tolist(), sequence.logprobs.tolist(), sequence.finish_reason
 
 
 async def for_ever(step: int) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 from cluster.errors import RolloutError
-from cluster.records.actions import KeptSets
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.partial_response import SampledSequence, clipped, shifted
 from cluster.records.trajectory import FinishReason, WeightSpan
 
@@ -53,7 +53,7 @@ class OutputReader:
         reason = FINISH_REASONS[completion.finish_reason]
         if isinstance(completion.stop_reason, str):
             reason = FinishReason.STOP_STRING
-        return SampledSequence(token_ids, logprobs, tuple(spans), reason, kept)
+        return SampledSequence(TokenActions(token_ids, kept), logprobs, tuple(spans), reason)
 
     def _logprobs(self, found: FlatLogprobs | list[float]) -> tuple[np.ndarray, KeptSets | None]:
         """float32 [T] of the sampled tokens, and the kept sets where they were asked for.

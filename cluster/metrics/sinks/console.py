@@ -18,8 +18,8 @@ _logger = logging.getLogger(__name__)
 class ConsoleSink:
     """A progress bar on a terminal; elsewhere one log line at most every `interval_s` seconds, and one at the end.
 
-    `version` is where the run starts from, `num_steps` where it ends. What is left is told from how long steps took so
-    far: what comes before the first one (engines, warm start) does not come again.
+    `version` is where the run starts from, `num_steps` where it ends. The time left is estimated from how long steps
+    took so far: what comes before the first one (engines, warm start) does not come again.
     """
 
     name = "console"

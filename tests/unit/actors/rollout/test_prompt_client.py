@@ -17,6 +17,7 @@ from actors.rollout import client
 from actors.rollout.client import PromptClient
 from actors.rollout.server import Ended, GroupRequest, MessageBatch, MessageQueue, PromptServer
 from cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
+from cluster.records.actions import TokenActions
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup, WeightSpan
 from cluster.roles import SamplingSettings
@@ -28,7 +29,7 @@ def request(number: int) -> GroupRequest:
 
 def chunk(request_id: str, start: int, num: int = 1) -> TokenChunk:
     ids, spans = np.zeros(num, dtype=np.int32), (WeightSpan(0, 0, num),)
-    return TokenChunk(request_id, 0, start, SampledSequence(ids, ids.astype(np.float32), spans, None))
+    return TokenChunk(request_id, 0, start, SampledSequence(TokenActions(ids), ids.astype(np.float32), spans, None))
 
 
 class Server(PromptServer):

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from actors.samplers.base import EngineSettings
 from actors.samplers.huggingface import HuggingFaceSampler
 from actors.samplers.stop_strings import StopStrings
+from cluster.records.actions import TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.partial_response import Attempt, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -101,7 +102,7 @@ def gaps(
     replays: bool = True,
 ) -> list[np.ndarray]:
     """|learner - behaviour| of each token, with or without the kept sets."""
-    rows = [TokenSequence.of_response(asked, s.token_ids, s.kept if replays else None) for s in found]
+    rows = [TokenSequence.of_response(asked, s.actions.token_ids, s.actions.kept if replays else None) for s in found]
     batch = collate(rows, MediaReader(timeout_s=1, max_items=8), torch.device("cpu"))
     logprobs = policy(batch, distribution).logprobs.numpy()
     return [np.abs(own[: s.num_tokens] - s.logprobs) for own, s in zip(logprobs, found, strict=True)]
@@ -114,18 +115,18 @@ def test_ratios_at_equal_weights_are_1_over_the_kept_sets(settings, asked, polic
     assert np.concatenate(gaps(policy, asked, found, distribution)).max() < 1e-5
     without = np.concatenate(gaps(policy, asked, found, distribution, replays=False))
     assert without.max() > 0.05, "the cut is one that shows"
-    counts = np.concatenate([s.kept.counts for s in found])
+    counts = np.concatenate([s.actions.kept.counts for s in found])
     assert counts.min() >= 1 and counts.max() <= cut.get("top_k", 10_000)
     for sequence in found:
-        ends = sequence.kept.counts.cumsum()
-        sets = np.split(sequence.kept.ids, ends[:-1])
-        assert all(token in kept for token, kept in zip(sequence.token_ids, sets, strict=True))
+        ends = sequence.actions.kept.counts.cumsum()
+        sets = np.split(sequence.actions.kept.ids, ends[:-1])
+        assert all(token in kept for token, kept in zip(sequence.actions.token_ids, sets, strict=True))
 
 
 def test_rows_with_and_without_kept_sets_share_a_batch(settings, asked, policy) -> None:
     cut = sample(settings, asked, replace(PLAIN_SETTINGS, top_k=5, keeps_sets=True))
     plain = sample(settings, asked, PLAIN_SETTINGS)
-    assert all(sequence.kept is None for sequence in plain)
+    assert all(sequence.actions.kept is None for sequence in plain)
     mixed = [cut[0], plain[0], cut[1], plain[1]]
     assert np.concatenate(gaps(policy, asked, mixed, Distribution(TEMPERATURE, settings.banned_ids))).max() < 1e-5
 
@@ -157,41 +158,45 @@ def test_an_interrupted_response_keeps_its_sets_and_its_hot_token(settings, aske
     begun = tuple(s.until(min(cut, s.num_tokens - 1)) for s, cut in zip(whole, cuts, strict=True))
     found = sample(settings, asked, sampling, begun)
     for before, after in zip(begun, found, strict=True):
-        assert after.token_ids[: before.num_tokens].tolist() == before.token_ids.tolist()
-        assert after.kept.counts.shape == after.token_ids.shape
+        assert after.actions.token_ids[: before.num_tokens].tolist() == before.actions.token_ids.tolist()
+        assert after.actions.kept.counts.shape == after.actions.token_ids.shape
     fire = Distribution(TEMPERATURE, settings.banned_ids, first_token_temperature=5.0)
     assert np.concatenate(gaps(policy, asked, found, fire)).max() < 1e-5
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(settings, asked, tokenizer) -> None:
     plain = sample(settings, asked, PLAIN_SETTINGS)
-    texts = [tokenizer.decode(s.token_ids, skip_special_tokens=True) for s in plain]
+    texts = [tokenizer.decode(s.actions.token_ids, skip_special_tokens=True) for s in plain]
     [stop] = [text[4:6] for text in texts if text[4:6].isascii() and len(text) > 12][:1]
     found = sample(settings, asked, replace(PLAIN_SETTINGS, stop_strings=(stop,)))
     stopped = [s for s in found if s.finish_reason is FinishReason.STOP_STRING]
     assert stopped
     for before, after in zip(plain, found, strict=True):
-        assert after.token_ids.tolist() == before.token_ids[: after.num_tokens].tolist(), "ids are as they were sampled"
+        assert after.actions.token_ids.tolist() == before.actions.token_ids[: after.num_tokens].tolist(), (
+            "ids are as they were sampled"
+        )
         np.testing.assert_allclose(after.logprobs, before.logprobs[: after.num_tokens], atol=1e-6)
     for sequence in stopped:
-        assert stop in tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
-        assert stop not in tokenizer.decode(sequence.token_ids[:-1], skip_special_tokens=True)
+        assert stop in tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
+        assert stop not in tokenizer.decode(sequence.actions.token_ids[:-1], skip_special_tokens=True)
     for sequence in set(found) - set(stopped):
-        assert stop not in tokenizer.decode(sequence.token_ids, skip_special_tokens=True)
+        assert stop not in tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
 
 
 def test_a_stop_string_may_begin_before_an_interruption(folder: Path, tokenizer) -> None:
     ids = np.array(tokenizer.encode("so it is </answer> and more"), dtype=np.int32)
-    sequence = SampledSequence(ids, np.zeros(len(ids), np.float32), (WeightSpan(2, 0, len(ids)),), FinishReason.LENGTH)
+    sequence = SampledSequence(
+        TokenActions(ids), np.zeros(len(ids), np.float32), (WeightSpan(2, 0, len(ids)),), FinishReason.LENGTH
+    )
     cut = StopStrings(str(folder), ("</answer>", "never")).cut(sequence)
-    assert tokenizer.decode(cut.token_ids).endswith("</answer>")
+    assert tokenizer.decode(cut.actions.token_ids).endswith("</answer>")
     assert cut.finish_reason is FinishReason.STOP_STRING and cut.weight_spans[-1].end == cut.num_tokens
     assert StopStrings(str(folder), ("never",)).cut(sequence) is sequence
 
 
 def test_a_request_is_drawn_from_its_own_seed(settings, asked) -> None:
     first, again, other = (
-        [s.token_ids.tolist() for s in sample(settings, asked, PLAIN_SETTINGS.for_prompt(name))]
+        [s.actions.token_ids.tolist() for s in sample(settings, asked, PLAIN_SETTINGS.for_prompt(name))]
         for name in ("0/1/a", "0/1/a", "0/2/b")
     )
     assert first == again != other

@@ -77,7 +77,7 @@ def test_kept_sets_are_the_tokens_of_finite_log_prob() -> None:
     found = kept_by_vllm([[-0.7, -0.1, -0.7, gone], [-0.2, -0.2, gone, gone]])
     [(_, piece)] = reader.read(completion(found))
     assert piece.logprobs.tolist() == pytest.approx([-0.7, -0.2])
-    assert (piece.kept.counts.tolist(), piece.kept.ids.tolist()) == ([2, 1], [10, 11, 10])
+    assert (piece.actions.kept.counts.tolist(), piece.actions.kept.ids.tolist()) == ([2, 1], [10, 11, 10])
 
 
 def test_a_set_that_may_be_larger_than_what_is_reported_is_refused() -> None:

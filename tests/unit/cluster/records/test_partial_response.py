@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cluster.records.actions import TokenActions
 from cluster.records.partial_response import NOTHING, SampledSequence
 from cluster.records.trajectory import FinishReason, WeightSpan
 
@@ -18,11 +19,11 @@ def sequence(versions: str, finish_reason: FinishReason | None = FinishReason.ST
         else:
             spans.append(WeightSpan(version, index, index + 1))
     ids = np.arange(len(versions), dtype=np.int32)
-    return SampledSequence(ids, -ids.astype(np.float32), tuple(spans), finish_reason)
+    return SampledSequence(TokenActions(ids), -ids.astype(np.float32), tuple(spans), finish_reason)
 
 
 def content(s: SampledSequence) -> tuple:
-    return s.token_ids.tolist(), s.logprobs.tolist(), s.weight_spans, s.finish_reason
+    return s.actions.token_ids.tolist(), s.logprobs.tolist(), s.weight_spans, s.finish_reason
 
 
 @pytest.mark.parametrize("versions", ["0", "3333", "0112", "012345"])
@@ -46,6 +47,6 @@ def test_nothing_follows_the_end_of_a_response() -> None:
 def test_tokens_without_a_logprob_or_a_version_are_refused() -> None:
     ids = np.arange(3, dtype=np.int32)
     with pytest.raises(ValueError, match="3 tokens, 2 log-probs and 3 versioned"):
-        SampledSequence(ids, np.zeros(2, dtype=np.float32), (WeightSpan(0, 0, 3),), None)
+        SampledSequence(TokenActions(ids), np.zeros(2, dtype=np.float32), (WeightSpan(0, 0, 3),), None)
     with pytest.raises(ValueError, match="3 log-probs and 1 versioned"):
-        SampledSequence(ids, np.zeros(3, dtype=np.float32), (WeightSpan(0, 0, 1),), None)
+        SampledSequence(TokenActions(ids), np.zeros(3, dtype=np.float32), (WeightSpan(0, 0, 1),), None)

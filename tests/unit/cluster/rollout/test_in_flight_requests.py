@@ -15,6 +15,7 @@ from actors.rollout.client import RolloutClient
 from actors.rollout.server import PromptServer
 from benchmarks.simulation.virtual_time import run_virtually
 from cluster.errors import DeadlineError, RolloutError, WorkerDiedError
+from cluster.records.actions import TokenActions
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
@@ -29,7 +30,9 @@ DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_
 
 def tokens(num: int, finish_reason: FinishReason | None = None) -> SampledSequence:
     spans = (WeightSpan(0, 0, num),)
-    return SampledSequence(np.zeros(num, dtype=np.int32), np.zeros(num, dtype=np.float32), spans, finish_reason)
+    return SampledSequence(
+        TokenActions(np.zeros(num, dtype=np.int32)), np.zeros(num, dtype=np.float32), spans, finish_reason
+    )
 
 
 def chunk(attempt: Attempt, start: int, num: int, sibling: int = 0, end: FinishReason | None = None) -> TokenChunk:

@@ -139,7 +139,7 @@ class ProcessTree:
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
-        self._seconds: dict[psutil.Process, float] = {}  # a Process is told from a later one with its id
+        self._seconds: dict[psutil.Process, float] = {}  # a Process differs from a later one with its id
         self._seconds, _ = self._measure()
         self._read_at = time.monotonic()
 

@@ -1,0 +1,52 @@
+"""What a learner needs of a policy, whatever its actions are: rows to train on, and a network to distribute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from cluster.records.media import MediaHandle
+
+
+class PolicyRow(Protocol):
+    """One trajectory, of which `num_targets` steps are scored."""
+
+    @property
+    def num_targets(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """What the row takes of a micro-batch."""
+        ...
+
+    @property
+    def num_media_tokens(self) -> int:
+        """How many of them media have to be encoded for."""
+        ...
+
+    @property
+    def media(self) -> tuple[MediaHandle, ...]: ...
+
+
+class PolicyOutput(NamedTuple):
+    """What the policy says about each target of a batch; 0 and False behind a row's end."""
+
+    logprobs: Tensor  # float32 [B, T]
+    entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
+    is_argmax: Tensor  # bool [B, T]
+    divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, of a policy that computes it itself
+
+
+class Policy(nn.Module):
+    """A network whose forward is the only way in, so that sharded parameters are gathered there.
+
+    `model` has the weights: their names in its state dict are what `PolicyWeights` translates to a checkpoint's.
+    """
+
+    model: nn.Module
+
+    def blocks(self) -> Iterator[nn.Module]:
+        """The repeated parts of the network, each of which may be sharded by itself."""
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""Flow models as policies over denoising steps."""

@@ -1,0 +1,111 @@
+"""What a flow policy's forward takes: the denoising steps of some trajectories, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.records.actions import LatentActions
+from cluster.records.media import MediaHandle, ProcessedMedia
+from cluster.records.trajectory import MediaSpan, Prompt
+
+CONDITION = "condition"  # modality of a medium that holds an encoded prompt
+WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
+
+
+class Reader(Protocol):
+    """Where conditions are read from: a `MediaReader`, or media at hand."""
+
+    def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]: ...
+
+
+@dataclass(frozen=True)
+class LatentSequence:
+    """One row: all denoising steps of a trajectory are scored.
+
+    `media` are the encoded prompt and, with guidance, the encoded negative prompt.
+    """
+
+    actions: LatentActions
+    media: tuple[MediaHandle, ...]
+
+    @classmethod
+    def of_response(cls, prompt: Prompt, actions: LatentActions) -> LatentSequence:
+        """A prompt and how one picture of it was denoised.
+
+        Raises:
+            ValueError: the prompt has other media than one or two conditions.
+        """
+        kinds = [handle.modality for handle in prompt.media]
+        if kinds not in ([CONDITION], [CONDITION, CONDITION]):
+            raise ValueError(
+                f"prompt {prompt.prompt_id} has the media {kinds}: denoising steps need its encoded text, and with "
+                "guidance that of the negative prompt"
+            )
+        return cls(actions, prompt.media)
+
+    @property
+    def num_targets(self) -> int:
+        return self.actions.num_steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of the latent picture, in all steps: what a row takes of `learner.tokens_per_microbatch`."""
+        return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
+
+    @property
+    def num_media_tokens(self) -> int:
+        """0: conditions come encoded."""
+        return 0
+
+
+@dataclass(frozen=True)
+class LatentBatch:
+    """B rows of at most T steps, N steps in all, in the order of `target_mask`."""
+
+    latents: Tensor  # float32 [N, ...]: what each step begins with
+    next_latents: Tensor  # float32 [N, ...]: what it ends with
+    timesteps: Tensor  # float32 [N]
+    sigmas: Tensor  # float32 [N]: noise levels before each step
+    next_sigmas: Tensor  # float32 [N]: and after it
+    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, see `learner.policies.sde`
+    target_mask: Tensor  # bool [B, T]: False behind a row's last step
+    conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
+    condition_rows: Tensor  # int64 [N]: the condition of each step
+    negative_rows: Tensor | None  # int64 [N]: its negative prompt; None without guidance
+
+
+def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
+    """Line the steps of all rows up and resolve their conditions; each unique one is read and placed once."""
+    handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
+    media = reader.read(handles)
+    places = {handle.key: place for place, handle in enumerate(handles)}
+    num_steps = np.array([s.num_targets for s in sequences])
+    of_step = np.repeat([places[s.media[0].key] for s in sequences], num_steps)
+    has_negatives = len(sequences[0].media) == 2
+    negatives = np.repeat([places[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
+    actions = [s.actions for s in sequences]
+
+    def column(arrays: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+    return LatentBatch(
+        latents=column([a.latents[:-1] for a in actions]),
+        next_latents=column([a.latents[1:] for a in actions]),
+        timesteps=column([a.timesteps for a in actions]),
+        sigmas=column([a.sigmas[a.step_index] for a in actions]),
+        next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),
+        max_sigmas=column([np.full(a.num_steps, a.sigmas[1]) for a in actions]),
+        target_mask=torch.from_numpy(np.arange(max(1, num_steps.max())) < num_steps[:, None]).to(device),
+        conditions={
+            name: torch.from_numpy(np.concatenate([m.inputs[name] for m in media])).to(device)
+            for name in media[0].inputs
+        },
+        condition_rows=torch.from_numpy(of_step).to(device),
+        negative_rows=None if negatives is None else torch.from_numpy(negatives).to(device),
+    )

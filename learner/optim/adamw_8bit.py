@@ -36,7 +36,7 @@ class AdamWOfBytes(AdamW8bit):
             super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with plain moments, which torch's distributed checkpoints can copy and share out anew."""
+        """The state with plain moments, which torch's distributed checkpoints can copy and share out again."""
         found = super().state_dict()
         states = {key: {name: _plain(value) for name, value in own.items()} for key, own in found["state"].items()}
         return {**found, "state": states}

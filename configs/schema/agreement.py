@@ -67,6 +67,23 @@ def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
     )
 
 
+def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
+    found = config.resources.rollout
+    if found.tensor_parallel == 1:
+        return None
+    if config.resources.device == "cpu" or config.sampler.kind.value != "vllm":
+        return (
+            f"resources.rollout.tensor_parallel={found.tensor_parallel} needs vLLM on GPUs, got sampler.kind="
+            f"{config.sampler.kind.value} and resources.device={config.resources.device}: set it to 1, or choose both"
+        )
+    if found.num_gpus != found.tensor_parallel:
+        return (
+            f"resources.rollout.tensor_parallel={found.tensor_parallel} splits an engine over as many GPUs, and "
+            f"resources.rollout.num_gpus={found.num_gpus:g}: set resources.rollout.num_gpus={found.tensor_parallel}"
+        )
+    return None
+
+
 def _no_address_holds_credentials(config: RunConfig) -> str | None:
     address = urlsplit(config.metrics.tracker_address)
     if "@" not in address.netloc:
@@ -503,6 +520,7 @@ RULES: tuple[Rule, ...] = (
     _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
+    _an_engine_has_a_gpu_for_each_of_its_ranks,
     _backoff_grows,
     _turns_are_synchronous,
     _turns_move_the_learner,

@@ -110,6 +110,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         dtype=dtype,
         device=config.resources.device,
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
         max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,

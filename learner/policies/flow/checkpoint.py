@@ -77,7 +77,7 @@ class FlowCheckpoint:
         """Write a pipeline like this one with other weights of the transformer: state-dict name -> whole tensor."""
         ignored = shutil.ignore_patterns(TRANSFORMER)
         shutil.copytree(self.folder, folder, ignore=ignored, dirs_exist_ok=True)
-        whole = AutoModel.from_config(str(self.folder), subfolder=TRANSFORMER)
+        whole = self.transformer(torch.float32)
         whole.load_state_dict(dict(state))
         whole.save_pretrained(folder / TRANSFORMER)
 

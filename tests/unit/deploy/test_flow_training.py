@@ -19,7 +19,7 @@ LORA = ("policy.lora.rank=4", "policy.lora.alpha=8", "learner.learning_rate=0.00
 async def test_steps_raise_the_reward_and_replay_is_exact(tmp_path: Path, words: tuple[str, ...]) -> None:
     run = await FlowRun(flow_config(tmp_path, *words)).start()
     before = await rewards(run)
-    for version in range(1, 9):
+    for version in range(1, 7):
         metrics = await run.step(version)
         gap = metrics["logprob_gap_max"]
         assert gap == 0 if not words else gap < 1e-4, "merged adapters compute the same to rounding only"

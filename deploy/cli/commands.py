@@ -406,10 +406,16 @@ def doctor(
         list[str] | None, typer.Option("--free", metavar="ID", help="End this leftover; more IDs may follow.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="With --leftovers: look for placement groups on this Ray cluster, too.")
+        str | None,
+        typer.Option(
+            help="Check every node of this Ray cluster, HOST:PORT; with --leftovers: look for placement groups there."
+        ),
     ] = None,
 ) -> None:
-    """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
+    """Check that this machine, or every node of a cluster, can run a configuration; or list and end leftovers.
+
+    Exits with 1 if that fails.
+    """
     if leftovers or free:
         with explained():
             from deploy.tools.leftovers_view import show_leftovers
@@ -419,19 +425,15 @@ def doctor(
             raise typer.Exit(FAILED)
         return
     from configs.load import load_config
-    from deploy.tools.doctor import Verdict, examine
+    from deploy.tools.doctor.cluster import examine_cluster
+    from deploy.tools.doctor.this_machine import Verdict, examine
 
-    with explained():
-        if address is not None:
-            raise PreflightError(
-                f"--address {address} is for --leftovers: doctor checks this machine. Leave it out, or see with "
-                f"`mobula plan --address {address}` whether the configuration fits that cluster"
-            )
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = terminal(soft_wrap=True)
     num_missing = 0
     with explained():
-        for finding in examine(load_config(overrides or [], is_complete=False)):
+        config = load_config(overrides or [], is_complete=False)
+        for finding in examine(config) if address is None else examine_cluster(config, address):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)

@@ -26,6 +26,8 @@ WALLS: dict[str, tuple[str, ...]] = {
     "diffusers": ("actors/samplers/flow.py", "learner/policies/flow/*"),
     "tensorboard": ("cluster/metrics/sinks/*",),
     "torch.utils.tensorboard": ("cluster/metrics/sinks/*",),
+    "mlflow": ("cluster/metrics/sinks/*",),
+    "trackio": ("cluster/metrics/sinks/*",),
     "wandb": ("cluster/metrics/sinks/*",),
     "hydra": ("configs/load.py", "configs/words.py"),
     "omegaconf": ("configs/load.py",),

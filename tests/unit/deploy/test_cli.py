@@ -21,8 +21,9 @@ from deploy.cli import app
 from deploy.host.machine import Machine
 from deploy.run import run_client
 from deploy.run.run_client import RunAddress
-from deploy.tools import doctor, leftovers
-from deploy.tools.doctor import RequiredPackage, Verdict
+from deploy.tools import leftovers
+from deploy.tools.doctor import this_machine as doctor
+from deploy.tools.doctor.this_machine import RequiredPackage, Verdict
 from deploy.tools.leftovers import Leftover, NotFreedError
 
 GIB = 2**30
@@ -306,10 +307,10 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     assert "-> install it" in result.stdout
 
 
-def test_doctor_takes_no_cluster_but_to_look_for_leftovers() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--address", "10.0.0.1:6379"])
+def test_doctor_names_a_cluster_that_does_not_answer() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--address", "127.0.0.1:1"])
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("mobula: --address 10.0.0.1:6379 is for --leftovers:")
+    assert "no Ray cluster answers at 127.0.0.1:1" in result.stderr
 
 
 STATUS = RunStatus(

@@ -265,7 +265,8 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on or self.offline.job == "dpo"
+        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
+        return has_kl or self.algorithm.distillation.is_on or self.offline.job == "dpo"
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -22,6 +22,7 @@ from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
 from deploy.wiring.scoring_roles import restart_policy
 from deploy.wiring.spawner import Spawner, engine_environment
+from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
@@ -127,4 +128,5 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         pad_id=processor.pad_token_id,
         expected=prepared.checkpoint,
         adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
+        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
     )

@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from cluster.records.media import MediaHandle, MediaSpan
+
 Column = np.ndarray | list[np.ndarray]
 """What siblings have of one kind, on its way: all in a row, or an array each."""
 
@@ -36,6 +38,11 @@ class Actions(Protocol):
         """These steps, and those that came next."""
         ...
 
+    @property
+    def media(self) -> tuple[MediaHandle, ...]:
+        """What an environment showed between the steps."""
+        ...
+
     @classmethod
     def packed(cls, siblings: Sequence[Self]) -> Any:
         """The actions of all `siblings` as they travel."""
@@ -49,13 +56,15 @@ class Actions(Protocol):
 
 @dataclass(frozen=True)
 class TokenActions:
-    """The tokens that the engine sampled after an expanded prompt.
+    """The tokens that follow an expanded prompt: those that the engine sampled, and of an episode those between turns.
 
     `token_ids` are the engine's own ids, never decoded and tokenised again. The prompt they follow is the group's
-    `Prompt.expanded_ids`.
+    `Prompt.expanded_ids`. `media[i]`, of an observation, fills `media_spans[i]` of `token_ids`.
     """
 
     token_ids: np.ndarray  # int32 [T]
+    media: tuple[MediaHandle, ...] = ()
+    media_spans: tuple[MediaSpan, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -66,17 +75,31 @@ class TokenActions:
         return self.token_ids.nbytes
 
     def stretch(self, start: int, end: int) -> TokenActions:
-        return TokenActions(self.token_ids[start:end])
+        """Steps [start, end); no medium may lie on a border."""
+        touched = [i for i, s in enumerate(self.media_spans) if s.start < end and s.end > start]
+        spans = tuple(MediaSpan(self.media_spans[i].start - start, self.media_spans[i].end - start) for i in touched)
+        if any(span.start < 0 or span.end > end - start for span in spans):
+            raise ValueError(f"steps {start} to {end} cut one of the media at {self.media_spans}")
+        return TokenActions(self.token_ids[start:end], tuple(self.media[i] for i in touched), spans)
 
     def followed_by(self, more: TokenActions) -> TokenActions:
-        return TokenActions(np.concatenate([self.token_ids, more.token_ids]))
+        spans = (MediaSpan(s.start + self.num_steps, s.end + self.num_steps) for s in more.media_spans)
+        ids = np.concatenate([self.token_ids, more.token_ids])
+        return TokenActions(ids, (*self.media, *more.media), (*self.media_spans, *spans))
 
     @classmethod
-    def packed(cls, siblings: Sequence[TokenActions]) -> Column:
-        return packed([actions.token_ids for actions in siblings])
+    def packed(cls, siblings: Sequence[TokenActions]) -> Any:
+        ids = packed([actions.token_ids for actions in siblings])
+        if not any(actions.media for actions in siblings):
+            return ids
+        return ids, [(actions.media, actions.media_spans) for actions in siblings]
 
     @classmethod
-    def unpacked(cls, column: Column, num_steps: Sequence[int]) -> list[TokenActions]:
+    def unpacked(cls, column: Any, num_steps: Sequence[int]) -> list[TokenActions]:
+        if isinstance(column, tuple):
+            ids, media = column
+            rows = zip(unpacked(ids, num_steps), media, strict=True)
+            return [cls(token_ids, *placed) for token_ids, placed in rows]
         return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
 
 
@@ -110,6 +133,10 @@ class LatentActions:
     @property
     def num_bytes(self) -> int:
         return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+    @property
+    def media(self) -> tuple[MediaHandle, ...]:
+        return ()
 
     def stretch(self, start: int, end: int) -> LatentActions:
         index, times = self.step_index[start:end], self.timesteps[start:end]

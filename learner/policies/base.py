@@ -62,7 +62,7 @@ class Policy(nn.Module):
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
     """A prompt and what the policy did after it, as a row to score."""
     if isinstance(actions, TokenActions):
-        return TokenSequence.of_response(prompt, actions.token_ids)
+        return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
     return LatentSequence.of_response(prompt, actions)
 

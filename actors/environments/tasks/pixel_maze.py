@@ -8,7 +8,6 @@ from random import Random
 from typing import Any, Literal
 
 import gymnasium
-import minigrid
 import numpy as np
 from minigrid.wrappers import RGBImgObsWrapper
 
@@ -61,7 +60,6 @@ class PixelMaze:
             self._environment = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False)
             info = {"answer": way[0], "solution": way[0]}
         else:
-            minigrid.register_minigrid_envs()
             environment = gymnasium.make("MiniGrid-SimpleCrossingS9N1-v0")
             self._environment = RGBImgObsWrapper(environment, tile_size=self._scale)
         observation, _ = self._environment.reset(seed=seed)

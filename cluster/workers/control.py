@@ -95,6 +95,9 @@ class ControlLoop:
         roles: Mapping[str, Scalable],
         ranks: Callable[[], Sequence[WorkerStatus]],
         object_store: Callable[[], ObjectStoreUse],
+        earlier_scale: Mapping[str, int],
+        has_begun: Callable[[], bool],
+        on_scaled: Callable[[str, int], None],
         on_panel_lost: Callable[[str], None],
         on_status: Callable[[RunStatus], None],
         interval_s: float,
@@ -103,7 +106,9 @@ class ControlLoop:
         scale_s: float,
     ) -> None:
         """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` are workers beside those of `roles`, which
-        cannot be scaled; `object_store` may block. `start_s` bounds the first call to a panel, which
+        cannot be scaled; `object_store` may block. Once `has_begun()`, roles get the numbers of
+        `earlier_scale`, to which an earlier part of the run was scaled; `on_scaled` is called with each number that a
+        role accepts. `start_s` bounds the first call to a panel, which
         includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
         refuses a new number of workers."""
         self._run = run
@@ -116,6 +121,9 @@ class ControlLoop:
         self._roles = roles
         self._ranks = ranks
         self._object_store = object_store
+        self._earlier_scale = earlier_scale
+        self._has_begun = has_begun
+        self._on_scaled = on_scaled
         self._on_panel_lost = on_panel_lost
         self._on_status = on_status
         self._interval_s = interval_s
@@ -202,6 +210,10 @@ class ControlLoop:
             self._lag_s = max(self._lag_s, clock() - due)
 
     async def _scale_for_ever(self) -> None:
+        while self._earlier_scale and not self._has_begun():  # before, no role can be scaled
+            await asyncio.sleep(self._interval_s)
+        for role, num_workers in self._earlier_scale.items():
+            await self._scale(role, num_workers)
         while True:
             request = await self._requests.get()
             outcomes = [await self._scale(role, num_workers) for role, num_workers in request.wanted.items()]
@@ -210,6 +222,8 @@ class ControlLoop:
     async def _scale(self, role: str, num_workers: int) -> RoleOutcome:
         refusal = await self._refusal(role, num_workers)
         _logger.info("scale %s=%d: %s", role, num_workers, refusal or "accepted")
+        if not refusal:
+            self._on_scaled(role, num_workers)
         return RoleOutcome(role, num_workers, refusal)
 
     async def _refusal(self, role: str, num_workers: int) -> str:

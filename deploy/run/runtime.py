@@ -28,6 +28,7 @@ from cluster.metrics.hub import Metrics
 from cluster.metrics.report.report import write_report
 from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.sinks.base import Sink
+from cluster.metrics.sinks.trackers import refuse_missing
 from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.recovery.checkpoints import find_resumable
@@ -139,9 +140,10 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         KeyboardInterrupt: SIGINT or SIGTERM; the same.
     """
     version = start_version(config)
-    started = time.perf_counter() - (earlier_wall_s(config) if version else 0.0)
+    started = time.perf_counter()
     set_up_logging(console)
     check_run_folder(config)
+    refuse_missing(config.metrics.trackers)
     logs = config.run_folder / LOGS_FOLDER
     with _cluster(config, needed_roles(config), logs) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
@@ -151,6 +153,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
+        # A part that was killed has left no summary, but the seconds of its steps.
+        started -= max(earlier_wall_s(config), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         try:
             asyncio.run(_until_signal(_train(cluster, metrics)))

@@ -29,12 +29,12 @@ from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.manifest import checkpoint_manifest
 from learner.batch import fetch_items
-from learner.policies.base import row_of
 from learner.policies.batch import collate
 from learner.policies.loading import load_model
 from learner.policies.logprobs import Distribution
 from learner.policies.tiny import TINY
 from learner.policies.token import TokenPolicy
+from learner.policies.trained import row_of
 
 TEMPERATURE = 0.8
 Run = Callable[..., TrajectoryGroup]

@@ -55,6 +55,7 @@ class PanelHost:
         self.ended: list[Any] = []
         self.losses: list[str] = []
         self.statuses: list[RunStatus] = []
+        self.scaled: list[tuple[str, int]] = []
         self._make = make
 
     def spawn(self) -> LocalHandle:
@@ -79,6 +80,9 @@ def control(host: PanelHost, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "roles": {role.name: role for role in roles},
         "ranks": lambda: [WorkerStatus("learner/0", WorkerState.SERVING, 7, 0, 0)],
         "object_store": lambda: ObjectStoreUse(10, 40),
+        "earlier_scale": {},
+        "has_begun": lambda: True,
+        "on_scaled": lambda role, num_workers: host.scaled.append((role, num_workers)),
         "on_panel_lost": host.losses.append,
         "on_status": host.statuses.append,
         "interval_s": 0.001,
@@ -125,6 +129,20 @@ async def test_a_request_is_applied_role_by_role_and_seen_in_the_status() -> Non
         RoleOutcome("reference", 2, ""),
     )
     assert (reward.num_workers, reference.num_workers) == (8, 2)
+    assert host.scaled == [("reward", 8), ("reference", 2)]
+
+
+async def test_a_run_that_goes_on_is_scaled_as_before_once_it_has_begun_and_a_refusal_is_no_end() -> None:
+    host, reward, reference = PanelHost(), FakeRole("reward", 1), FakeRole("reference", 1, PlacementError("no room"))
+    has_begun = False
+    earlier = {"reference": 4, "reward": 3}
+    loop = control(host, reward, reference, earlier_scale=earlier, has_begun=lambda: has_begun)
+    async with loop.running():
+        await until(lambda: len(host.statuses) > 2)
+        assert reward.num_workers == 1
+        has_begun = True
+        await until(lambda: reward.num_workers == 3)
+    assert reference.num_workers == 1 and host.scaled == [("reward", 3)]
 
 
 @pytest.mark.parametrize(

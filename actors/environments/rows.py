@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from actors.datasets.pictures import EncodedPicture
 from actors.datasets.rows import Row, Split, Turn
@@ -29,7 +30,8 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: b
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
     try:
-        rows = asyncio.run(_rows(config, seeds, takes_pictures=takes_pictures))
+        with ThreadPoolExecutor(1) as thread:  # whether or not a loop runs in this one
+            rows = thread.submit(asyncio.run, _rows(config, seeds, takes_pictures=takes_pictures)).result()
     except EpisodeError as error:
         raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
     return Split(name, rows, ())

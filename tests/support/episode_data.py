@@ -15,12 +15,13 @@ from configs.load import load_config
 from configs.schema import RunConfig
 
 
-def episode_config(model: Path, *overrides: str, policy: str = "tiny_qwen2_5_vl") -> RunConfig:
+def episode_config(model: Path, *overrides: str) -> RunConfig:
     """A run whose prompts are observations; nothing of it is started."""
     return load_config(
         [
-            f"policy={policy}",
+            "policy=tiny_qwen2_5_vl",
             "data=environment",
+            "environment.name=episode_data:Scripted",
             "rewards=environment",
             f"policy.model={model}",
             "data.max_prompt_tokens=400",

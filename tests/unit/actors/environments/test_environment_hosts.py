@@ -16,7 +16,7 @@ from configs.schema.environment import EnvironmentConfig
 
 
 def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
-    words = ["environment.name=episode_data:Scripted", f"environment.options={{fault: '{fault}'}}"]
+    words = [f"environment.options={{fault: '{fault}'}}"]
     limits = ["environment.step_timeout_s=0.5", "environment.num_train=3", f"environment.host={host}"]
     return episode_config(Path("model"), *words, *limits).environment
 

@@ -1,4 +1,4 @@
-"""Whole episodes with transformers' sampler: the learner sees the exact tokens, masks and pictures that were sampled."""
+"""Whole episodes with transformers' sampler: the learner sees the exact tokens, masks and pictures of each turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bench:
     """A sampler that is loaded, and the episodes that it is asked for."""
 
     def __init__(self, model: Path) -> None:
-        config = episode_config(model, "environment=none", "data=digits", "rewards=math_answer")
+        config = episode_config(model)
         self.model = model
         self.chat = self.processor(config)
         self.sampler = HuggingFaceSampler(
@@ -68,7 +68,7 @@ class Bench:
         return ChatProcessor(str(self.model), config.data, config.sampler, store, keep_files=False)
 
     def prompt(self, *overrides: str) -> tuple[EpisodeRunner, Prompt]:
-        words = ("environment.name=episode_data:Scripted", "environment.num_train=1", "environment.host=inline")
+        words = ("environment.num_train=1", "environment.host=inline")
         config = episode_config(self.model, *words, *overrides)
         chat = self.processor(config)
         media = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
@@ -143,7 +143,7 @@ def test_tokens_are_those_of_the_template_over_all_turns(bench: Bench, group: Tr
 
 
 def test_the_learner_scores_every_turn_as_it_was_sampled(bench: Bench, group: TrajectoryGroup) -> None:
-    learner = episode_config(bench.model, "environment=none", "data=digits", "rewards=math_answer").learner
+    learner = episode_config(bench.model).learner
     policy = TokenPolicy(load_model(str(bench.model), torch.float32, "sdpa").eval(), learner)
     rows = [row_of(group.prompt, trajectory.actions) for trajectory in group.trajectories]
     batch = collate(rows, MediaReader(timeout_s=5, max_items=64), torch.device("cpu"))
@@ -211,7 +211,7 @@ def test_a_template_that_drops_pictures_or_changes_with_the_turn_before_is_refus
         (lambda messages: [(role, text + messages[1][1]) for role, text in messages], "depends on the text"),
         (lambda messages: messages[:2], "drops the text"),
     ):
-        chat = bench.processor(episode_config(bench.model, "environment=none", "data=digits"))
+        chat = bench.processor(episode_config(bench.model))
         plain = chat.render
         chat.render = lambda messages, change=change, plain=plain, **rest: plain(change(list(messages)), **rest)
         with pytest.raises(ValueError, match=said):

@@ -168,6 +168,43 @@ def _every_rank_gets_samples(config: RunConfig) -> str | None:
     )
 
 
+def _environment_has_its_data(config: RunConfig) -> str | None:
+    environment, kind = config.environment, config.data.kind
+    if environment.is_on == (kind is DataKind.ENVIRONMENT) and not (environment.is_on and config.offline.is_on):
+        return None
+    if environment.is_on:
+        return (
+            f"environment.name={environment.name} makes the prompts of RL, but data.kind={kind} and offline.job="
+            f"{config.offline.job}: set data=environment and offline.job=none, or environment=none"
+        )
+    return "data.kind=environment needs an environment: set environment=OPTION, or another data.kind"
+
+
+def _episodes_fit(config: RunConfig) -> str | None:
+    environment = config.environment
+    if not environment.is_on:
+        return None
+    longest = config.data.max_prompt_tokens + environment.max_tokens
+    if longest > config.sampler.max_model_len:
+        return (
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + environment.max_tokens={environment.max_tokens} "
+            f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: set "
+            f"sampler.max_model_len={longest} or lower one of the two"
+        )
+    if config.data.prompt_suffix:
+        return (
+            f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and environment.name="
+            f"{environment.name} makes whole prompts: set data.prompt_suffix=''"
+        )
+    sampler = config.sampler
+    if sampler.is_cut or sampler.first_token_temperature > 0 or sampler.stop_strings:
+        return (
+            f"environment.name={environment.name} samples every turn among all tokens until its end: set "
+            "sampler.top_p=1 sampler.top_k=0 sampler.min_p=0 sampler.first_token_temperature=0 sampler.stop_strings=[]"
+        )
+    return None
+
+
 def _lengths_fit(config: RunConfig) -> str | None:
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     if longest <= config.sampler.max_model_len:
@@ -229,7 +266,11 @@ def _mixture_has_sources(config: RunConfig) -> str | None:
             f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
             "data.kind=mixture, or data.sources={}"
         )
-    unfit = [name for name, source in data.sources.items() if source.kind in (*WRITTEN, DataKind.MIXTURE)]
+    unfit = [
+        name
+        for name, source in data.sources.items()
+        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
+    ]
     if unfit:
         return (
             f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
@@ -528,6 +569,8 @@ RULES: tuple[Rule, ...] = (
     _groups_have_siblings,
     _uniform_groups_can_differ,
     _every_rank_gets_samples,
+    _environment_has_its_data,
+    _episodes_fit,
     _lengths_fit,
     _batch_holds_sequences,
     _engine_reports_what_it_keeps,

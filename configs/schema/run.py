@@ -12,6 +12,7 @@ from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.data import DataConfig
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
@@ -225,6 +226,8 @@ class RunConfig(Section):
     """The network that is trained."""
     data: DataConfig
     """The prompts."""
+    environment: EnvironmentConfig
+    """What answers the policy between its turns."""
     sampler: SamplerConfig
     """How responses are sampled."""
     rewards: RewardsConfig

@@ -89,7 +89,7 @@ def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
     """A prompt and what the policy did after it, as a row to score."""
     if isinstance(actions, TokenActions):
-        return TokenSequence.of_response(prompt, actions.token_ids, actions.kept)
+        return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
     return LatentSequence.of_response(prompt, actions)
 

@@ -16,6 +16,7 @@ from cluster.roles import SamplingSettings
 from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
 
@@ -44,6 +45,7 @@ class EngineSettings:
     pad_id: int
     expected: Manifest  # the tensors every push of weights must carry
     adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
+    denoising: Denoising | None = None  # of a flow model
 
     def expected_by(self, manifest: Manifest) -> Manifest:
         """What a push that promises `manifest` must carry."""

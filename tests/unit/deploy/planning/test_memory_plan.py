@@ -61,6 +61,9 @@ def test_only_what_is_trained_has_gradients_and_moments() -> None:
     num = sum(spec.num_bytes // 4 for spec in trained_parameters(adapters, shape))
     assert worker_memory(adapters, shape, "learner").device[TRAINING]["optimizer"] == 8 * num < NUM_7B // 10
     muon = worker_memory(config("resources=two_gpu", "learner=single", "learner.optimizer=muon"), shape, "learner")
+    words = ("resources=two_gpu", "learner=single", "learner.optimizer=adamw_8bit")
+    found = worker_memory(config(*words), shape, "learner").device[TRAINING]["optimizer"]
+    assert 2 * NUM_7B < found < 2.1 * NUM_7B
     assert 4 * NUM_7B < muon.device[TRAINING]["optimizer"] < 6 * NUM_7B
 
 

@@ -9,7 +9,7 @@ from configs import keys
 
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "docs" / "algorithms.md").read_text(encoding="utf-8")
-ELSEWHERE = {"overlong"}  # not a key: a component of the reward
+ELSEWHERE = {"overlong", "http", "reward_model"}  # no keys: components of the reward
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.data import DataConfig, DataKind
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
@@ -34,6 +35,7 @@ __all__ = [
     "DPOConfig",
     "DataConfig",
     "DataKind",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "KLConfig",
     "Gate",

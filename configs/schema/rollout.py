@@ -62,13 +62,43 @@ class ReferenceConfig(Section):
 class SamplerKind(StrEnum):
     VLLM = "vllm"
     HUGGINGFACE = "huggingface"
+    FLOW = "flow"
+
+
+class FlowConfig(Section):
+    """How a flow model denoises pictures (`sampler.kind=flow`). Learner and sampler compute the same steps."""
+
+    height: PositiveInt
+    """Of pictures, in pixels."""
+    width: PositiveInt
+    """Of pictures, in pixels."""
+    num_steps: PositiveInt
+    """Denoising steps of a picture."""
+    guidance: Annotated[float, Field(ge=1)]
+    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none."""
+    negative_prompt: str
+    """The text that guidance leads away from."""
+    max_text_tokens: PositiveInt
+    """Tokens of a prompt in the longest text encoder; a longer prompt is cut."""
+    kernel: Literal["flow_grpo", "sde", "dance", "cps"]
+    """The stochastic step, see docs/algorithms.md."""
+    noise_level: PositiveFloat
+    """How much noise a stochastic step adds."""
+    window_start: Annotated[int, Field(ge=0)]
+    """The first stochastic step; those before it follow the ODE and are not trained."""
+    window_end: PositiveInt
+    """The step after the last stochastic one."""
+    latents: Literal["float32", "float16"]
+    """The type that latents are rounded to before they are scored, and in which they travel."""
+    divergence: Literal["exact", "per_time"]
+    """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""
 
 
 class SamplerConfig(Section):
     """How responses are sampled. Learner and engine use the same distribution."""
 
     kind: SamplerKind
-    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed."""
+    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model."""
     temperature: PositiveFloat
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]
@@ -102,8 +132,14 @@ class SamplerConfig(Section):
     """Skip graph capture and compilation."""
     block_size: PositiveInt
     """Tokens in one KV cache block."""
+    flow: FlowConfig
+    """Pictures of a flow model."""
 
     @property
     def is_cut(self) -> bool:
         """Whether some tokens are left out of the distribution that is sampled from."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def is_flow(self) -> bool:
+        return self.kind is SamplerKind.FLOW

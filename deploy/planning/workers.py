@@ -47,7 +47,9 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """One worker of a role. `device[phase][part]` and `host[part]` are bytes; on CPU `device` is host memory."""
+    """One worker of a role, in bytes: `device[phase][part]` on each of its GPUs (on CPU: in host memory), and
+    `host[part]` in host memory.
+    """
 
     device: Mapping[str, Parts]
     host: Parts = field(default_factory=dict)
@@ -76,7 +78,8 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _always(_reference(config, shape))
         case _:
             found = WorkerMemory(_phases({}))
-    return WorkerMemory(_with_context(config, found.device), {"process": PROCESS[kind], **found.host})
+    processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
+    return WorkerMemory(_with_context(config, found.device), {"process": processes * PROCESS[kind], **found.host})
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -173,7 +176,10 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    weights = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
+    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.kv_cache_bytes`."""
+    num_ranks = config.resources.rollout.tensor_parallel
+    whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
+    weights = ceil(whole / num_ranks)
     awake = {"weights": weights, "kv_cache": _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
@@ -182,7 +188,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
     kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
     waking = {"weights": weights, "sync": _staging(config, shape), **kept}
-    host = {"moved": weights} if config.resources.sleep_level == 1 else {}
+    host = {"moved": whole} if config.resources.sleep_level == 1 else {}
     return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
 
 

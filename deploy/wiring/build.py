@@ -342,6 +342,7 @@ def _weights(prepared: Prepared, inference: Inference, training: Training) -> We
         max_attempts=sync.max_attempts,
         canary_interval=sync.canary_interval,
         canary_tolerance=sync.canary_tolerance,
+        ranks_of_receiver=prepared.config.resources.rollout.tensor_parallel,
         probe=probe_prompt(prepared),
     )
     inference.rollouts.admit_with(weights.admit)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import KeptSets
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
 
@@ -32,6 +32,15 @@ class TokenSequence:
         """A prompt and what was answered; the answer is scored."""
         tokens = np.concatenate([prompt.expanded_ids, token_ids])
         return cls(tokens, prompt.num_tokens, prompt.media, prompt.media_spans, kept)
+
+    @classmethod
+    def of_actions(cls, prompt: Prompt, actions: TokenActions) -> TokenSequence:
+        """A prompt and the tokens behind it, with the media of later turns; all behind the prompt is scored."""
+        row, num = cls.of_response(prompt, actions.token_ids, actions.kept), prompt.num_tokens
+        if not actions.media:
+            return row
+        spans = (MediaSpan(s.start + num, s.end + num) for s in actions.media_spans)
+        return replace(row, media=(*row.media, *actions.media), media_spans=(*row.media_spans, *spans))
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> TokenSequence:

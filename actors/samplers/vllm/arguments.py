@@ -24,6 +24,9 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         model=settings.model,
         dtype=settings.dtype,
         seed=settings.seed,
+        tensor_parallel_size=settings.tensor_parallel,
+        # Processes of our own: inside of a placement group vLLM would else ask Ray for actors beside this one.
+        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -153,6 +153,25 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["resources=laptop", "resources.rollout.tensor_parallel=2"], "needs vLLM on GPUs, got sampler.kind=vllm"),
+        (
+            ["resources=eight_gpu_split", "sampler=huggingface", "resources.rollout.tensor_parallel=2"],
+            "needs vLLM on GPUs, got sampler.kind=huggingface",
+        ),
+        (
+            ["resources=eight_gpu_split", "resources.rollout.tensor_parallel=4"],
+            "resources.rollout.num_gpus=1: set resources.rollout.num_gpus=4",
+        ),
+    ],
+)
+def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(["experiment=digits", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
         (["algorithm.stragglers=overtake"], "algorithm.max_staleness=0 admits none"),
         (["concurrency.kind=aimd", "concurrency.min_groups=32"], "min_groups <= start_groups"),
         (["concurrency.kind=aimd", "concurrency.calm_kv_usage=1"], "calm_kv_usage <= high_kv_usage"),

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from actors.reference.scorer import ReferenceScorer
 from cluster.errors import CheckpointError
-from cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
+from cluster.records.actions import KeptSets
+from cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
 from configs.schema import LearnerConfig, RunConfig
 from learner.batch import fetch_items
 from learner.credit import Credit
@@ -83,6 +84,50 @@ def test_at_step_zero_the_ratio_is_one_and_gap_and_kl_are_zero(folder, tokenizer
     lengths = [t.num_steps for g in groups for t in g.group.trajectories]
     assert metrics["response_length"] == pytest.approx(np.mean(lengths))
     assert metrics["num_tokens"] == sum(g.summary.num_tokens for g in groups)
+
+
+def cut(groups: list[ScoredGroup], num_ids: int) -> list[ScoredGroup]:
+    """The same groups as if each token had been sampled among itself and about a tenth of the vocabulary."""
+    rng = np.random.default_rng(3)
+
+    def with_sets(trajectory: Trajectory) -> Trajectory:
+        is_kept = rng.random((trajectory.num_steps, num_ids)) < 0.1
+        is_kept[np.arange(trajectory.num_steps), trajectory.actions.token_ids] = True
+        return dataclasses.replace(
+            trajectory, actions=dataclasses.replace(trajectory.actions, kept=KeptSets.of(is_kept))
+        )
+
+    def of(group: TrajectoryGroup) -> TrajectoryGroup:
+        return dataclasses.replace(group, trajectories=tuple(map(with_sets, group.trajectories)))
+
+    return [dataclasses.replace(scored, group=of(scored.group)) for scored in groups]
+
+
+def test_sampling_replay_and_fire_keep_the_ratio_at_one_and_the_kl_at_zero(folder, tokenizer) -> None:
+    """Reference scorer and learner take the softmax over the kept set, at the temperature of the token's place."""
+    words = ("algorithm.kl.coef=0.1", "sampler.top_k=20", "sampler.first_token_temperature=4.0")
+    plain = random_groups(tokenizer, 6, 4)
+    groups = sampled(tiny_config(folder, *words), folder, cut(plain, len(tokenizer)))
+    metrics = connected(tiny_config(folder, *words)).update(groups, 1).metrics
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0, abs=1e-8)
+    assert metrics["logprob_gap_max"] < 1e-5
+    other = connected(tiny_config(folder, "algorithm.kl.coef=0.1", "sampler.top_k=20")).update(groups, 1).metrics
+    assert other["logprob_gap_max"] > 0.1, "at the regular temperature the first token is of another distribution"
+
+
+def test_a_step_of_text_alone_trains_every_sibling_with_its_own_reward(folder, tokenizer) -> None:
+    """LightRFT defect B4: without pictures prompts and references were not repeated for the siblings, and the text
+    trainers did not run at all."""
+    asked = [prompt(tokenizer, f"0/{n}/t", text=f"What is {n}?") for n in range(2)]
+    groups = [group(p, [[1, 2], [3], [4, 5, 6]], [1.0, 0.0, 0.0]) for p in asked]
+    config = tiny_config(folder)
+    learner = connected(config)
+    before = weights(learner)
+    metrics = learner.update(sampled(config, folder, groups), 1).metrics
+    assert metrics["num_tokens"] == 12 and metrics["response_length"] == 2
+    assert largest_difference(before, weights(learner)) > 0
 
 
 def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:

@@ -54,6 +54,7 @@ def settings(folder: Path, tokenizer) -> EngineSettings:
         dtype="float32",
         device="cpu",
         seed=0,
+        tensor_parallel=1,
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=128,

@@ -144,6 +144,15 @@ def test_a_choice_is_one_letter_in_a_form_of_its_own(text: str, letter: str) -> 
     assert values == {right: float(right == letter) for right in "ABCD"}
 
 
+def test_a_rule_reads_the_response_and_never_the_prompt() -> None:
+    """LightRFT defect B5: rules read the whole conversation, so a system prompt that shows the tags gave the format's
+    reward to an answer without tags, and took it from a right one."""
+    shown = "Write <think></think><answer></answer>, and the answer in \\boxed{7}."
+    tags, boxed = {"tags": ["think", "answer"]}, "<think>3 + 4</think><answer>7</answer>"
+    assert score("format", tags, request("7", prompt=shown)).value == 0
+    assert score("format", tags, request(boxed, prompt=shown)).value == 1
+
+
 def test_a_choice_needs_a_reference_that_is_one() -> None:
     options = {"letters": "ABCD", "extract": "tags:answer"}
     right = request("<think>A or B</think><answer>(B)</answer>", "(B) the second")

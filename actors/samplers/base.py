@@ -28,6 +28,7 @@ class EngineSettings:
     dtype: str  # float32 | bfloat16
     device: str  # cpu | cuda
     seed: int
+    tensor_parallel: int  # GPUs that the model is split over
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -110,7 +111,8 @@ class Sampler(Protocol):
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Become receiver `rank` of a transfer group, leaving the one before."""
+        """Become receiver `rank` of a transfer group, leaving the one before; an engine that is split over several GPUs
+        takes the ranks from `rank` on, in the order of its own."""
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:

@@ -51,6 +51,14 @@ class PolicyConfig(Section):
     """Adapters in place of full training."""
 
 
+class ReferenceConfig(Section):
+    """The frozen policy, or the teacher in its place, in the reference scorers."""
+
+    quantisation: Literal["none", "int8", "int4"]
+    """Bits of its linear layers' weights, but the output layer's, by torchao (the extra `quantised`). `int8`: a scale a
+    row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16 alone."""
+
+
 class SamplerKind(StrEnum):
     VLLM = "vllm"
     HUGGINGFACE = "huggingface"
@@ -94,9 +102,18 @@ class SamplerConfig(Section):
     temperature: PositiveFloat
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]
-    """Only 1.0 keeps engine and learner on one distribution; another value is refused."""
-    top_k: int
-    """Only 0 (off) keeps engine and learner on one distribution; another value is refused."""
+    """Sample among the likeliest tokens that have this probability together; 1 cuts nothing. Where `top_p`, `top_k` or
+    `min_p` cut, responses carry the tokens that were kept, and the learner's softmax is over the same ones."""
+    top_k: Annotated[int, Field(ge=0)]
+    """Sample among this many tokens of highest probability; 0 cuts nothing. vLLM needs it to report what was kept."""
+    min_p: Annotated[float, Field(ge=0, lt=1)]
+    """Sample among the tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
+    first_token_temperature: Annotated[float, Field(ge=0)]
+    """Temperature of a response's first token in training (FIRE: higher than `temperature`), in the engine and in the
+    learner; 0 takes `temperature`. Source: arXiv:2410.21236."""
+    stop_strings: tuple[str, ...]
+    """A response ends with the token that completes one of these texts, which stays in it; its finish reason is
+    `stop_string`."""
     max_tokens: PositiveInt
     """Longest response."""
     max_model_len: PositiveInt
@@ -117,6 +134,11 @@ class SamplerConfig(Section):
     """Tokens in one KV cache block."""
     flow: FlowConfig
     """Pictures of a flow model."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens are left out of the distribution that is sampled from."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def is_flow(self) -> bool:

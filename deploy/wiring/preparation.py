@@ -18,6 +18,7 @@ from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
+from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.teacher import TEACHER, check_teacher
@@ -101,6 +102,8 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = _processor(config, media)
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
+    if config.environment.is_on:
+        reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
         processor = ConversationProcessor(

@@ -66,7 +66,9 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
         canary_row = partial(flow_checkpoint(config).canary, denoising=denoising)
         return Scoring(Replay(denoising, divergence), Replay(denoising, "none"), canary_row)
-    return Scoring(Distribution(config.sampler.temperature, banned_ids), PLAIN, TokenSequence.of_prompt)
+    sampler = config.sampler
+    sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
+    return Scoring(sampled, PLAIN, TokenSequence.of_prompt)
 
 
 def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
@@ -87,7 +89,7 @@ def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
     """A prompt and what the policy did after it, as a row to score."""
     if isinstance(actions, TokenActions):
-        return TokenSequence.of_response(prompt, actions.token_ids)
+        return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
     return LatentSequence.of_response(prompt, actions)
 

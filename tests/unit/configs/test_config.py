@@ -66,7 +66,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.1.options.pattern=a=b"], ["rewards.components.1.options.pattern=\"'a=b'\""]),
     (["learner.learning_rate=1,2"], ["holds several values", "learner.learning_rate is a number"]),
     (["policy.lora.target_modules=a,b"], ["write policy.lora.target_modules=[a,b]"]),
-    (["sampler=vllm,huggingface"], ["sampler is one of huggingface, vllm"]),
+    (["sampler=vllm,huggingface"], ["sampler is one of flow, huggingface, vllm"]),
     (["seed==1"], ["seed is a whole number"]),
     ([".seed=1"], ["write seed=1"]),
     (["seed = 5"], ["write seed=5"]),
@@ -235,6 +235,7 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 
 NEEDS: dict[str, list[str]] = {
+    "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
     "policy=hf": ["policy.model=some/model"],
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
     "data=mixture": [

@@ -231,10 +231,14 @@ class EpisodeRunner:
         mask = np.array(episode.mask, dtype=bool)
         is_truncated = episode.finish_reason is FinishReason.TRUNCATED
         text = "\n".join(turn.action for turn in episode.turns)
-        media = (tuple(episode.media), tuple(episode.media_spans))
+        ids, media, spans = (
+            np.array(episode.token_ids, dtype=np.int32),
+            tuple(episode.media),
+            tuple(episode.media_spans),
+        )
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{sibling}",
-            actions=TokenActions(np.array(episode.token_ids, dtype=np.int32), *media),
+            actions=TokenActions(ids, media=media, media_spans=spans),
             behavior_logprobs=np.array(episode.logprobs, dtype=np.float32),
             action_mask=mask,
             weight_spans=tuple(episode.weight_spans),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.records.actions import Actions, LatentActions, TokenActions
+from cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
 from cluster.records.media import MediaHandle, MediaSpan
 from cluster.records.trajectory import (
     EpisodeTurn,
@@ -77,6 +77,8 @@ SCHEMA = pa.schema(
         ("references", pa.list_(pa.string())),
         ("metadata", pa.string()),  # JSON
         ("token_ids", pa.list_(pa.int32())),  # null where a trajectory has latents
+        ("kept_counts", pa.list_(pa.int32())),  # null where the distribution is not cut
+        ("kept_ids", pa.list_(pa.int32())),
         ("latents", _LATENTS),  # null where it has tokens
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
@@ -98,6 +100,8 @@ _ARRAYS = {
     "compact_ids": np.int32,
     "expanded_ids": np.int32,
     "token_ids": np.int32,
+    "kept_counts": np.int32,
+    "kept_ids": np.int32,
     "behavior_logprobs": np.float32,
     "action_mask": np.bool_,
     "reference_logprobs": np.float32,
@@ -209,7 +213,10 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
 
 def _action_columns(actions: Actions) -> dict[str, Any]:
     if isinstance(actions, TokenActions):
-        return {"token_ids": actions.token_ids, "later_media": _media_column(actions.media, actions.media_spans)}
+        kept = actions.kept
+        sets = {} if kept is None else {"kept_counts": kept.counts, "kept_ids": kept.ids}
+        later = _media_column(actions.media, actions.media_spans)
+        return {"token_ids": actions.token_ids, "later_media": later, **sets}
     assert isinstance(actions, LatentActions)
     latents = actions.latents
     columns = {"values": latents.tobytes(), "shape": latents.shape, "dtype": latents.dtype.name}
@@ -218,7 +225,8 @@ def _action_columns(actions: Actions) -> dict[str, Any]:
 
 def _actions(row: Mapping[str, Any]) -> Actions:
     if (written := row["latents"]) is None:
-        return TokenActions(row["token_ids"], *_media(row["later_media"]))
+        kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
+        return TokenActions(row["token_ids"], kept, *_media(row["later_media"]))
     latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
     return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
 

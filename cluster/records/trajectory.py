@@ -70,9 +70,12 @@ def _prompt(
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Only STOP always ends in an EOS token that the policy itself sampled."""
+    """Why a trajectory ended. Only STOP always ends in an EOS token that the policy itself sampled; STOP_STRING ends in
+    the token with which a text of `sampler.stop_strings` was complete.
+    """
 
     STOP = "stop"
+    STOP_STRING = "stop_string"
     LENGTH = "length"
     ABORT = "abort"
     TERMINATED = "terminated"  # an episode came to its end
@@ -166,7 +169,8 @@ class Reward:
 class Trajectory:
     """One sampled response with what learning needs of it.
 
-    `behavior_logprobs` are those of the distribution that was sampled from (temperature and banned ids included).
+    `behavior_logprobs` are those of the distribution that was sampled from (temperature, banned ids and cuts
+    included).
     `action_mask` is False where a step is not trained on.
     """
 

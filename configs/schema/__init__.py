@@ -10,6 +10,7 @@ from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConf
 from configs.schema.rollout import (
     LoRAConfig,
     PolicyConfig,
+    ReferenceConfig,
     SamplerConfig,
     SamplerKind,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "OverAgeConfig",
     "PolicyConfig",
     "Recipe",
+    "ReferenceConfig",
     "ReplayConfig",
     "ResourcesConfig",
     "Resume",

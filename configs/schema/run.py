@@ -17,7 +17,7 @@ from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
-from configs.schema.rollout import PolicyConfig, SamplerConfig
+from configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 
@@ -234,6 +234,8 @@ class RunConfig(Section):
     """How good a response is."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
+    reference: ReferenceConfig
+    """The frozen policy."""
     learner: LearnerConfig
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig
@@ -266,7 +268,8 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on or self.offline.job == "dpo"
+        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
+        return has_kl or self.algorithm.distillation.is_on or self.offline.job == "dpo"
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

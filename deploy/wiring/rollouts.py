@@ -23,6 +23,7 @@ from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
 from deploy.wiring.scoring_roles import restart_policy
 from deploy.wiring.spawner import Spawner, engine_environment
+from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
@@ -123,6 +124,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         dtype=dtype,
         device=config.resources.device,
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
         max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,
@@ -139,4 +141,5 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         pad_id=processor.pad_token_id,
         expected=prepared.checkpoint,
         adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
+        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
     )

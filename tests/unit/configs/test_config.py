@@ -235,12 +235,12 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 
 NEEDS: dict[str, list[str]] = {
-    "data=environment": ["environment=calculator"],
     "environment=calculator": ["data=environment"],
     "environment=gymnasium": ["data=environment"],
     "environment=pixel_maze": ["data=environment"],
     "policy=hf": ["policy.model=some/model"],
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
         "label: '', weight: 1.0}}"

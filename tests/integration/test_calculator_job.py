@@ -1,4 +1,4 @@
-"""`mobula train experiment=calculator` with real engines, in short: episodes of several turns through the whole loop."""
+"""`mobula train experiment=calculator` with real engines, in short: episodes through the whole loop."""
 
 from __future__ import annotations
 

@@ -183,19 +183,23 @@ class EpisodeRunner:
                 episode.finish_reason = FinishReason.TERMINATED
                 return
             is_last = number + 1 == session.spec.max_turns
-            if step.truncated or is_last or not self._admitted(episode, prompt, step.observation, is_cut=is_cut):
+            if step.truncated or is_last or not self._admitted(episode, prompt, step.observation):
                 episode.finish_reason = FinishReason.TRUNCATED
                 return
 
-    def _admitted(self, episode: _Episode, prompt: Prompt, observation: Observation, *, is_cut: bool) -> bool:
-        """Put an observation behind the episode if it fits; nothing of one that does not is kept."""
+    def _admitted(self, episode: _Episode, prompt: Prompt, observation: Observation) -> bool:
+        """Put an observation behind the episode if it fits; nothing of one that does not is kept.
+
+        A turn that did not end in a token of its own (a limit, a stop string) gets the one that ends a turn.
+        """
         delta = self._bridge.delta(observation)
-        num_more = len(delta.ids) + is_cut
+        is_open = episode.token_ids[-1] not in self._chat.eos_token_ids
+        num_more = len(delta.ids) + is_open
         num_images = len(prompt.media) + len(episode.media) + len(delta.pictures)
         if episode.num_steps + num_more >= self._config.max_tokens or num_images > self._max_images:
             return False
         media = self._bridge.stored(delta)
-        if is_cut:
+        if is_open:
             episode.add_masked([self._bridge.end_id])
         offset = episode.num_steps
         episode.add_masked(delta.ids.tolist())

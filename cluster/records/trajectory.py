@@ -125,7 +125,7 @@ class Response:
     def __reduce__(self) -> tuple[Any, ...]:
         """How it travels: by position, since a few hundred of them travel at a time."""
         said = (self.text, self.num_tokens, self.is_truncated, self.pictures)
-        return Response, (*said, self.turns, self.failure) if self.turns or self.failure else said
+        return Response, (*said, self.turns, self.failure)
 
 
 @dataclass(frozen=True)

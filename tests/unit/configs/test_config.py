@@ -236,8 +236,12 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
+    "environment=calculator": ["data=environment"],
+    "environment=gymnasium": ["data=environment"],
+    "environment=pixel_maze": ["data=environment"],
     "policy=hf": ["policy.model=some/model"],
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
         "label: '', weight: 1.0}}"

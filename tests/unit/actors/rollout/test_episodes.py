@@ -58,10 +58,11 @@ class Bench:
                 max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8, kv_cache_bytes=1 << 20,
                 keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
                 banned_ids=self.chat.media_token_ids, stop_ids=self.chat.eos_token_ids, pad_id=self.chat.pad_token_id,
-                expected=checkpoint_manifest(model, "float32"), adapters=None,
+                expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
             )
         )  # fmt: skip
-        asyncio.run(self.sampler.start())
+        self._loop = asyncio.Runner()  # what the sampler waits with belongs to one loop
+        self._loop.run(self.sampler.start())
 
     def processor(self, config: object) -> ChatProcessor:
         store = MediaStore(lambda media: media, 1 << 28)
@@ -87,7 +88,7 @@ class Bench:
             finally:
                 runner.close()
 
-        return asyncio.run(run())
+        return self._loop.run(run())
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_a_failed_episode_has_no_reward_and_is_no_error_of_the_run(bench: Bench,
 
 
 def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:
-    with pytest.raises(EnvironmentFailedError, match="raised 4"):
+    with pytest.raises(EnvironmentFailedError, match="raised 2"):
         bench.run("environment.options={fault: raise}", "environment.max_failed_fraction=0.015", num_samples=2)
 
 

@@ -14,6 +14,7 @@ from configs.schema.data import WRITTEN, DataKind
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
+from configs.schema.rollout import SamplerKind
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -170,6 +171,15 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
     return (
         f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
         f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
+    )
+
+
+def _videos_have_an_engine(config: RunConfig) -> str | None:
+    if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
+        return None
+    return (
+        f"sampler.kind={config.sampler.kind.value} samples no prompts with videos, and sampler.max_videos_per_prompt="
+        f"{config.sampler.max_videos_per_prompt} asks for them: use sampler=vllm, or set it to 0"
     )
 
 
@@ -465,6 +475,7 @@ RULES: tuple[Rule, ...] = (
     _batch_holds_sequences,
     _nothing_cuts_the_distribution,
     _pictures_of_the_task_fit,
+    _videos_have_an_engine,
     _pixel_range_is_open,
     _mixture_has_sources,
     _services_have_workers,

@@ -73,6 +73,8 @@ class SamplerConfig(Section):
     """Longest prompt and response together."""
     max_images_per_prompt: PositiveInt
     """Most pictures in one prompt."""
+    max_videos_per_prompt: Annotated[int, Field(ge=0)]
+    """Most videos in one prompt; 0 refuses rows with videos, and engines keep no memory for them."""
     max_num_seqs: PositiveInt
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: PositiveInt
@@ -85,3 +87,8 @@ class SamplerConfig(Section):
     """Skip graph capture and compilation."""
     block_size: PositiveInt
     """Tokens in one KV cache block."""
+
+    @property
+    def max_media_per_prompt(self) -> int:
+        """Most pictures and videos in one prompt."""
+        return self.max_images_per_prompt + self.max_videos_per_prompt

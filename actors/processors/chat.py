@@ -74,6 +74,7 @@ class ChatProcessor:
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
         self._max_videos = sampler.max_videos_per_prompt
+        self.takes_videos = self._max_videos > 0
         self._media = media
         self._video_limits = VideoLimits.of(data)
         self._limits = self._video_limits.frame

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from transformers import BatchFeature
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -318,14 +317,15 @@ class VLLMSampler:
         )
 
     def expanded_by_engine(
-        self, compact_ids: list[int], pictures: Sequence[Image.Image], options: Mapping[str, int]
+        self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """What vLLM's own processing makes of a compact prompt; `options` are settings of the image processor.
+        """What vLLM's own processing makes of a compact prompt; `media` has pictures (`image`) and videos (`video`,
+        each frames and metadata), `options` are settings of the image processor.
 
         Requests do not use it: they bring expanded ids and processed pictures.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
-        items = processor.info.parse_mm_data({"image": list(pictures)})
+        items = processor.info.parse_mm_data(dict(media))
         inputs = ProcessorInputs(compact_ids, items, hf_processor_mm_kwargs=dict(options))
         return list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
 

@@ -33,17 +33,6 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class EngineLoad:
-    """How loaded one engine is."""
-
-    name: str
-    kv_usage: float  # share of its KV cache that responses under way take; 0 where it has none of its own
-    num_running: int  # responses that are decoded
-    num_waiting: int  # responses that wait in its queue
-    num_preemptions: int  # of responses, for want of KV blocks, since it was started
-
-
-@dataclass(frozen=True)
 class UpdateReport:
     """What one learner update did. `metrics` are means over the global batch, reduced over all ranks."""
 

@@ -14,8 +14,9 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from learner.algorithms.aggregation import Totals
-from learner.policies.base import PolicyBatch, PolicyRow, collate_rows, row_of
+from learner.policies.base import PolicyRow
 from learner.policies.batch import pad_rows
+from learner.policies.trained import PolicyBatch, collate_rows, row_of
 
 SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, computed in other batches
 

@@ -14,6 +14,7 @@ from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
 from cluster.runtime.concurrency import outcomes
 from cluster.runtime.ray_actors import answer, beside, kill, stop
+from cluster.runtime.vitals import Vitals
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
@@ -39,6 +40,9 @@ class LearnerGroup:
         self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
         self.version = 0
+        self.is_started = False
+        self.num_calls = 0  # of all ranks together, under way
+        self.vitals: dict[int, Vitals] = {}  # of each rank's newest sign of life
 
     @property
     def workers(self) -> Sequence[Any]:
@@ -51,6 +55,7 @@ class LearnerGroup:
             self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what="learner/0 to name its address"
         )
         await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
+        self.is_started = True
 
     async def respawn(self) -> None:
         """End every rank at once, whatever it does, and start all of them again, on version 0.
@@ -58,6 +63,8 @@ class LearnerGroup:
         Raises:
             WorkerDiedError: there is no place for them now.
         """
+        self.is_started = False
+        self.vitals.clear()
         for worker in self._workers:
             kill(worker)
         try:
@@ -185,6 +192,7 @@ class LearnerGroup:
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
         """Raises: WorkerDiedError: a rank died, or others noticed that before Ray did."""
+        self.num_calls += 1
         try:
             answers = await asyncio.gather(
                 *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
@@ -194,6 +202,8 @@ class LearnerGroup:
                 raise
             await self._raise_cause(calls, what)
             raise WorkerDiedError(f"a learner rank was lost to the others, which were {what}: {error}") from error
+        finally:
+            self.num_calls -= 1
         return answers[0] if answers else None
 
     async def _raise_cause(self, calls: Sequence[Any], what: str) -> None:

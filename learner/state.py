@@ -88,7 +88,7 @@ def load_state(
     for part in parts:
         part.load(folder)
     if _rng_file(folder, rank).is_file():  # a rank that the checkpoint did not have keeps its own
-        torch.set_rng_state(torch.load(_rng_file(folder, rank)))
+        torch.set_rng_state(torch.load(_rng_file(folder, rank), weights_only=True))
     if not (folder / ALGORITHM_FILE).is_file():
         raise CheckpointError(
             f"{folder / ALGORITHM_FILE} is missing (KL coefficient, reward moments): an older version of the program "

@@ -14,11 +14,12 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from configs.schema import RunConfig
-from learner.policies.base import PolicyRow, collate_rows, row_of
+from learner.policies.base import PolicyRow
 from learner.policies.loading import DTYPES, load_policy_model
 from learner.policies.logprobs import Distribution
 from learner.policies.packing import split_microbatches
 from learner.policies.token import TokenPolicy
+from learner.policies.trained import collate_rows, row_of
 
 
 class ReferenceScorer:

@@ -16,7 +16,8 @@ from cluster.records.actions import TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -54,6 +55,10 @@ class RolloutActor(PromptServer):
     async def wake_up(self, tag: str) -> None:
         """Take the memory of `weights` or of the `kv_cache` again."""
         await self._sampler.wake_up(tag)
+
+    def engine_load(self) -> EngineLoad:
+        """How loaded its engine is, for its sign of life."""
+        return self._sampler.load("engine")
 
     async def load(self, name: str) -> EngineLoad:
         """How loaded its engine is; `name` is this actor's."""

@@ -15,10 +15,11 @@ from actors.rollout.server import Ended, GroupRequest, MessageBatch
 from cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
 from cluster.records.partial_response import TokenChunk
 from cluster.records.trajectory import Generated, GroupReport, Prompt
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.runtime.concurrency import Patience
 from cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
+from cluster.runtime.vitals import EngineLoad, Vitals
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 
@@ -102,10 +103,10 @@ class RolloutClient:
         await self._sync(call, f"load version {version}")
         self._version = version
 
-    async def is_alive(self) -> None:
-        """Return while the process is alive, however busy it is."""
+    async def is_alive(self) -> Vitals:
+        """What the process uses; it answers while it is alive, however busy it is."""
         what = f"{self.name} to answer that it is alive"
-        await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
+        return await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
 
     async def probe(self) -> None:
         """Sample one token with the engine itself."""

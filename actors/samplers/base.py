@@ -12,7 +12,8 @@ import numpy as np
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import Prompt
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.lora import AdapterPush
@@ -98,7 +99,9 @@ class Sampler(Protocol):
         ...
 
     def load(self, name: str) -> EngineLoad:
-        """How loaded the engine is now; `name` is what it is called. Needs `EngineSettings.reports_load`."""
+        """How loaded the engine is now; `name` is what it is called. Preemptions, and what a core of another process
+        has in hand, need `EngineSettings.reports_load`.
+        """
         ...
 
     async def check_manifest(self, manifest: Manifest) -> None:

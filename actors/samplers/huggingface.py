@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,43 +13,26 @@ from transformers import StoppingCriteria, StoppingCriteriaList, SuppressTokensL
 from transformers.generation import LogitsProcessorList
 
 from actors.samplers.base import EngineSettings
+from actors.samplers.in_process import InProcessSampler
 from actors.samplers.progress import GroupProgress, continued, settings_to_continue
-from actors.samplers.served_version import ServedVersion
-from cluster.errors import WeightSyncError
 from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import EngineLoad, SamplingSettings
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from cluster.roles import SamplingSettings
 from learner.policies.batch import joined
 from learner.policies.families import family_of
-from learner.policies.loading import DTYPES, checkpoint_names, load_model
-from learner.policies.lora import changed_weights
+from learner.policies.loading import DTYPES, load_model
 
 
-class HuggingFaceSampler:
-    """A `Sampler` that generates one group at a time; a push waits for the group that runs."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
-        self._device = torch.device(settings.device)
-        self._turn = asyncio.Lock()
-        self._num_asked = 0  # groups
-        self._is_asleep = False
-        self._served = ServedVersion()
-        self._group: TransferGroup | None = None
+class HuggingFaceSampler(InProcessSampler):
+    """A language model that generates with transformers."""
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
         self._model = model.to(self._device).eval()
         self._family = family_of(self._model.config, self._settings.model)
-        names = checkpoint_names(self._model)
-        self._parameters = {names[name]: p for name, p in self._model.named_parameters() if name in names}
-
-    def coming(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        self._take_parameters()
 
     async def sample(
         self,
@@ -67,81 +49,11 @@ class HuggingFaceSampler:
             await self._served.reach(settings.min_version)
             async with self._turn:
                 await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+                num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
+                self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         finally:
             self._num_asked -= 1
         return progress.finished()
-
-    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
-        async with self._turn:
-            return await asyncio.to_thread(self._prompt_logprobs, prompt, media)
-
-    async def probe(self) -> None:
-        if not self._is_asleep and not self._turn.locked():
-            async with self._turn:
-                await asyncio.to_thread(self._sample_one_token)
-
-    async def sleep(self) -> None:
-        async with self._turn:
-            self._is_asleep = True
-            self._model.to("cpu")
-
-    async def wake_up(self, tag: str) -> None:
-        if tag == "weights":
-            async with self._turn:
-                self._model.to(self._device)
-                self._is_asleep = False
-
-    def load(self, name: str) -> EngineLoad:
-        num_running = min(self._num_asked, 1)
-        return EngineLoad(name, 0.0, num_running, self._num_asked - num_running, num_preemptions=0)
-
-    async def check_manifest(self, manifest: Manifest) -> None:
-        manifest.check_against(self._settings.expected_by(manifest))
-
-    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        if self._group is not None:
-            self._group.close()
-        self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, self._device)
-
-    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        async with self._turn:
-            tensors = self._received(manifest, bucket_bytes)
-            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
-            self._served.set(version)
-        return self._served.number
-
-    async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
-    ) -> None:
-        packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
-        tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
-        async with self._turn:
-            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
-            self._served.set(version)
-
-    async def weight_version(self) -> int:
-        return self._served.number
-
-    async def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
-
-    def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._group is None:
-            raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
-        return self._group.receive(manifest, bucket_bytes, keeps=False, into=self._parameters)
-
-    def _weights(
-        self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that a push changes, whatever it carries."""
-        adapters = self._settings.adapters_of(manifest)
-        return tensors if adapters is None else changed_weights(tensors, adapters.base)
-
-    @torch.no_grad()
-    def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
 
     def _sample(
         self,
@@ -191,7 +103,7 @@ class HuggingFaceSampler:
         reader.read(output.sequences, output.scores)
 
     @torch.no_grad()
-    def _sample_one_token(self) -> None:
+    def _work_a_little(self) -> None:
         ids = torch.tensor([[self._settings.pad_id]], device=self._device)
         self._model(input_ids=ids, attention_mask=torch.ones_like(ids))
 

@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 
 from cluster.records.trajectory import Generated, GroupSummary, Prompt
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import EngineLoad
 
 _EPSILON_S = 1e-6  # what sums of seconds may be off by
 

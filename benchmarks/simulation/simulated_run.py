@@ -17,10 +17,11 @@ from benchmarks.simulation.virtual_time import run_virtually
 from cluster.controller import Controller
 from cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 from cluster.replay.buffer import ReplayBuffer
-from cluster.roles import EngineLoad, ReplayStats, SamplingSettings, UpdateReport
+from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
 from cluster.rollout.staleness import StalenessGate, StepOrder
+from cluster.runtime.vitals import EngineLoad
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 

@@ -100,6 +100,17 @@ class LiveName(StrEnum):
     WORKER_VERSION = "worker_version"
     WORKER_IN_FLIGHT = "worker_in_flight"
     WORKER_RESTARTS = "worker_restarts"
+    WORKER_TOKENS_PER_S = "worker_tokens_per_s"
+    WORKER_KV_USAGE = "worker_kv_usage"
+    WORKER_RUNNING = "worker_running"
+    WORKER_QUEUE = "worker_queue"
+    WORKER_BUSY_SHARE = "worker_busy_share"
+    WORKER_RSS_BYTES = "worker_rss_bytes"
+    WORKER_GPU_BYTES = "worker_gpu_bytes"
+    WORKER_GPU_BUSY_SHARE = "worker_gpu_busy_share"
+    LOOP_LAG_S = "loop_lag_s"
+    OBJECT_STORE_BYTES = "object_store_bytes"
+    OBJECT_STORE_SIZE_BYTES = "object_store_size_bytes"
 
 
 class SplitName(StrEnum):
@@ -199,6 +210,19 @@ LIVE: Mapping[str, Metric] = {
     LiveName.WORKER_VERSION: Metric("", "Weight version that a worker serves"),
     LiveName.WORKER_IN_FLIGHT: Metric("", "Prompts or calls that a worker has in hand"),
     LiveName.WORKER_RESTARTS: Metric("", "How often a worker was started again"),
+    LiveName.WORKER_TOKENS_PER_S: Metric("tokens/s", "Tokens that an engine samples"),
+    LiveName.WORKER_KV_USAGE: Metric("", "Share of an engine's KV cache that is taken"),
+    LiveName.WORKER_RUNNING: Metric("", "Responses that an engine decodes"),
+    LiveName.WORKER_QUEUE: Metric("", "Responses that wait in an engine's queue"),
+    LiveName.WORKER_BUSY_SHARE: Metric("", "Share of a worker's planned threads that compute"),
+    LiveName.WORKER_RSS_BYTES: Metric("B", "Host memory of a worker's process and its children"),
+    LiveName.WORKER_GPU_BYTES: Metric("B", "Memory that is taken on a worker's GPUs, by all processes"),
+    LiveName.WORKER_GPU_BUSY_SHARE: Metric("", "Share of the time in which a worker's GPUs compute, as NVML says"),
+    LiveName.LOOP_LAG_S: Metric(
+        "s", "How late the driver's event loop is at most: everything that it serves waits as long"
+    ),
+    LiveName.OBJECT_STORE_BYTES: Metric("B", "Bytes in the object stores of all nodes"),
+    LiveName.OBJECT_STORE_SIZE_BYTES: Metric("B", "Size of the object stores of all nodes"),
 }
 
 SPLIT: Mapping[str, Metric] = {

@@ -80,6 +80,15 @@ class RestartableLearner:
         self._recall: Recall | None = None
         self.num_steps_repeated = 0
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether all ranks are being restarted."""
+        return self._restartable.is_restoring
+
+    @property
+    def num_restarts(self) -> int:
+        return self._generation
+
     def lose(self, error: Exception) -> None:
         """Report that a rank is dead or does not answer: calls under way end now instead of at their deadline."""
         self._restartable.lose(error)

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.roles import EngineLoad
 from cluster.rollout.staleness import StalenessGate
 from cluster.runtime.concurrency import outcomes
+from cluster.runtime.vitals import EngineLoad
 from cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from cluster.errors import (
 )
 from cluster.records.trajectory import Generated, Prompt
 from cluster.roles import SamplingSettings
+from cluster.runtime.vitals import Vitals
 from cluster.weight_sync.interfaces import Receiver
 from cluster.workers.restart_policy import RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
@@ -40,8 +41,8 @@ class Engine(Receiver, Protocol):
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
-    async def is_alive(self) -> None:
-        """Return while the process is alive, however busy it is."""
+    async def is_alive(self) -> Vitals | None:
+        """What the process uses; it answers while it is alive, however busy it is."""
         ...
 
     async def probe(self) -> None:
@@ -304,11 +305,12 @@ class RolloutPool:
         member.last_sign_s = time.monotonic()
         _logger.info("%s joins with version %d of the weights", name, version)
 
-    async def _check(self, name: str, member: _Member) -> None:
-        await member.engine.is_alive()
+    async def _check(self, name: str, member: _Member) -> Vitals | None:
+        vitals = await member.engine.is_alive()
         if time.monotonic() - member.last_sign_s > self._health.probe_interval_s:
             await member.engine.probe()
             member.last_sign_s = time.monotonic()
+        return vitals
 
     async def _watch(self) -> None:
         while True:

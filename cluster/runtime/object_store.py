@@ -14,6 +14,9 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from cluster.errors import DeadlineError, LostObjectError
+from cluster.runtime.vitals import ObjectStoreUse
+
+STORE = "object_store_memory"  # Ray's name of the resource
 
 
 def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
@@ -71,3 +74,9 @@ def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef, Any]) ->
     if any(isinstance(r, ray.ObjectRef) and r not in values for r in references):
         return None
     return [values[r] if isinstance(r, ray.ObjectRef) else r for r in references]
+
+
+def object_store_use() -> ObjectStoreUse:
+    """How full the object stores are, as the nodes reported last; it asks the cluster's control store and blocks."""
+    total, free = (found.get(STORE, 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
+    return ObjectStoreUse(max(0, int(total - free)), int(total))

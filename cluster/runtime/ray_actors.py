@@ -10,9 +10,12 @@ with the threads and cores planned for it. Calls stay typed method calls on the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -22,10 +25,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from cluster.runtime.error_text import COLOUR
 from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.network import use_node_interface
+from cluster.runtime.network import node_address, use_node_interface
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.placement_groups import Booking
 from cluster.runtime.ray_deaths import actor_death
+from cluster.runtime.role_log import write_to
+from cluster.runtime.vitals import HasEngine, Vitals, VitalsMeter
+
+_logger = logging.getLogger(__name__)
 
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
 BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
@@ -37,12 +44,14 @@ def spawn(
     worker: PlacedWorker,
     booking: Booking,
     env: Mapping[str, str],
+    log: Path | None = None,
     max_concurrency: int = 1,
     **kwargs: Any,
 ) -> ray.actor.ActorHandle:
     """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
 
-    The actor carries the worker's name in the dashboard and in logs. It is never restarted by Ray itself: a role that
+    The actor carries the worker's name in the dashboard and in logs. What its process writes goes to the file `log`, or
+    where Ray keeps it. It is never restarted by Ray itself: a role that
     died has lost its state, so its supervisor builds a new one.
     """
     threads = str(worker.num_threads)
@@ -55,7 +64,7 @@ def spawn(
         runtime_env={"env_vars": env_vars},
         scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
     )
-    return actor.remote(worker.cores, *args, **kwargs)
+    return actor.remote(_Seat(worker.cores, worker.num_threads, log), *args, **kwargs)
 
 
 def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
@@ -67,7 +76,7 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
     )
-    return actor.remote(())
+    return actor.remote(_Seat((), 1, None))
 
 
 async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
@@ -172,23 +181,40 @@ def kill(handle: ray.actor.ActorHandle) -> None:
     ray.kill(handle, no_restart=True)
 
 
+@dataclass(frozen=True)
+class _Seat:
+    """What a process needs of its place in the plan."""
+
+    cores: tuple[int, ...]
+    num_threads: int
+    log: Path | None
+
+
 def _hosted(role: type, name: str) -> type:
-    """`role` with a constructor that first claims its cores and its node's network interface and at last tunes its
-    garbage collector, and a sign of life; everything else is inherited.
+    """`role` with a constructor that first opens its log, claims its cores and its node's network interface, and at
+    last tunes its garbage collector; and with a sign of life that says what the process uses. Everything else is
+    inherited.
     """
 
     class Hosted(role):
-        def __init__(self, cores: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-            if cores:
+        def __init__(self, seat: _Seat, *args: Any, **kwargs: Any) -> None:
+            if seat.log is not None:
+                write_to(seat.log, name)
+            if seat.cores:
                 usable = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(0, [usable[core] for core in cores])
+                os.sched_setaffinity(0, [usable[core] for core in seat.cores])
             use_node_interface()
-            super().__init__(*args, **kwargs)
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception:
+                _logger.exception("%s cannot be built", name)
+                raise
+            self._vitals = VitalsMeter(node_address(), seat.num_threads)
             tune_gc()
 
         @ray.method(concurrency_group=HEALTH)
-        def is_alive(self) -> bool:
-            return True
+        def is_alive(self) -> Vitals:
+            return self._vitals.read(self.engine_load() if isinstance(self, HasEngine) else None)
 
         def __repr__(self) -> str:  # what the dashboard and log prefixes show
             return name

@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 from cluster.errors import WorkerDiedError
 from cluster.failures import Failure, frames_in
 from cluster.runtime.error_text import COLOUR
+from cluster.runtime.role_log import POINTER, part_of
 
 NUM_LOG_LINES = 40  # of the end of a worker's log that go into the run's log
 TRACEBACK = "Traceback (most recent call last)"
@@ -66,12 +67,16 @@ def _process_id(text: str) -> str | None:
 
 
 def _log_of(text: str) -> tuple[Path | None, str]:
-    """Where the process wrote its stderr, and what; nothing where it ran on another node."""
+    """Where the process wrote its stderr, and what; nothing where it ran on another node, whose files are not read."""
     process_id = _process_id(text)
     path = None if process_id is None else _path_of(process_id)
     if path is None:
         return None, ""
-    lines = COLOUR.sub("", path.read_text(encoding="utf-8", errors="replace")).splitlines()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    before, marker, named = text.partition(POINTER)
+    if marker and (own := Path(named.partition("\n")[0])).is_file():
+        path, text = own, before + part_of(own, str(process_id))
+    lines = COLOUR.sub("", text).splitlines()
     return path, "\n".join(line for line in lines if line.strip() and not line.startswith(NOISE))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from cluster.errors import MobulaError
 from cluster.roles import ReplayStats
 from cluster.runtime.ray_actors import answer
+from cluster.runtime.vitals import ObjectStoreUse
 from cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,
@@ -28,6 +29,7 @@ from cluster.workers.status import (
     RunStatus,
     Scalable,
     ScaleRequest,
+    WorkerStatus,
 )
 from cluster.workers.supervisor import background_tasks
 
@@ -35,6 +37,7 @@ _logger = logging.getLogger(__name__)
 
 CONTROL = "control"  # the panel's name in the namespace of its run
 OUTCOMES_KEPT = 64
+LAG_PERIOD_S = 0.1  # how often the event loop's delay is looked at
 
 
 class ControlPanel:
@@ -90,6 +93,11 @@ class ControlLoop:
         in_flight: Callable[[], InFlightSummary],
         replay: Callable[[], Awaitable[ReplayStats]],
         roles: Mapping[str, Scalable],
+        ranks: Callable[[], Sequence[WorkerStatus]],
+        object_store: Callable[[], ObjectStoreUse],
+        earlier_scale: Mapping[str, int],
+        has_begun: Callable[[], bool],
+        on_scaled: Callable[[str, int], None],
         on_panel_lost: Callable[[str], None],
         on_status: Callable[[RunStatus], None],
         interval_s: float,
@@ -97,7 +105,10 @@ class ControlLoop:
         deadline_s: float,
         scale_s: float,
     ) -> None:
-        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `start_s` bounds the first call to a panel, which
+        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` are workers beside those of `roles`, which
+        cannot be scaled; `object_store` may block. Once `has_begun()`, roles get the numbers of
+        `earlier_scale`, to which an earlier part of the run was scaled; `on_scaled` is called with each number that a
+        role accepts. `start_s` bounds the first call to a panel, which
         includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
         refuses a new number of workers."""
         self._run = run
@@ -108,6 +119,11 @@ class ControlLoop:
         self._in_flight = in_flight
         self._replay = replay
         self._roles = roles
+        self._ranks = ranks
+        self._object_store = object_store
+        self._earlier_scale = earlier_scale
+        self._has_begun = has_begun
+        self._on_scaled = on_scaled
         self._on_panel_lost = on_panel_lost
         self._on_status = on_status
         self._interval_s = interval_s
@@ -116,6 +132,7 @@ class ControlLoop:
         self._scale_s = scale_s
         self._panel: Any = None
         self._num_panels_lost = 0
+        self._lag_s = 0.0  # since the last status
         self._requests: asyncio.Queue[ScaleRequest] = asyncio.Queue()
         self._outcomes: dict[str, tuple[RoleOutcome, ...]] = {}
 
@@ -125,6 +142,7 @@ class ControlLoop:
         try:
             async with background_tasks() as tasks:
                 tasks.create_task(self._visit_for_ever(), name="visit the control panel")
+                tasks.create_task(self._measure_lag(), name="measure the event loop's lag")
                 tasks.create_task(self._scale_for_ever(), name="scale roles")
                 yield
         finally:
@@ -168,19 +186,34 @@ class ControlLoop:
             _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:
+        lag_s, self._lag_s = self._lag_s, 0.0
         return RunStatus(
             run=self._run,
             progress=self._progress(),
             total_steps=self._total_steps,
             in_flight=self._in_flight(),
             replay=await self._replay(),
-            workers=tuple(worker for role in self._roles.values() for worker in role.status()),
+            workers=(*(worker for role in self._roles.values() for worker in role.status()), *self._ranks()),
             num_panels_lost=self._num_panels_lost,
             driver_pid=os.getpid(),
             posted_at=time.time(),
+            loop_lag_s=lag_s,
+            object_store=await asyncio.to_thread(self._object_store),
         )
 
+    async def _measure_lag(self) -> None:
+        """How much later than asked for this loop goes on: whatever it serves waits as long."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due = clock() + LAG_PERIOD_S
+            await asyncio.sleep(LAG_PERIOD_S)
+            self._lag_s = max(self._lag_s, clock() - due)
+
     async def _scale_for_ever(self) -> None:
+        while self._earlier_scale and not self._has_begun():  # before, no role can be scaled
+            await asyncio.sleep(self._interval_s)
+        for role, num_workers in self._earlier_scale.items():
+            await self._scale(role, num_workers)
         while True:
             request = await self._requests.get()
             outcomes = [await self._scale(role, num_workers) for role, num_workers in request.wanted.items()]
@@ -189,6 +222,8 @@ class ControlLoop:
     async def _scale(self, role: str, num_workers: int) -> RoleOutcome:
         refusal = await self._refusal(role, num_workers)
         _logger.info("scale %s=%d: %s", role, num_workers, refusal or "accepted")
+        if not refusal:
+            self._on_scaled(role, num_workers)
         return RoleOutcome(role, num_workers, refusal)
 
     async def _refusal(self, role: str, num_workers: int) -> str:

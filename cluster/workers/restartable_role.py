@@ -58,6 +58,11 @@ class RestartableRole:
         self._generation = 0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the role is being brought back."""
+        return self._under_way.locked()
+
     def lose(self, error: Exception) -> None:
         """The role was found dead or silent: calls under way end now instead of at their deadline.
 

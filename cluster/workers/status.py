@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.runtime.vitals import ObjectStoreUse, Vitals
+
 if TYPE_CHECKING:
     from cluster.roles import ReplayStats
 
@@ -35,6 +37,7 @@ class WorkerStatus:
     num_in_flight: int
     num_restarts: int
     detail: str = ""  # why it was lost last
+    vitals: Vitals | None = None  # of its newest sign of life; None where it has given none
 
 
 class Scalable(Protocol):
@@ -86,6 +89,8 @@ class RunStatus:
     num_panels_lost: int  # how often what holds this status had to be started again
     driver_pid: int
     posted_at: float  # seconds since the epoch
+    loop_lag_s: float = 0.0  # how late the driver's event loop was, at most, since the status before
+    object_store: ObjectStoreUse | None = None  # None until it was looked at
 
 
 @dataclass(frozen=True)

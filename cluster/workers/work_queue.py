@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
 from cluster.runtime.ray_actors import answer
+from cluster.runtime.vitals import Vitals
 from cluster.workers.restart_policy import RestartPolicy
 from cluster.workers.status import WorkerState
 from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
@@ -183,5 +184,7 @@ class WorkQueue:
         self.pool.end_work(worker)
         self.dispatch()
 
-    async def _check(self, name: str, handle: Any) -> None:
-        await answer(handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to answer that it is alive")
+    async def _check(self, name: str, handle: Any) -> Vitals:
+        return await answer(
+            handle.is_alive.remote(), timeout_s=self._alive_s, what=f"{name} to answer that it is alive"
+        )

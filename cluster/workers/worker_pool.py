@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from cluster.errors import WorkerDiedError
 from cluster.runtime.concurrency import run_all
+from cluster.runtime.vitals import Vitals
 from cluster.workers.faults import report_loss
 from cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
@@ -38,6 +39,7 @@ class Worker(Generic[Handle]):
     handle: Handle | None = None
     load: int = 0  # pieces of work in flight
     detail: str = ""  # why it was lost last
+    vitals: Vitals | None = None  # of the newest sign of life of its process
     failed_starts: RepeatedCause = field(default_factory=RepeatedCause)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set once it is scaled away
     task: asyncio.Task[None] | None = None  # start, restart or removal that is under way
@@ -55,7 +57,7 @@ class Worker(Generic[Handle]):
 
     def status(self) -> WorkerStatus:
         state = WorkerState.DRAINING if self.leaving.is_set() else self.state
-        return WorkerStatus(self.name, state, None, self.load, self.budget.num_restarts, self.detail)
+        return WorkerStatus(self.name, state, None, self.load, self.budget.num_restarts, self.detail, self.vitals)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ class Hooks(Generic[Handle]):
 
     start: Callable[[int], Awaitable[Handle]]  # (index): reserve a place, start a process there, return at once
     join: Callable[[str, Handle], Awaitable[None]]  # (name, handle): return once it is built and has model or weights
-    check: Callable[[str, Handle], Awaitable[None]]  # (name, handle): raise if a serving worker is not healthy
+    check: Callable[[str, Handle], Awaitable[Vitals | None]]  # (name, handle): raise if it is not healthy
     stop: Callable[[int, Handle], Awaitable[None]]  # (index, handle): end the process; its place stays reserved
     release: Callable[[int], Awaitable[None]]  # (index): give the place back; there may be none
     on_lost: Callable[[Worker[Handle], Exception], None]  # each loss and failed start, in the state it happened in
@@ -136,7 +138,7 @@ class WorkerPool(Generic[Handle]):
         async def check_one(worker: Worker[Handle]) -> None:
             handle = worker.process
             try:
-                await self._hooks.check(worker.name, handle)
+                worker.vitals = await self._hooks.check(worker.name, handle)
             except Exception as error:  # a healthy worker raises nothing here
                 self.lose(handle, error)
 
@@ -312,7 +314,7 @@ class WorkerPool(Generic[Handle]):
         self._set(worker, WorkerState.WAITING)
 
     async def _end(self, worker: Worker[Handle]) -> None:
-        handle, worker.handle = worker.handle, None
+        handle, worker.handle, worker.vitals = worker.handle, None, None
         if handle is None:
             return
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.data import WRITTEN, DataKind
@@ -63,6 +64,26 @@ def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
         f"concurrency.kind=aimd needs min_groups <= start_groups <= algorithm.max_concurrent_groups, got "
         f"{found.min_groups}, {found.start_groups} and {most}, and calm_kv_usage <= high_kv_usage, got "
         f"{found.calm_kv_usage:g} and {found.high_kv_usage:g}: set concurrency.* in this order"
+    )
+
+
+def _no_address_holds_credentials(config: RunConfig) -> str | None:
+    address = urlsplit(config.metrics.tracker_address)
+    if "@" not in address.netloc:
+        return None
+    return (
+        f"metrics.tracker_address has credentials for {address.hostname}, and the configuration is written to the run "
+        "folder: give the address alone, and the key in the tracker's own environment variable"
+    )
+
+
+def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
+    metrics = config.metrics
+    if not metrics.tracker_address or len(metrics.trackers) == 1:
+        return None
+    return (
+        f"metrics.tracker_address={metrics.tracker_address} is the server of one tracker, and metrics.trackers="
+        f"{list(metrics.trackers)}: name one, or leave the address empty"
     )
 
 
@@ -465,6 +486,8 @@ RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
     _stragglers_can_be_overtaken,
     _limits_of_concurrency_are_in_order,
+    _an_address_is_of_one_tracker,
+    _no_address_holds_credentials,
     _backoff_grows,
     _turns_are_synchronous,
     _turns_move_the_learner,

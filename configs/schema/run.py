@@ -90,6 +90,13 @@ class MetricsConfig(Section):
 
     tensorboard: bool
     """Write TensorBoard event files below the run folder."""
+    trackers: tuple[Literal["mlflow", "trackio", "wandb"], ...]
+    """Trackers of experiments that get the same numbers as TensorBoard. Each needs the extra of its name; keys of their
+    servers are read from the environment, never from here."""
+    project: Annotated[str, NOT_EMPTY]
+    """The run's project (W&B, trackio) or experiment (MLflow)."""
+    tracker_address: str
+    """URL of the server of the one tracker in `trackers`; empty keeps everything below the run folder."""
     ray: bool
     """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
     progress: bool

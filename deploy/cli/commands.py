@@ -349,17 +349,24 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
+        from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
         from learner.policies.tiny import TINY, write_tiny
 
         name = model.removeprefix("tiny-")
-        if name == model or name not in TINY:
-            names = ", ".join(f"tiny-{name}" for name in TINY)
+        if name == model or name not in (*TINY, *TINY_FLOW):
+            names = ", ".join(f"tiny-{name}" for name in (*TINY, *TINY_FLOW))
             raise ConfigError(f"there is no model {model} to write: choose {names}")
+        if tied and name in TINY_FLOW:
+            raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
-            written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
+            if name in TINY_FLOW:
+                written = write_tiny_flow(name, folder, seed=seed)
+            else:
+                written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    message = f"{model} written to {written}: use it with policy.model={written}"
+    use = "load it with diffusers" if name in TINY_FLOW else f"use it with policy.model={written}"
+    message = f"{model} written to {written}: {use}"
     terminal(soft_wrap=True).print(message, markup=False)
 
 
@@ -399,10 +406,16 @@ def doctor(
         list[str] | None, typer.Option("--free", metavar="ID", help="End this leftover; more IDs may follow.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="With --leftovers: look for placement groups on this Ray cluster, too.")
+        str | None,
+        typer.Option(
+            help="Check every node of this Ray cluster, HOST:PORT; with --leftovers: look for placement groups there."
+        ),
     ] = None,
 ) -> None:
-    """Check that this machine can run a configuration, or list and end leftovers; exits with 1 if that fails."""
+    """Check that this machine, or every node of a cluster, can run a configuration; or list and end leftovers.
+
+    Exits with 1 if that fails.
+    """
     if leftovers or free:
         with explained():
             from deploy.tools.leftovers_view import show_leftovers
@@ -412,19 +425,15 @@ def doctor(
             raise typer.Exit(FAILED)
         return
     from configs.load import load_config
-    from deploy.tools.doctor import Verdict, examine
+    from deploy.tools.doctor.cluster import examine_cluster
+    from deploy.tools.doctor.this_machine import Verdict, examine
 
-    with explained():
-        if address is not None:
-            raise PreflightError(
-                f"--address {address} is for --leftovers: doctor checks this machine. Leave it out, or see with "
-                f"`mobula plan --address {address}` whether the configuration fits that cluster"
-            )
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = terminal(soft_wrap=True)
     num_missing = 0
     with explained():
-        for finding in examine(load_config(overrides or [], is_complete=False)):
+        config = load_config(overrides or [], is_complete=False)
+        for finding in examine(config) if address is None else examine_cluster(config, address):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)

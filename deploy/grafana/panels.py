@@ -43,6 +43,11 @@ def chart(title: str, unit: str, *queries: Query) -> Panel:
     return Panel(title, unit, queries)
 
 
+def by_worker(name: str) -> Query:
+    """A gauge of every worker."""
+    return gauge(name, "{{role}}/{{index}} {{node}}", by="run, role, index, node")
+
+
 DASHBOARDS: Mapping[str, tuple[Panel, ...]] = {
     "overview": (
         chart("Runs that are up", "none", gauge("up")),
@@ -62,8 +67,12 @@ DASHBOARDS: Mapping[str, tuple[Panel, ...]] = {
         chart("Workers by state", "none", gauge("workers", "{{role}} {{state}}", by="run, role, state")),
         chart("Prompts in flight", "none", gauge("in_flight")),
         chart("Oldest prompt in flight", "s", gauge("in_flight_oldest_age_s")),
-        chart("In flight by worker", "none", gauge("worker_in_flight", "{{role}}/{{index}}", by="run, role, index")),
-        chart("Version by worker", "none", gauge("worker_version", "{{role}}/{{index}}", by="run, role, index")),
+        chart("In flight by worker", "none", by_worker("worker_in_flight")),
+        chart("Version by worker", "none", by_worker("worker_version")),
+        chart("Sampled tokens/s by engine", "none", by_worker("worker_tokens_per_s")),
+        chart("KV cache by engine", "percentunit", by_worker("worker_kv_usage")),
+        chart("Decoded responses by engine", "none", by_worker("worker_running")),
+        chart("Queue by engine", "none", by_worker("worker_queue")),
         chart("Response length", "none", gauge("response_length")),
         chart("Cut responses", "percentunit", gauge("truncated_fraction")),
         chart("Groups in the buffer", "none", gauge("queue_ready", "ready"), gauge("queue_taken", "taken")),
@@ -80,6 +89,14 @@ DASHBOARDS: Mapping[str, tuple[Panel, ...]] = {
         chart("Canary", "none", gauge("canary")),
         chart("Tokens by age", "none", gauge("staleness_tokens", "{{lag}} versions", by="run, lag")),
     ),
+    "workers": (
+        chart("Busy threads", "percentunit", by_worker("worker_busy_share")),
+        chart("Host memory", "bytes", by_worker("worker_rss_bytes")),
+        chart("Busy GPUs", "percentunit", by_worker("worker_gpu_busy_share")),
+        chart("GPU memory", "bytes", by_worker("worker_gpu_bytes")),
+        chart("Object store", "bytes", gauge("object_store_bytes"), gauge("object_store_size_bytes", "{{run}} of")),
+        chart("Lag of the driver's event loop", "s", gauge("loop_lag_s")),
+    ),
     "rewards": (
         chart("Reward", "none", *(gauge(f"reward_{part}", part) for part in ("mean", "min", "max", "std"))),
         chart("Components", "none", gauge("reward_component", "{{component}}", by="run, component")),
@@ -88,7 +105,7 @@ DASHBOARDS: Mapping[str, tuple[Panel, ...]] = {
     ),
     "faults": (
         chart("Restarts", "none", growth("restarts")),
-        chart("Restarts by worker", "none", gauge("worker_restarts", "{{role}}/{{index}}", by="run, role, index")),
+        chart("Restarts by worker", "none", by_worker("worker_restarts")),
         chart("Prompts sent out again", "none", growth("rollout_retries")),
         chart("Resumed prompts and tokens", "none", growth("resumed")),
         chart("Rejected groups", "none", growth("rejected")),

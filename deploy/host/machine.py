@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.runtime.placement import NodeResources
+from cluster.runtime.usage import MIB, NvidiaGpus
 from configs.schema import ResourcesConfig
-from deploy.host.usage import MIB, NvidiaGpus
 
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")

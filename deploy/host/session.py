@@ -44,9 +44,9 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
             yield Session(cluster_nodes(), _is_loopback(), mark)
             return
         if config.resources.address:
-            ray.init(config.resources.address, namespace=config.name, logging_level="WARNING")
+            ray.init(config.resources.address, namespace=config.name, log_to_driver=False, logging_level="WARNING")
         elif os.environ.get(ADDRESS_VARIABLE):
-            ray.init(namespace=config.name, logging_level="WARNING")
+            ray.init(namespace=config.name, log_to_driver=False, logging_level="WARNING")
         else:
             start_private(config, include_dashboard=config.resources.dashboard)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cluster.errors import PreflightError
 from configs.schema import ResourcesConfig
@@ -24,6 +26,17 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
     Raises:
         PreflightError: none answers there.
     """
+    with connected_to(address):
+        return joined_nodes()
+
+
+@contextmanager
+def connected_to(address: str) -> Iterator[None]:
+    """This process is a driver of the running cluster at `address` while the body runs.
+
+    Raises:
+        PreflightError: none answers there.
+    """
     import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray
 
@@ -36,7 +49,7 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
             "leave it out"
         ) from error
     try:
-        return joined_nodes()
+        yield
     finally:
         ray.shutdown()
 

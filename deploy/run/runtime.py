@@ -28,6 +28,7 @@ from cluster.metrics.hub import Metrics
 from cluster.metrics.report.report import write_report
 from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.sinks.base import Sink
+from cluster.metrics.sinks.trackers import refuse_missing
 from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.recovery.checkpoints import find_resumable
@@ -38,6 +39,7 @@ from cluster.runtime.concurrency import run_all
 from cluster.runtime.gc_tuning import tune_gc
 from cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from cluster.runtime.role_log import LOGS_FOLDER
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
 from deploy.host.run_record import recorded
@@ -50,6 +52,7 @@ from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
     build_controller,
+    rank_statuses,
     scalable_roles,
     spawn_inference,
     spawn_training,
@@ -122,7 +125,7 @@ def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaita
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way.
     """
-    with _cluster(config, inference_roles(config)) as cluster:
+    with _cluster(config, inference_roles(config), logs=None) as cluster:
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
@@ -137,10 +140,12 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         KeyboardInterrupt: SIGINT or SIGTERM; the same.
     """
     version = start_version(config)
-    started = time.perf_counter() - (earlier_wall_s(config) if version else 0.0)
+    started = time.perf_counter()
     set_up_logging(console)
     check_run_folder(config)
-    with _cluster(config, needed_roles(config)) as cluster, run_folder(config), _findable(cluster):
+    refuse_missing(config.metrics.trackers)
+    logs = config.run_folder / LOGS_FOLDER
+    with _cluster(config, needed_roles(config), logs) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
         place = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, place)
@@ -148,6 +153,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
+        # A part that was killed has left no summary, but the seconds of its steps.
+        started -= max(earlier_wall_s(config), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         try:
             asyncio.run(_until_signal(_train(cluster, metrics)))
@@ -181,6 +188,7 @@ class _Cluster:
     prepared: Prepared
     session: Session
     plan: PlacementPlan
+    logs: Path | None  # the folder of the workers' logs; None where there is no run folder
 
     @asynccontextmanager
     async def spawner(self) -> AsyncIterator[Spawner]:
@@ -189,7 +197,7 @@ class _Cluster:
         bookings = await asyncio.to_thread(
             create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
         )
-        spawner = Spawner(config, self.session, self.plan, bookings)
+        spawner = Spawner(config, self.session, self.plan, bookings, self.logs)
         try:
             yield spawner
         finally:
@@ -202,7 +210,7 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
+def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> Iterator[_Cluster]:
     """Check everything that can be checked without a cluster; then join or start Ray."""
     nodes = expected_nodes(config)
     if nodes is not None:
@@ -216,7 +224,7 @@ def _cluster(config: RunConfig, roles: tuple[str, ...]) -> Iterator[_Cluster]:
             check_on_all_nodes(config)
             if "learner" in roles:
                 refuse_too_little_memory(config, joined_nodes())
-        yield _Cluster(prepared, session, plan)
+        yield _Cluster(prepared, session, plan, logs)
 
 
 async def _train(cluster: _Cluster, metrics: Metrics) -> None:
@@ -230,7 +238,8 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics) -> None:
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
         config, training = cluster.prepared.config, spawn_offline(cluster.prepared, spawner, on_lost, on_rescore)
         in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
-        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics)
+        ranks = partial(rank_statuses, training.ranks, training.learner)
+        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(training.ranks.start())
             controller = build_offline_controller(cluster.prepared, training, metrics)
@@ -245,9 +254,8 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
         training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
         inference = spawn_inference(cluster.prepared, spawner, on_lost)
         roles = scalable_roles(inference, training)
-        control = control_loop(
-            cluster.prepared.config, spawner, roles, inference.in_flight_requests, training.replay, metrics
-        )
+        in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
+        control = control_loop(cluster.prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
         try:
             async with control.running():
                 await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())

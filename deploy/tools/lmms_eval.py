@@ -19,9 +19,9 @@ import pynvml
 
 from cluster.errors import DeadlineError, PreflightError
 from cluster.metrics.files import write_atomically
+from cluster.runtime.usage import NvidiaGpus, UsageSampler
 from configs.errors import ConfigError
 from deploy.host.process_group import last_lines, run_logged
-from deploy.host.usage import NvidiaGpus, UsageSampler
 from deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
 
 log = logging.getLogger(__name__)

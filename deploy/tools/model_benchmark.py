@@ -24,10 +24,10 @@ from cluster.records.trajectory import Generated, Prompt, Reward, Trajectory
 from cluster.roles import SamplingSettings
 from cluster.rollout.evaluation import mean_of_component, wilson_interval
 from cluster.runtime.object_store import fetch
+from cluster.runtime.usage import UsageSampler
 from cluster.workers.supervisor import background_tasks
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.host.usage import UsageSampler
 from deploy.wiring.build import Inference
 from deploy.wiring.preparation import Prepared, require_model
 from rewards.offline.evaluation import evaluate

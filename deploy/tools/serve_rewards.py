@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import uvicorn
@@ -79,8 +80,13 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
 
     Raises:
         ConfigError: the file is unfit, or names an unfit reward function.
-        PreflightError: the address is taken or not ours.
+        PreflightError: the address is taken or not ours, or open to other machines without a token.
     """
+    if options.token is None and not is_loopback(options.host):
+        raise PreflightError(
+            f"--host {options.host} is reached from other machines, and there is no token: give --token-env or "
+            "--token-file, or listen on 127.0.0.1"
+        )
     rewards = load_rewards(path)
     try:
         scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
@@ -97,6 +103,14 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
         signal.signal(number, lambda *_: None)
     announce(f"http://{host}:{listener.getsockname()[1]}")
     server.run(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_token(env: str | None, file: Path | None) -> str | None:

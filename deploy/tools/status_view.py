@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
 COLOURS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def as_json(status: RunStatus) -> str:
@@ -28,7 +28,11 @@ def as_json(status: RunStatus) -> str:
 
 def as_table(status: RunStatus, now: float) -> RenderableType:
     """The status to read; `now` is in seconds since the epoch."""
-    return Group(*_lines(status, now), _workers(status.workers) if status.workers else "no worker can be scaled")
+    shown: list[RenderableType] = [*_lines(status, now)]
+    shown.append(_workers(status.workers) if status.workers else "there is no worker")
+    if any(worker.vitals for worker in status.workers):
+        shown.append(_vitals(status.workers))
+    return Group(*shown)
 
 
 def _lines(status: RunStatus, now: float) -> Iterator[Text]:
@@ -43,6 +47,10 @@ def _lines(status: RunStatus, now: float) -> Iterator[Text]:
         yield Text(f"this was {age_s:.0f} s ago: the driver is busy, or hangs", style="yellow")
     yield from _in_flight_lines(status.in_flight)
     yield from _replay_lines(status.replay)
+    if status.object_store is not None:
+        used, total = status.object_store.used_bytes, status.object_store.total_bytes
+        lag = f"event loop up to {1000 * status.loop_lag_s:.0f} ms late"
+        yield _line("driver", f"{lag}; object store {_size(used)} of {_size(total)}")
     if status.num_panels_lost:
         yield _line("control", f"started again {status.num_panels_lost} times")
 
@@ -90,3 +98,39 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
             Text(worker.detail),
         )
     return table
+
+
+def _vitals(workers: tuple[WorkerStatus, ...]) -> Table:
+    """What each process that has given a sign of life uses, and what its engine has in hand."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("worker", "node"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens/s", "KV", "runs", "queue", "busy", "memory", "GPU", "GPU memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for worker in workers:
+        if (vitals := worker.vitals) is None:
+            continue
+        load = vitals.load
+        table.add_row(
+            worker.name,
+            vitals.node,
+            "-" if vitals.tokens_per_s is None else f"{vitals.tokens_per_s:.0f}",
+            _percent(None if load is None else load.kv_usage),
+            "-" if load is None else str(load.num_running),
+            "-" if load is None else str(load.num_waiting),
+            _percent(vitals.busy_share),
+            _size(vitals.rss_bytes),
+            _percent(vitals.gpu_busy_share),
+            _size(vitals.gpu_bytes),
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "-"
+    return f"{num_bytes / GIB:.1f}G" if num_bytes >= GIB else f"{num_bytes / MIB:.0f}M"

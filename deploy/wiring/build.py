@@ -32,7 +32,7 @@ from cluster.runtime.ray_actors import answer, stop
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.workers.restart_policy import RestartBudget
-from cluster.workers.status import Scalable
+from cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
@@ -140,6 +140,26 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
     return {"rollout": inference.rollouts, **rewards, **scorers}
 
 
+def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
+    """The learner ranks as workers among others; they cannot be scaled."""
+    if learner.is_restoring:
+        state = WorkerState.WAITING
+    else:
+        state = WorkerState.SERVING if ranks.is_started else WorkerState.STARTING
+    version = ranks.version if state is WorkerState.SERVING else None
+    return [
+        WorkerStatus(
+            f"learner/{index}",
+            state,
+            version,
+            ranks.num_calls,
+            learner.num_restarts,
+            vitals=ranks.vitals[index] if index in ranks.vitals else None,
+        )
+        for index in range(len(ranks.workers))
+    ]
+
+
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
     """The main loop and its collaborators."""
     config = prepared.config
@@ -238,10 +258,14 @@ def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s
         try:
-            await answer(handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to answer that it is alive")
+            vitals = await answer(
+                handle.is_alive.remote(), timeout_s=deadline_s, what=f"{name} to say that it is alive"
+            )
         except Exception:
             if ranks.workers[index] is handle:
                 raise
+        else:
+            ranks.vitals[index] = vitals
 
     async def close() -> None:
         await stop(ranks.workers[index], timeout_s=config.timeouts.stop_s, what=name)

@@ -16,6 +16,7 @@ from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink
 from cluster.metrics.sinks.ray_gauges import RaySink
 from cluster.metrics.sinks.tensorboard import TensorBoardSink
+from cluster.metrics.sinks.trackers import TrackedRun, tracker
 from cluster.runtime.object_store import fetch
 from configs.schema import RunConfig
 
@@ -51,6 +52,10 @@ def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[S
     chosen, sinks = config.metrics, list[Sink]()
     if chosen.tensorboard:
         sinks.append(TensorBoardSink(config.run_folder / "tensorboard", version=version))
+    tracked = TrackedRun(
+        config.name, chosen.project, config.run_folder, chosen.tracker_address, config.model_dump(mode="json")
+    )
+    sinks += [tracker(name, tracked) for name in chosen.trackers]
     if chosen.ray:
         tags = {"run": config.name, "role": "controller", "index": "0"}
         sinks.append(RaySink(tags, heartbeat_s=chosen.heartbeat_s))

@@ -11,12 +11,12 @@ from actors.rollout.client import RolloutClient
 from actors.samplers.base import EngineSettings
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.hub import Metrics
-from cluster.roles import EngineLoad
 from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout.staleness import StalenessGate
 from cluster.runtime.placement import PlacedWorker
+from cluster.runtime.vitals import EngineLoad
 from configs.schema import RunConfig
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
@@ -118,7 +118,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         max_videos_per_prompt=sampler.max_videos_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
-        reports_load=config.concurrency.kind == "aimd",
+        reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
         block_size=sampler.block_size,
         enforce_eager=sampler.enforce_eager,

@@ -4,21 +4,26 @@ that takes requests."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cluster.metrics.definitions import CounterName
-from cluster.metrics.hub import Metrics
+from cluster.metrics.files import write_atomically
+from cluster.metrics.hub import STARTING, Metrics
 from cluster.roles import Replay
 from cluster.rollout.in_flight import InFlightRequests
+from cluster.runtime.object_store import object_store_use
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.ray_actors import stop
 from cluster.workers.control import CONTROL, ControlLoop, ControlPanel
 from cluster.workers.status import Scalable, WorkerState, WorkerStatus
-from configs.schema import RunConfig
+from configs.schema import ResourcesConfig, RunConfig
 from deploy.wiring.spawner import BOOKING_S, Spawner
 
+SCALE_FILE = "scale.json"  # of the run folder
 VISIT_INTERVAL_S = 1.0
 VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
@@ -41,6 +46,36 @@ class RoleHosts:
 
     async def release(self, index: int) -> None:
         await asyncio.to_thread(self._spawner.release, self._role, index)
+
+
+class ScaleFile:
+    """What a run was scaled to, kept in its folder for the part that resumes it."""
+
+    def __init__(self, folder: Path, resources: ResourcesConfig) -> None:
+        self._path = folder / SCALE_FILE
+        self._configured = {role: workers.num_workers for role, workers in resources.roles.items()}
+
+    def note(self, role: str, num_workers: int) -> None:
+        """A role has accepted this number."""
+        row = {"num_workers": num_workers, "configured": self._configured[role]}
+        write_atomically(self._path, json.dumps({**self._read(), role: row}, indent=1))
+
+    def earlier(self) -> dict[str, int]:
+        """Role -> workers, where that is another number than the configured one. A number that has been configured
+        since then counts more than what was scaled.
+        """
+        rows = {role: row for role, row in self._read().items() if role in self._configured}
+        return {
+            role: row["num_workers"]
+            for role, row in rows.items()
+            if row["configured"] == self._configured[role] != row["num_workers"]
+        }
+
+    def _read(self) -> dict[str, dict[str, int]]:
+        try:
+            return json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
 
 
 class RoomFirst:
@@ -75,9 +110,10 @@ def control_loop(
     in_flight_requests: InFlightRequests,
     replay: Replay,
     metrics: Metrics,
+    ranks: Callable[[], Sequence[WorkerStatus]],
 ) -> ControlLoop:
-    """What answers `mobula status` and `mobula scale` for this run."""
-    stop_s = config.timeouts.stop_s
+    """What answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled."""
+    stop_s, scale_file = config.timeouts.stop_s, ScaleFile(config.run_folder, config.resources)
     return ControlLoop(
         config.name,
         config.num_steps,
@@ -87,6 +123,11 @@ def control_loop(
         in_flight=in_flight_requests.summary,
         replay=replay.stats,
         roles={role: RoomFirst(role, workers, spawner.check_room) for role, workers in roles.items()},
+        ranks=ranks,
+        object_store=object_store_use,
+        earlier_scale=scale_file.earlier(),
+        has_begun=lambda: metrics.progress().phase != STARTING,
+        on_scaled=scale_file.note,
         on_panel_lost=lambda kind: metrics.count(CounterName.RESTARTS, f"control_{kind}"),
         on_status=metrics.post,
         interval_s=VISIT_INTERVAL_S,

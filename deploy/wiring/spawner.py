@@ -14,6 +14,7 @@ from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
 from cluster.runtime.placement_groups import Booking, book_more, bundle_of, cluster_nodes, remove_placement_groups
 from cluster.runtime.ray_actors import spawn, spawn_named
+from cluster.runtime.role_log import role_log
 from configs.schema import RunConfig
 from deploy.host.session import Session
 
@@ -30,13 +31,20 @@ class Spawner:
     """
 
     def __init__(
-        self, config: RunConfig, session: Session, plan: PlacementPlan, bookings: Mapping[str, Booking]
+        self,
+        config: RunConfig,
+        session: Session,
+        plan: PlacementPlan,
+        bookings: Mapping[str, Booking],
+        logs: Path | None = None,
     ) -> None:
+        """`logs` is the folder for a log file of each worker; without it their output stays in Ray's session folder."""
         self.plan = plan
         self._config = config
         self._bookings = dict(bookings)
         self._placed = {worker.name: worker for worker in plan.workers}
         self._env = _environment(config, session)
+        self._logs = None if logs is None else logs.absolute()
         self._autoscaler = Autoscaler()
         self._lock = threading.Lock()
 
@@ -59,6 +67,7 @@ class Spawner:
             worker=worker,
             booking=self._bookings[worker.name],
             env={**self._env, **(env or {})},
+            log=None if self._logs is None else role_log(self._logs, worker.name),
             max_concurrency=max_concurrency,
             **kwargs,
         )

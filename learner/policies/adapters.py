@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -66,6 +67,26 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(folder)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether `add_adapters` has put any into this model."""
+    return any(is_factor(name) for name, _ in model.named_parameters())
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the body the model computes as it did before it had adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def is_factor(name: str) -> bool:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from cluster.records.actions import Actions, LatentActions, TokenActions
-from cluster.records.media import MediaHandle, MediaReader
-from cluster.records.trajectory import Prompt
-from learner.policies.batch import TokenBatch, TokenSequence, collate
-from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
-
-PolicyBatch = TokenBatch | LatentBatch
-"""Rows as the forward of their policy takes them."""
+from cluster.records.media import MediaHandle
 
 
 class PolicyRow(Protocol):
@@ -44,6 +36,7 @@ class PolicyOutput(NamedTuple):
     logprobs: Tensor  # float32 [B, T]
     entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
     is_argmax: Tensor  # bool [B, T]
+    divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, of a policy that computes it itself
 
 
 class Policy(nn.Module):
@@ -57,18 +50,3 @@ class Policy(nn.Module):
     def blocks(self) -> Iterator[nn.Module]:
         """The repeated parts of the network, each of which may be sharded by itself."""
         raise NotImplementedError
-
-
-def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
-    """A prompt and what the policy did after it, as a row to score."""
-    if isinstance(actions, TokenActions):
-        return TokenSequence.of_response(prompt, actions.token_ids)
-    assert isinstance(actions, LatentActions)
-    return LatentSequence.of_response(prompt, actions)
-
-
-def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
-    """Rows of one kind as a batch, with their media."""
-    if isinstance(rows[0], LatentSequence):
-        return collate_latents(cast(Sequence[LatentSequence], rows), reader, device)
-    return collate(cast(Sequence[TokenSequence], rows), reader, device)

@@ -65,6 +65,8 @@ class Connection(Section):
         for url in self.urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise ValueError(f"options.urls has {url!r}: give whole URLs, e.g. http://127.0.0.1:8000/score")
+            if "@" in urlsplit(url).netloc:  # the configuration is written to the run folder
+                raise ValueError(f"options.urls has credentials for {urlsplit(url).hostname}: use options.token_env")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"options.urls names one server twice ({', '.join(self.urls)}): name each once")
         if self.total_timeout_s < self.timeout_s:

@@ -51,6 +51,7 @@ class Apart:
     """A cluster that no test started from within."""
 
     dashboard: str
+    address: str  # of the control store
     folder: Path  # for what jobs write
 
     def jobs(self) -> Jobs:
@@ -108,7 +109,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
                 "--num-cpus=2",
             )
         )
-        yield Apart(f"http://127.0.0.1:{http}", tmp_path_factory.mktemp("shared"))
+        yield Apart(f"http://127.0.0.1:{http}", f"127.0.0.1:{port}", tmp_path_factory.mktemp("shared"))
     finally:
         for process in reversed(processes):
             with suppress(ProcessLookupError):
@@ -164,6 +165,23 @@ def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
     wait_until(lambda: "ready" in jobs.logs("slow"), START_S, lambda: jobs.logs("slow"))
     assert jobs.stop("slow", START_S) == STOPPED
     assert marker.read_text() == "closed"
+
+
+@pytest.mark.timeout(900)
+def test_the_doctor_looks_at_every_node(cluster: Apart) -> None:
+    words = [f"folder={cluster.folder}", "data.path=/no/such/data", f"policy.model={cluster.folder}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "doctor", "--address", cluster.address, "experiment=digits", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for title in ("versions", "GPUs", "network", "clock", "disk"):
+        assert done.stdout.count(f"(127.0.0.1): {title}: ") == 2, done.stdout
+    assert done.stdout.count("paths: does not see data.path") == 2
 
 
 @pytest.mark.timeout(900)

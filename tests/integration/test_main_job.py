@@ -125,6 +125,18 @@ def test_a_picture_is_stored_once_however_many_siblings_share_it(report: RunFold
     assert summary.media_bytes_unique <= 1.1 * num_prompts * one_picture
 
 
+def test_every_worker_has_a_log_and_the_console_has_the_runs_lines_alone(on_policy: Job) -> None:
+    logs = {path.name: path.read_text() for path in (on_policy.run_folder / "logs").iterdir()}
+    assert set(logs) == {
+        *(f"rollout-{n}.log" for n in range(2)), *(f"learner-{n}.log" for n in range(2)), "reference-0.log",
+        "reward-0.log",
+    }  # fmt: skip
+    for name, text in logs.items():
+        assert text.startswith("===== process ")
+        assert text.partition("\n")[0].endswith(name.removesuffix(".log").replace("-", "/"))
+    assert "pid=" not in on_policy.output
+
+
 def test_the_report_shows_curves_plan_and_samples(on_policy: Job, report: RunFolder) -> None:
     page = (on_policy.run_folder / "report.html").read_text()
     assert "http://" not in page.replace("http://www.w3.org", "")

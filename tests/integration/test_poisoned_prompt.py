@@ -52,6 +52,8 @@ def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_e
     assert "See stack trace" not in job.output and "Traceback" not in job.output
     run_log = (job.run_folder / "run.log").read_text()
     assert run_log.count("Traceback (most recent call last)") == len(found.faults)
+    logs = "".join(path.read_text() for path in (job.run_folder / "logs").glob("rollout-*.log"))
+    assert logs.count(f"RuntimeError: {MESSAGE}") >= len(found.faults), "an engine's cause is in its log"
     assert "killed_engines" in (job.run_folder / "report.html").read_text()
     saved = sorted((job.run_folder / "checkpoints").glob("step-*"))[-1]
     states = [json.loads(path.read_text()) for path in saved.rglob("*.json")]

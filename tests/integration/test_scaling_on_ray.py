@@ -22,6 +22,7 @@ from cluster.rollout.in_flight import InFlightRequests
 from cluster.runtime.placement import plan_placement
 from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
 from cluster.runtime.ray_actors import spawn_named
+from cluster.runtime.role_log import LOGS_FOLDER
 from cluster.workers.control import ControlLoop, ControlPanel
 from cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
 from configs.load import load_config
@@ -73,7 +74,7 @@ class Parts:
 
     def control(self) -> ControlLoop:
         roles, metrics = {"reward": self.rewards.services["reward"].pool}, FakeMetrics(self.losses)
-        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics)
+        return control_loop(self.config, self.spawner, roles, InFlightRequests(64), FakeReplay(), metrics, lambda: ())
 
     async def status(self) -> RunStatus:
         return await asyncio.to_thread(read_status, self.address, ASK_S)
@@ -106,7 +107,7 @@ async def parts(config: RunConfig, namespace: str, monkeypatch: pytest.MonkeyPat
         session = Session(cluster_nodes(), True, mark)
         plan = plan_placement(config.resources, session.nodes, ("reward",))
         bookings = await asyncio.to_thread(create_placement_groups, plan, run_name=config.name, timeout_s=60)
-        spawner = Spawner(config, session, plan, bookings)
+        spawner = Spawner(config, session, plan, bookings, config.run_folder / LOGS_FOLDER)
         monkeypatch.setattr(spawner, "_env", {**spawner._env, "PYTHONPATH": str(config.folder)})
         found = Parts(config, namespace, session, spawner)
         try:
@@ -158,6 +159,12 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
         async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago
             while states((await run.status()).workers) != everybody:
                 pass
+        assert (config.run_folder / LOGS_FOLDER / "reward-2.log").read_text().startswith("===== process ")
+        await run.rewards.check()
+        for worker in run.rewards.services["reward"].pool.status():
+            assert worker.vitals is not None and (worker.vitals.rss_bytes or 0) > 10 * 2**20
+        stores = (await run.status()).object_store
+        assert stores is not None and stores.total_bytes > 2**20
         ray.kill(run.rewards.services["reward"].workers[2])
         await until(lambda: run.rewards.failures["worker_died"])
         assert await run.scale(reward=1) == (RoleOutcome("reward", 1, ""),)
@@ -185,7 +192,7 @@ async def test_what_does_not_fit_is_refused_with_what_is_free(
 async def test_the_status_is_found_by_the_run_folder_and_what_is_asked_for_survives_the_death_of_the_panel(
     local_ray: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config.run_folder.mkdir()
+    config.run_folder.mkdir(exist_ok=True)
     died = config.folder / "died"
 
     class Dying(ControlPanel):

@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cluster.roles import EngineLoad
+from cluster.runtime.vitals import EngineLoad
 
 
 class LoadLogger(StatLoggerBase):

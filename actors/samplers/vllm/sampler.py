@@ -7,11 +7,12 @@ processed twice and the two sides cannot disagree about a picture.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,15 @@ from cluster.failures import Failure
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import MediaSpan, Prompt
-from cluster.roles import EngineLoad, SamplingSettings
+from cluster.roles import SamplingSettings
 from cluster.runtime.concurrency import run_all
+from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.families import family_of
 from learner.policies.families.base import VideoFamily
+
+_logger = logging.getLogger(__name__)
 
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often the core is checked
@@ -67,6 +71,7 @@ class VLLMSampler:
         self._in_flight = RunningRequests()
         self._is_replacing = False
         self._num_replaced = 0
+        self._num_tokens = 0  # sampled so far
         self._watching: asyncio.Task[None] | None = None  # from the moment the engine is there
         self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
@@ -82,6 +87,7 @@ class VLLMSampler:
         except (ValueError, MobulaError):  # the first is how vLLM refuses settings
             raise
         except Exception as error:
+            _logger.exception("the engine failed to start")
             raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
         if isinstance(self._engine.output_processor, ThreadedOutputs):
             self._engine.output_processor.on_preempted = self._load.preempted
@@ -156,7 +162,9 @@ class VLLMSampler:
         return self._settings.sleep_level > 0 and self._settings.device == "cuda"
 
     def load(self, name: str) -> EngineLoad:
-        return self._load.load(name)
+        reported = replace(self._load.load(name), num_tokens=self._num_tokens)
+        core = None if self._watching is None else self._engine.engine_core
+        return core.measured(reported) if isinstance(core, InProcessClient) else reported
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected_by(manifest))
@@ -277,6 +285,7 @@ class VLLMSampler:
                 async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
                     for index, piece in reader.read(output):
                         progress.add(first + index, piece)
+                        self._num_tokens += piece.num_tokens
                     progress.report()
 
     async def _generate(
@@ -377,4 +386,5 @@ class VLLMSampler:
                 self._failure = Failure.of(core.failure or EngineDeadError())
             else:
                 self._failure = core_failure(self._engine)
+            _logger.error("the engine's core ended: %s\n%s", self._failure, self._failure.traceback)
         return self._failure

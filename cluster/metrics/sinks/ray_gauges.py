@@ -14,10 +14,10 @@ from ray.util.metrics import Gauge
 
 from cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
-from cluster.workers.status import RunStatus, WorkerState
+from cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
-WorkerKey = tuple[str, str, str, str]  # series, role, index of a worker or nothing, value of the extra tag
+WorkerKey = tuple[str, str, str, str, str]  # series, role, index of a worker or nothing, its node, the extra tag
 
 
 class TaggedGauge(Protocol):
@@ -37,7 +37,8 @@ class RaySink:
     Ray forgets a gauge about 20 s after it was last set, and a step may take longer: a thread sets all of them again
     every `heartbeat_s` (at most 10 s, `metrics.heartbeat_s`) until `close()`. What fails in the thread is raised by the
     next `emit`. Counts are gauges too: after a resume a counter of Ray could not start where the run stood; their sum
-    over all reasons is there from the start, at 0. What is said of workers is tagged with their role and index.
+    over all reasons is there from the start, at 0. What is said of workers is tagged with their role, index and
+    node.
     """
 
     name = "ray"
@@ -113,8 +114,8 @@ class RaySink:
                 self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _set_workers(self) -> None:
-        for (name, role, index, extra), value in self._of_workers.items():
-            tags = {**self._tags, "role": role, "index": index, **_extra_tag(name, extra)}
+        for (name, role, index, node, extra), value in self._of_workers.items():
+            tags = {**self._tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
             self._find(name, tuple(tags)).set(value, tags=tags)
 
     def _find(self, name: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
@@ -146,8 +147,18 @@ def _at_start(now: float) -> dict[Key, float]:
 
 
 def _of_run(status: RunStatus) -> dict[Key, float]:
-    progress = status.progress
+    progress, store = status.progress, status.object_store
+    stored = (
+        {}
+        if store is None
+        else {
+            (LiveName.OBJECT_STORE_BYTES, ""): float(store.used_bytes),
+            (LiveName.OBJECT_STORE_SIZE_BYTES, ""): float(store.total_bytes),
+        }
+    )
     return {
+        **stored,
+        (LiveName.LOOP_LAG_S, ""): status.loop_lag_s,
         (LiveName.PHASE, progress.phase): 1.0,
         (LiveName.PHASE_SECONDS, ""): progress.seconds,
         (LiveName.STEP, ""): float(progress.step),
@@ -163,13 +174,40 @@ def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
     for worker in status.workers:
         role, _, index = worker.name.partition("/")
         states.setdefault(role, Counter())[worker.state] += 1
-        if worker.version is not None:
-            yield (LiveName.WORKER_VERSION, role, index, ""), float(worker.version)
-        yield (LiveName.WORKER_IN_FLIGHT, role, index, ""), float(worker.num_in_flight)
-        yield (LiveName.WORKER_RESTARTS, role, index, ""), float(worker.num_restarts)
+        node = "" if worker.vitals is None else worker.vitals.node
+        for name, value in _of_worker(worker):
+            yield (name, role, index, node, ""), value
     for role, found in states.items():
         for state in WorkerState:
-            yield (LiveName.WORKERS, role, "", state.value), float(found[state])
+            yield (LiveName.WORKERS, role, "", "", state.value), float(found[state])
+
+
+def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
+    """What is known of one worker."""
+    vitals = worker.vitals
+    load = None if vitals is None else vitals.load
+    known = {
+        LiveName.WORKER_VERSION: worker.version,
+        LiveName.WORKER_IN_FLIGHT: worker.num_in_flight,
+        LiveName.WORKER_RESTARTS: worker.num_restarts,
+    }
+    if vitals is not None:
+        known |= {
+            LiveName.WORKER_TOKENS_PER_S: vitals.tokens_per_s,
+            LiveName.WORKER_BUSY_SHARE: vitals.busy_share,
+            LiveName.WORKER_RSS_BYTES: vitals.rss_bytes,
+            LiveName.WORKER_GPU_BYTES: vitals.gpu_bytes,
+            LiveName.WORKER_GPU_BUSY_SHARE: vitals.gpu_busy_share,
+        }
+    if load is not None:
+        known |= {
+            LiveName.WORKER_KV_USAGE: load.kv_usage,
+            LiveName.WORKER_RUNNING: load.num_running,
+            LiveName.WORKER_QUEUE: load.num_waiting,
+        }
+    for name, value in known.items():
+        if value is not None:
+            yield name, float(value)
 
 
 def _flat(record: StepRecord) -> dict[Key, float]:

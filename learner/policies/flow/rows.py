@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.records.actions import LatentActions
-from cluster.records.media import MediaHandle, MediaReader
+from cluster.records.media import MediaHandle, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
 
 CONDITION = "condition"  # modality of a medium that holds an encoded prompt
 WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
+
+
+class Reader(Protocol):
+    """Where conditions are read from: a `MediaReader`, or media at hand."""
+
+    def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class LatentBatch:
     negative_rows: Tensor | None  # int64 [N]: its negative prompt; None without guidance
 
 
-def collate_latents(sequences: Sequence[LatentSequence], reader: MediaReader, device: torch.device) -> LatentBatch:
+def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
     """Line the steps of all rows up and resolve their conditions; each unique one is read and placed once."""
     handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = reader.read(handles)

@@ -21,8 +21,9 @@ from deploy.cli import app
 from deploy.host.machine import Machine
 from deploy.run import run_client
 from deploy.run.run_client import RunAddress
-from deploy.tools import doctor, leftovers
-from deploy.tools.doctor import RequiredPackage, Verdict
+from deploy.tools import leftovers
+from deploy.tools.doctor import this_machine as doctor
+from deploy.tools.doctor.this_machine import RequiredPackage, Verdict
 from deploy.tools.leftovers import Leftover, NotFreedError
 
 GIB = 2**30
@@ -200,6 +201,14 @@ def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) ->
     assert "not an empty folder" in again.stderr
 
 
+def test_init_model_writes_a_flow_model_which_has_no_embeddings_to_tie(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "sd3"), "--seed", "3"])
+    assert result.exit_code == 0 and "load it with diffusers" in result.stdout
+    assert (tmp_path / "sd3" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
+    tied = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "other"), "--tied"])
+    assert tied.exit_code == 2 and "no output embeddings to tie" in tied.stderr
+
+
 @pytest.mark.parametrize("seed", ["-1", str(2**32), "9" * 40])
 def test_init_model_refuses_a_seed_that_no_run_could_have(tmp_path: Path, seed: str) -> None:
     folder = tmp_path / "model"
@@ -298,10 +307,10 @@ def test_doctor_fails_when_something_needed_is_missing(monkeypatch: pytest.Monke
     assert "-> install it" in result.stdout
 
 
-def test_doctor_takes_no_cluster_but_to_look_for_leftovers() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--address", "10.0.0.1:6379"])
+def test_doctor_names_a_cluster_that_does_not_answer() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--address", "127.0.0.1:1"])
     assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.startswith("mobula: --address 10.0.0.1:6379 is for --leftovers:")
+    assert "no Ray cluster answers at 127.0.0.1:1" in result.stderr
 
 
 STATUS = RunStatus(

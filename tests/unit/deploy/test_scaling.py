@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cluster.runtime.autoscaling import Autoscaler
 from cluster.runtime.placement import NodeResources, check_room, place_at
 from cluster.workers.status import WorkerState, WorkerStatus
 from configs.load import load_config
-from deploy.wiring.scaling import RoomFirst
+from deploy.wiring.scaling import RoomFirst, ScaleFile
 
 SERVING, DRAINING = WorkerState.SERVING, WorkerState.DRAINING
 
@@ -116,3 +117,13 @@ def test_a_cluster_without_an_autoscaler_is_said_to_have_none(monkeypatch: pytes
     assert "has no autoscaler" in autoscaler.ask([{"CPU": 1}])
     autoscaler.withdraw()
     assert asked == []
+
+
+def test_a_scale_goes_on_after_a_resume_unless_another_number_was_configured(tmp_path: Path) -> None:
+    before = load_config(["experiment=digits"]).resources  # two engines, one reward worker
+    assert ScaleFile(tmp_path, before).earlier() == {}
+    for role, num_workers in (("rollout", 4), ("reward", 3), ("reference", 2), ("reference", 1)):
+        ScaleFile(tmp_path, before).note(role, num_workers)
+    assert ScaleFile(tmp_path, before).earlier() == {"rollout": 4, "reward": 3}
+    changed = load_config(["experiment=digits", "resources.rollout.num_workers=1"]).resources
+    assert ScaleFile(tmp_path, changed).earlier() == {"reward": 3}

@@ -34,14 +34,19 @@ def plan(config: RunConfig) -> PlacementPlan:
 
 
 def started(
-    monkeypatch: pytest.MonkeyPatch, config: RunConfig, *, is_local: bool = True, env: dict[str, str] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    config: RunConfig,
+    *,
+    is_local: bool = True,
+    env: dict[str, str] | None = None,
+    logs: Path | None = None,
 ) -> dict[str, Any]:
     """What Ray is asked for when the second rollout actor is started."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(spawner, "spawn", lambda role, *args, **options: asked.update(role=role, args=args, **options))
     placed = plan(config)
     bookings = {worker.name: Booking(group=worker.name, bundle_index=0) for worker in placed.workers}
-    Spawner(config, Session(NODES, is_local, MARK), placed, bookings).start(
+    Spawner(config, Session(NODES, is_local, MARK), placed, bookings, logs).start(
         Role, 1, 2, worker=placed.of_role("rollout")[1], env=env, max_concurrency=9, option=3
     )
     return asked
@@ -52,6 +57,14 @@ def test_a_worker_starts_in_its_own_booking_with_its_arguments(monkeypatch: pyte
     assert (asked["role"], asked["args"], asked["option"]) == (Role, (1, 2), 3)
     assert (asked["worker"].name, asked["booking"].group) == ("rollout/1", "rollout/1")
     assert asked["max_concurrency"] == 9
+
+
+def test_a_worker_has_a_log_in_the_run_folder_if_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config(["experiment=digits"])
+    assert started(monkeypatch, config)["log"] is None
+    monkeypatch.chdir(tmp_path)
+    log = started(monkeypatch, config, logs=Path("runs/digits/logs"))["log"]
+    assert log == tmp_path / "runs" / "digits" / "logs" / "rollout-1.log", "workers have other working folders"
 
 
 def test_workers_of_a_role_are_those_of_the_plan() -> None:

@@ -12,8 +12,8 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
 from configs.load import load_config
 from learner.batch import collate_items, fetch_items
-from learner.policies.base import row_of
 from learner.policies.packing import split_microbatches
+from learner.policies.trained import row_of
 
 CPU = torch.device("cpu")
 

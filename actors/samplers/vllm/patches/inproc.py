@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
+from cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
 BURST_GAP_S = 0.004  # the next request of a burst comes within this
@@ -129,6 +131,13 @@ class InProcessClient(AsyncMPClient):
     def transfer_engine(self) -> Any:
         """The worker's end of the transfer group, for who receives on another thread than the core's."""
         return self._core.model_executor.driver_worker.worker.weight_transfer_engine
+
+    def measured(self, load: EngineLoad) -> EngineLoad:
+        """`load` with queue and KV cache as they are now; vLLM need keep no statistics for it."""
+        scheduler = self._core.scheduler
+        num_running, num_waiting = scheduler.get_request_counts()
+        usage = scheduler.kv_cache_manager.usage
+        return replace(load, kv_usage=usage, num_running=num_running, num_waiting=num_waiting)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await self.outputs_queue.get()

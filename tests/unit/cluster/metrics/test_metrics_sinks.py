@@ -22,6 +22,7 @@ from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.sinks.ray_gauges import RaySink
 from cluster.metrics.step_records import EvaluationRecord, StepRecord, from_line, to_line
+from cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
 from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 
 TAGS = {"run": "digits", "role": "driver", "index": "0"}
@@ -271,8 +272,42 @@ def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_no
     sink.close()
     phases = {tags["phase"]: value for value, tags in ray.series["mobula_phase"].values}
     assert phases == {"update": 0.0, "weight_sync": 1.0}
-    assert ray.last("mobula_worker_version") == (7.0, {**TAGS, "role": "rollout", "index": "0"})
+    assert ray.last("mobula_worker_version") == (7.0, {**TAGS, "role": "rollout", "index": "0", "node": ""})
     assert all(tags["index"] == "0" for _, tags in ray.series["mobula_worker_restarts"].values[before + 2 :])
     states = {tags["state"]: value for value, tags in ray.series["mobula_workers"].values}
     assert states == {**dict.fromkeys(map(str, WorkerState), 0.0), "serving": 1.0}
     assert ray.last("mobula_in_flight_oldest_age_s") == (4.5, TAGS)
+
+
+def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none() -> None:
+    ray = FakeRay()
+    sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
+    load = EngineLoad("engine", 0.25, 12, 3, 0, 9000)
+    engine = WorkerStatus(
+        "rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=Vitals("10.0.0.1", 5, 100, 0.5, load=load, tokens_per_s=80.0)
+    )
+    rank = WorkerStatus("learner/1", WorkerState.SERVING, 7, 1, 0, vitals=Vitals("10.0.0.2", 6, 200, None, 2**34, 0.9))
+    told = replace(status("update", engine, rank), loop_lag_s=0.2, object_store=ObjectStoreUse(30, 100))
+    sink.post(told)
+    wait_until(lambda: "mobula_worker_gpu_bytes" in ray.series)
+    sink.close()
+    on = {
+        name: {tags["role"]: (value, tags["node"]) for value, tags in made.values}
+        for name, made in ray.series.items()
+        if "_worker_" in name
+    }
+    one, two = ("10.0.0.1", "10.0.0.2")
+    assert on["mobula_worker_tokens_per_s"] == {"rollout": (80.0, one)}
+    assert on["mobula_worker_kv_usage"] == {"rollout": (0.25, one)}
+    assert on["mobula_worker_running"] == {"rollout": (12.0, one)} and on["mobula_worker_queue"] == {
+        "rollout": (3.0, one)
+    }
+    assert on["mobula_worker_busy_share"] == {"rollout": (0.5, one)}
+    assert on["mobula_worker_rss_bytes"] == {"rollout": (100.0, one), "learner": (200.0, two)}
+    assert on["mobula_worker_gpu_bytes"] == {"learner": (2.0**34, two)}
+    assert on["mobula_worker_gpu_busy_share"] == {"learner": (0.9, two)}
+    assert ray.last("mobula_loop_lag_s") == (0.2, TAGS)
+    assert (ray.last("mobula_object_store_bytes"), ray.last("mobula_object_store_size_bytes")) == (
+        (30.0, TAGS),
+        (100.0, TAGS),
+    )

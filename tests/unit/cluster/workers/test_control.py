@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from waiting import until
 
 from cluster.errors import PlacementError, WorkerDiedError
 from cluster.roles import ReplayStats
+from cluster.runtime.vitals import ObjectStoreUse
 from cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
 from cluster.workers.status import (
     MAX_WORKERS,
@@ -53,6 +55,7 @@ class PanelHost:
         self.ended: list[Any] = []
         self.losses: list[str] = []
         self.statuses: list[RunStatus] = []
+        self.scaled: list[tuple[str, int]] = []
         self._make = make
 
     def spawn(self) -> LocalHandle:
@@ -75,6 +78,11 @@ def control(host: PanelHost, *roles: FakeRole, **changes: Any) -> ControlLoop:
         "in_flight": lambda: IN_FLIGHT,
         "replay": stats,
         "roles": {role.name: role for role in roles},
+        "ranks": lambda: [WorkerStatus("learner/0", WorkerState.SERVING, 7, 0, 0)],
+        "object_store": lambda: ObjectStoreUse(10, 40),
+        "earlier_scale": {},
+        "has_begun": lambda: True,
+        "on_scaled": lambda role, num_workers: host.scaled.append((role, num_workers)),
         "on_panel_lost": host.losses.append,
         "on_status": host.statuses.append,
         "interval_s": 0.001,
@@ -98,8 +106,19 @@ async def test_the_newest_status_names_phase_queue_and_workers() -> None:
         status = await until(lambda: host.panels and host.panels[0].status())
     assert (status.run, status.total_steps, status.progress) == ("digits", 100, Progress(4, "update", 1.5))
     assert status.replay == REPLAY
-    assert [worker.name for worker in status.workers] == ["reward/0", "reward/1", "reference/0"]
+    assert [worker.name for worker in status.workers] == ["reward/0", "reward/1", "reference/0", "learner/0"]
+    assert status.object_store == ObjectStoreUse(10, 40)
     assert status.num_panels_lost == 0 and status.driver_pid > 0
+
+
+async def test_a_loop_that_stood_still_says_for_how_long() -> None:
+    host = PanelHost()
+    async with control(host, FakeRole("reward", 1)).running():
+        await until(lambda: host.statuses)
+        time.sleep(0.4)  # the loop serves nothing meanwhile
+        num_before = len(host.statuses)
+        await until(lambda: len(host.statuses) > num_before + 2)
+    assert max(status.loop_lag_s for status in host.statuses[num_before:]) >= 0.25
 
 
 async def test_a_request_is_applied_role_by_role_and_seen_in_the_status() -> None:
@@ -110,6 +129,20 @@ async def test_a_request_is_applied_role_by_role_and_seen_in_the_status() -> Non
         RoleOutcome("reference", 2, ""),
     )
     assert (reward.num_workers, reference.num_workers) == (8, 2)
+    assert host.scaled == [("reward", 8), ("reference", 2)]
+
+
+async def test_a_run_that_goes_on_is_scaled_as_before_once_it_has_begun_and_a_refusal_is_no_end() -> None:
+    host, reward, reference = PanelHost(), FakeRole("reward", 1), FakeRole("reference", 1, PlacementError("no room"))
+    has_begun = False
+    earlier = {"reference": 4, "reward": 3}
+    loop = control(host, reward, reference, earlier_scale=earlier, has_begun=lambda: has_begun)
+    async with loop.running():
+        await until(lambda: len(host.statuses) > 2)
+        assert reward.num_workers == 1
+        has_begun = True
+        await until(lambda: reward.num_workers == 3)
+    assert reference.num_workers == 1 and host.scaled == [("reward", 3)]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from handles import LocalHandle, never
 from hosts import AT_ONCE, FakeHosts, settle
 
 from cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
+from cluster.runtime.vitals import Vitals
 from cluster.workers.restart_policy import RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
 from cluster.workers.work_queue import Place, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
 DIED = WorkerDiedError("its process ended")
+VITALS = Vitals("10.0.0.1", 7, 2**20, 0.5)
 
 
 async def join(name: str, handle: Any) -> None:
@@ -198,8 +200,8 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
 
 async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
     class Alive:
-        def is_alive(self) -> bool:
-            return True
+        def is_alive(self) -> Vitals:
+            return VITALS
 
     class Silent:
         is_alive = staticmethod(never)
@@ -209,6 +211,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_replaced() -> None:
     await team.queue.pool.check()
     await settle()
     assert team.queue.handles == (healthy, "new 1")
+    assert [worker.vitals for worker in team.queue.pool.status()] == [VITALS, None]
     assert isinstance(team.lost[0], DeadlineError) and "judge/1 to answer that it is alive" in str(team.lost[0])
 
 

@@ -20,7 +20,7 @@ from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.planning.plan_view import refuse_shortfalls
 from deploy.planning.remedies import changed, remedies
 from deploy.planning.workers import SAMPLING, SYNC, TRAINING, trained_parameters, worker_memory
-from deploy.tools import doctor
+from deploy.tools.doctor import this_machine as doctor
 
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from cluster.roles import ReplayStats
+from cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
 from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 from deploy.tools.status_view import as_json, as_table
 
@@ -64,10 +65,25 @@ def test_workers_stand_in_columns_and_long_details_are_folded_not_cut() -> None:
 
 def test_what_is_not_known_or_not_there_is_said_or_left_out() -> None:
     text = shown(replace(STATUS, in_flight=InFlightSummary(0, None, 0.0), workers=(), num_panels_lost=0))
-    assert "no worker can be scaled" in text
+    assert "there is no worker" in text and "tokens/s" not in text
     assert "sampling" not in text and "started again" not in text
     empty = shown(replace(STATUS, replay=ReplayStats(0, 0, 0, 0.0)))
     assert "0 ready" in empty and "oldest" not in empty and "rejected" not in empty
+
+
+def test_what_workers_use_stands_below_in_80_columns() -> None:
+    load = EngineLoad("engine", 0.374, 12, 3, 0, 9000)
+    busy = Vitals("192.168.100.101", 7, 3 * 2**30, 0.5, 70 * 2**30, 0.93, load, 12_345.6)
+    rank = WorkerStatus("learner/0", WorkerState.SERVING, 42, 1, 0, vitals=Vitals("10.0.0.2", 8, 500 * 2**20, None))
+    workers = (replace(WORKERS[0], vitals=busy), WORKERS[1], rank)
+    text = shown(replace(STATUS, workers=workers, loop_lag_s=0.021, object_store=ObjectStoreUse(2**29, 2**31)))
+    [row] = [line for line in text.splitlines() if "192.168.100.101" in line]
+    assert row.split() == "rollout/0 192.168.100.101 12346 37% 12 3 50% 3.0G 93% 70.0G".split()
+    [row] = [line for line in text.splitlines() if "10.0.0.2" in line]
+    assert row.split() == "learner/0 10.0.0.2 - - - - - 500M - -".split()
+    assert "event loop up to 21 ms late; object store 512M of 2.0G" in text
+    assert sum(line.startswith("rollout/1") for line in text.splitlines()) == 1
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
 def test_an_old_status_is_said_to_be_old() -> None:

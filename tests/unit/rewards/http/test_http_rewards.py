@@ -231,13 +231,19 @@ def test_load_is_shared_and_a_dying_server_costs_nothing() -> None:
     assert len(healthy.bodies) >= 13
 
 
-def test_the_token_travels_and_its_absence_is_named(honest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_travels_and_its_absence_is_named(
+    honest: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     with serving(reward_app(length, token="s3cret")) as server:
         url = f"{server.url}/score"
         assert values(ask([url], requests("abc"), token_env="REWARD_TOKEN")) == [3.0]
         refused = ask([url], requests("abc"))
         assert kinds(refused) == ["failed"] and "401" in str(refused[0])
+        monkeypatch.setenv("REWARD_TOKEN", "wr0ng")
+        with caplog.at_level("DEBUG"):
+            wrong = ask([url], requests("abc"), token_env="REWARD_TOKEN")
+        assert kinds(wrong) == ["failed"] and "wr0ng" not in f"{wrong[0]!r} {caplog.text}"
     monkeypatch.delenv("REWARD_TOKEN")
     with pytest.raises(ValueError, match="token_env='REWARD_TOKEN' is not set"):
         ask([f"{honest}/score"], requests("abc"), token_env="REWARD_TOKEN")
@@ -249,6 +255,7 @@ def test_the_token_travels_and_its_absence_is_named(honest: str, monkeypatch: py
         ({"urls": []}, "urls"),
         ({"urls": ["reward:8000"]}, "whole URLs"),
         ({"urls": ["http://a/x", "http://a/x"]}, "twice"),
+        ({"urls": ["http://user:s3cret@a/x"]}, "credentials for a: use options.token_env"),
         ({"dialect": "grpc"}, "use mobula, lightrft, lightrft_responses"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"timeout_s": 0}, "timeout_s got 0"),

@@ -1,0 +1,181 @@
+"""FlowSampler: denoises pictures with a flow model of diffusers, and keeps the steps that a policy is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from torch import Tensor
+
+from actors.samplers.base import EngineSettings
+from actors.samplers.in_process import InProcessSampler
+from cluster.errors import RolloutError
+from cluster.records.actions import LatentActions
+from cluster.records.media import MediaHandle, ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from cluster.roles import SamplingSettings
+from cluster.runtime.seeds import derived_seed
+from learner.policies.flow.denoising import Denoising, canary_actions, velocities
+from learner.policies.flow.families import TRANSFORMER, flow_family_at
+from learner.policies.flow.policy import FlowPolicy, Replay
+from learner.policies.flow.rows import LatentSequence, collate_latents
+from learner.policies.loading import DTYPES
+from learner.policies.sde import KERNELS, FlowStep
+
+USED = (TRANSFORMER, "vae", "scheduler")  # parts of a pipeline; prompts come encoded
+ROUNDED = {"float32": torch.float32, "float16": torch.float16}
+
+
+class FlowSampler(InProcessSampler):
+    """Denoises the siblings of a prompt side by side, at most `max_num_seqs` at a time.
+
+    Each sibling has random numbers of its own, so its picture does not depend on those beside it. A picture is reported
+    when its group is whole: an attempt after a loss begins at the noise. At temperature 0 all steps follow the ODE; the
+    steps of the window are stored with a log-prob of 0.
+    """
+
+    def __init__(self, settings: EngineSettings, denoising: Denoising) -> None:
+        super().__init__(settings)
+        self._denoising = denoising
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._load)
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
+    ) -> list[SampledSequence]:
+        self._num_asked += 1
+        try:
+            await self._served.reach(settings.min_version)
+            async with self._turn:
+                found = await asyncio.to_thread(self._sample, prompt, media, settings)
+                self._num_tokens += sum(sequence.num_tokens for sequence in found)
+        finally:
+            self._num_asked -= 1
+        return found
+
+    def _load(self) -> None:
+        folder = Path(self._settings.model)
+        self._family = flow_family_at(folder)
+        unused = [name for name in DiffusionPipeline.load_config(str(folder)) if not name.startswith("_")]
+        parts: dict[str, Any] = {name: None for name in unused if name not in USED}
+        dtype = DTYPES[self._settings.dtype]
+        self._pipeline = DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **parts)
+        self._pipeline.vae.to(self._device)
+        self._model = self._pipeline.transformer.to(self._device).eval()
+        self._shape = self._family.latent_shape(self._pipeline, self._denoising.height, self._denoising.width)
+        self._pipeline.scheduler.set_timesteps(self._denoising.num_steps)
+        self._sigmas, self._timesteps = self._pipeline.scheduler.sigmas, self._pipeline.scheduler.timesteps
+        self._take_parameters()
+
+    @torch.no_grad()
+    def _sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
+    ) -> list[SampledSequence]:
+        conditions = self._conditions(prompt, media)
+        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
+        parts = [siblings[start : start + most] for start in siblings[::most]]
+        return [sequence for part in parts for sequence in self._denoise(prompt, conditions, settings, part)]
+
+    def _denoise(
+        self,
+        prompt: Prompt,
+        conditions: Sequence[Mapping[str, Tensor]],
+        settings: SamplingSettings,
+        siblings: Sequence[int],
+    ) -> list[SampledSequence]:
+        """Some siblings in one forward pass a step."""
+        how, num = self._denoising, len(siblings)
+        generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
+
+        def noise() -> Tensor:
+            return torch.stack([torch.randn(self._shape, generator=g) for g in generators]).to(self._device)
+
+        def rows(value: Tensor) -> Tensor:
+            return value.to(self._device).expand(num)
+
+        given, *negatives = [{name: t.expand(num, *t.shape[1:]) for name, t in c.items()} for c in conditions]
+        latents = self._rounded(noise())
+        kept, logprobs = [], []
+        for i in range(how.num_steps):
+            inputs = (latents, rows(self._timesteps[i]), given, negatives[0] if negatives else None)
+            velocity = velocities(self._model, self._family, *inputs, how.guidance)
+            step = FlowStep(latents, velocity, *(rows(self._sigmas[k]) for k in (i, i + 1, 1)))
+            is_decision = how.window_start <= i < how.window_end
+            if is_decision:
+                kept.append(latents)
+            if is_decision and settings.temperature > 0:
+                move = how.transition(step)
+                latents = self._rounded(move.mean + move.std * noise())
+                logprobs.append(move.logprobs(latents))
+            else:
+                latents = self._rounded(KERNELS["ddim"](step, 0.0).mean)
+                logprobs += [torch.zeros(num)] if is_decision else []
+            if i + 1 == how.window_end:
+                kept.append(latents)
+        if not latents.isfinite().all():
+            raise RolloutError(
+                f"prompt {prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in {how.dtype}: "
+                "use float32 latents, or a smaller learning rate if the policy has diverged"
+            )
+        pictures = self._family.decode(self._pipeline, latents)
+        steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
+        return [self._sequence(*one) for one in zip(steps, scores, pictures, strict=True)]
+
+    def _sequence(self, latents: np.ndarray, logprobs: np.ndarray, picture: np.ndarray) -> SampledSequence:
+        """float32 [T + 1, ...], [T] and uint8 [H, W, 3] of one sibling."""
+        index = np.arange(self._denoising.window_start, self._denoising.window_end, dtype=np.int32)
+        actions = LatentActions(
+            latents.astype(self._denoising.dtype), index, self._timesteps.numpy()[index], self._sigmas.numpy()
+        )
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, format="PNG")
+        spans = (WeightSpan(self._served.number, 0, len(index)),)
+        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, (file.getvalue(),))
+
+    def _rounded(self, latents: Tensor) -> Tensor:
+        """float32 with the values that are stored."""
+        return latents.to(ROUNDED[self._denoising.dtype]).float()
+
+    def _conditions(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> list[dict[str, Tensor]]:
+        """Of the prompt and, with guidance, of the negative one; rows [1, ...]."""
+        wanted = 2 if self._denoising.is_guided else 1
+        if len(media) != wanted:
+            raise RolloutError(f"prompt {prompt.prompt_id} has {len(media)} conditions, and {wanted} are needed")
+        return [{k: torch.tensor(array, device=self._device) for k, array in m.inputs.items()} for m in media]
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        """float32 [T]: log-probs of arbitrary steps, which depend on all weights that a push brings."""
+        actions = canary_actions(self._denoising, self._shape, self._sigmas.numpy(), self._timesteps.numpy())
+        batch = collate_latents([LatentSequence(actions, prompt.media)], _AtHand(media), self._device)
+        policy = FlowPolicy(self._model, self._family)
+        return policy(batch, Replay(self._denoising, "none")).logprobs[0].cpu().numpy()
+
+    @torch.no_grad()
+    def _work_a_little(self) -> None:
+        """Decode one picture of noise."""
+        self._family.decode(self._pipeline, torch.zeros((1, *self._shape), device=self._device))
+
+
+class _AtHand:
+    """Reads media that are here already."""
+
+    def __init__(self, media: Sequence[ProcessedMedia]) -> None:
+        self._media = media
+
+    def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]:
+        return list(self._media)

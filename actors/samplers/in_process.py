@@ -1,0 +1,128 @@
+"""InProcessSampler: a torch model in this process, whose weights are replaced in place."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+
+from actors.samplers.base import EngineSettings
+from actors.samplers.served_version import ServedVersion
+from cluster.errors import WeightSyncError
+from cluster.records.media import ProcessedMedia
+from cluster.records.trajectory import Prompt
+from cluster.runtime.vitals import EngineLoad
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from learner.policies.loading import checkpoint_names
+from learner.policies.lora import changed_weights
+
+
+class InProcessSampler(ABC):
+    """A `Sampler` that takes one group at a time; a push waits for the group that runs. A subclass samples."""
+
+    _model: torch.nn.Module  # set by `start`, which then calls `_take_parameters`
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._device = torch.device(settings.device)
+        self._turn = asyncio.Lock()
+        self._num_asked = 0  # groups
+        self._num_tokens = 0  # sampled so far
+        self._is_asleep = False
+        self._served = ServedVersion()
+        self._group: TransferGroup | None = None
+
+    def coming(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        async with self._turn:
+            return await asyncio.to_thread(self._prompt_logprobs, prompt, media)
+
+    async def probe(self) -> None:
+        if not self._is_asleep and not self._turn.locked():
+            async with self._turn:
+                await asyncio.to_thread(self._work_a_little)
+
+    async def sleep(self) -> None:
+        async with self._turn:
+            self._is_asleep = True
+            self._model.to("cpu")
+
+    async def wake_up(self, tag: str) -> None:
+        if tag == "weights":
+            async with self._turn:
+                self._model.to(self._device)
+                self._take_parameters()
+                self._is_asleep = False
+
+    def load(self, name: str) -> EngineLoad:
+        num_running = min(self._num_asked, 1)
+        waiting = self._num_asked - num_running
+        return EngineLoad(name, 0.0, num_running, waiting, num_preemptions=0, num_tokens=self._num_tokens)
+
+    async def check_manifest(self, manifest: Manifest) -> None:
+        manifest.check_against(self._settings.expected_by(manifest))
+
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = await asyncio.to_thread(TransferGroup, rendezvous, rank, self._device)
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        async with self._turn:
+            tensors = self._received(manifest, bucket_bytes)
+            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
+            self._served.set(version)
+        return self._served.number
+
+    async def load_weights(
+        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+    ) -> None:
+        packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
+        tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
+        async with self._turn:
+            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
+            self._served.set(version)
+
+    async def weight_version(self) -> int:
+        return self._served.number
+
+    async def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
+        return self._group.receive(manifest, bucket_bytes, keeps=False, into=self._parameters)
+
+    def _weights(
+        self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that a push changes, whatever it carries."""
+        adapters = self._settings.adapters_of(manifest)
+        return tensors if adapters is None else changed_weights(tensors, adapters.base)
+
+    @torch.no_grad()
+    def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self._parameters[name].copy_(tensor)
+
+    def _take_parameters(self) -> None:
+        """Find the weights of `_model`, where they are now, under the names that a push has."""
+        names, state = checkpoint_names(self._model), self._model.state_dict()
+        self._parameters = {names[name]: tensor for name, tensor in state.items() if name in names}
+
+    @abstractmethod
+    def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        """As `prompt_logprobs`, on a thread."""
+
+    @abstractmethod
+    def _work_a_little(self) -> None:
+        """One forward pass, on a thread."""

@@ -1,0 +1,55 @@
+"""MlflowSink: MLflow, as files below the run folder or on a tracking server."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+
+import mlflow
+import yaml
+from mlflow.entities import Metric
+
+from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from cluster.metrics.sinks.trackers import TrackedRun
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
+
+FOLDER = "mlruns"
+CONFIG_FILE = "config.yaml"
+UNFIT = re.compile(r"[^\w\-./ ]")  # characters that MLflow refuses in a name
+
+
+class MlflowSink:
+    """One MLflow run a run, found again by its name within the experiment, which is the project."""
+
+    name = "mlflow"
+
+    def __init__(self, run: TrackedRun) -> None:
+        if not run.address:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it asks for a data base otherwise
+        uri = run.address or (run.folder / FOLDER).absolute().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(run.project)
+        earlier = self._client.search_runs([experiment], f"attributes.run_name = '{run.name}'", max_results=1)
+        if earlier:
+            self._run_id = earlier[0].info.run_id
+            self._client.update_run(self._run_id, status="RUNNING")
+        else:
+            self._run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            self._client.log_text(self._run_id, yaml.safe_dump(dict(run.config), sort_keys=False), CONFIG_FILE)
+
+    def emit(self, record: StepRecord) -> None:
+        self._log(step_scalars(record), record.step)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._log(evaluation_scalars(record), record.version)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _log(self, scalars: Mapping[str, float], step: int) -> None:
+        now_ms = int(1000 * time.time())
+        metrics = [Metric(UNFIT.sub("_", name), float(value), now_ms, step) for name, value in scalars.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)

@@ -1,0 +1,50 @@
+"""Trackers of experiments by name: each is one file beside this one, with a library that is installed as an extra."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PreflightError
+from cluster.metrics.sinks.base import Sink
+
+TRACKERS: Mapping[str, str] = {
+    "mlflow": "cluster.metrics.sinks.mlflow_runs:MlflowSink",
+    "trackio": "cluster.metrics.sinks.trackio_runs:TrackioSink",
+    "wandb": "cluster.metrics.sinks.wandb_runs:WandbSink",
+}
+"""Name, which is also the library's and the extra's -> the class of the sink, made with a `TrackedRun`."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """How a run is found in a tracker. A run that is resumed goes on under the same name."""
+
+    name: str
+    project: str
+    folder: Path  # of the run: what is kept on this machine lies below it
+    address: str  # of the tracker's server; empty keeps everything on this machine
+    config: Mapping[str, Any]  # resolved
+
+
+def refuse_missing(names: Sequence[str]) -> None:
+    """Raises:
+    PreflightError: the library of a tracker is not installed.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        extras = ",".join(missing)
+        raise PreflightError(
+            f"metrics.trackers={list(names)} needs {', '.join(missing)}, which is not installed: "
+            f"`pip install 'mobula[{extras}]'` on the machine of the driver, or take it out of metrics.trackers"
+        )
+
+
+def tracker(name: str, run: TrackedRun) -> Sink:
+    """The sink of one tracker."""
+    module, _, sink = TRACKERS[name].partition(":")
+    return getattr(importlib.import_module(module), sink)(run)

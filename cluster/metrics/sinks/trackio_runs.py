@@ -1,0 +1,42 @@
+"""TrackioSink: trackio, in a file below the run folder or on a server."""
+
+from __future__ import annotations
+
+import os
+
+from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from cluster.metrics.sinks.trackers import TrackedRun
+from cluster.metrics.step_records import EvaluationRecord, StepRecord
+
+FOLDER = "trackio"
+STEP = "trained_step"
+
+
+class TrackioSink:
+    """`TRACKIO_DIR=RUN/trackio trackio show` serves what is kept below the run folder."""
+
+    name = "trackio"
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((run.folder / FOLDER).absolute()))  # read by the import
+        import trackio
+
+        self._run = trackio.init(
+            project=run.project,
+            name=run.name,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            server_url=run.address or None,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def emit(self, record: StepRecord) -> None:
+        self._run.log({STEP: record.step, **step_scalars(record)}, step=record.step)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._run.log({STEP: record.version, **evaluation_scalars(record)}, step=record.version)
+
+    def close(self) -> None:
+        self._run.finish()

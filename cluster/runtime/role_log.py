@@ -1,0 +1,54 @@
+"""The log file of one worker: everything that its process, its children and its libraries write."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+LOGS_FOLDER = "logs"  # of the run folder
+OURS = ("actors", "cluster", "learner", "rewards")
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+POINTER = "mobula: the log goes on in "  # the last line in Ray's own log of the process
+
+
+def role_log(folder: Path, name: str) -> Path:
+    """The file of the worker called `name`, `<role>/<index>`."""
+    return folder / f"{name.replace('/', '-')}.log"
+
+
+def write_to(path: Path, name: str) -> None:
+    """Send what this process and its children write to stdout and stderr to the end of `path`, behind a line that names
+    the process; have its loggers write there too. A worker that is started again goes on in the same file.
+
+    Raises:
+        OSError: the file cannot be written on this node.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    sys.stdout.flush()
+    sys.stderr.write(f"{POINTER}{path}\n")
+    sys.stderr.flush()
+    os.write(descriptor, f"{opening(os.getpid())} on {socket.gethostname()}: {name}\n".encode())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    logging.getLogger().addHandler(handler)
+    for ours in OURS:
+        logging.getLogger(ours).setLevel(logging.INFO)
+
+
+def opening(process_id: int | str) -> str:
+    """How the part of one process begins."""
+    return f"===== process {process_id}"
+
+
+def part_of(path: Path, process_id: str) -> str:
+    """What one process wrote to a worker's log; all of it if the process has no part."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    _, marker, part = text.rpartition(f"{opening(process_id)} on ")
+    return part.partition("\n")[2].partition("\n=====")[0] if marker else text

@@ -1,0 +1,196 @@
+"""`mobula doctor --address`: is every node of a running cluster fit for this configuration?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import PlacementError
+from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from configs.schema import RunConfig
+from deploy.planning.nodes import connected_to
+from deploy.run.shared_paths import relative_paths
+from deploy.tools.doctor.node_report import NodeReport, clock, report
+from deploy.tools.doctor.this_machine import GIB, Finding, Verdict
+
+ANSWER_S = 120.0  # that a node has to start a worker and look
+NUM_CLOCK_READINGS = 5
+MAX_CLOCK_OFFSET_S = 1.0
+MIN_FREE_DISK = 20 * GIB
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A node's clock against ours; the truth lies within `error_s`."""
+
+    offset_s: float
+    error_s: float
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One node as Ray knows it, and what was found there; `failure` says why nothing was."""
+
+    name: str  # HOSTNAME (IP)
+    num_gpus: int  # that Ray counts
+    report: NodeReport | None
+    clock: Clock | None
+    failure: str = ""
+
+
+def examine_cluster(config: RunConfig, address: str) -> Iterator[Finding]:
+    """Every finding about the cluster at `address`, and about each of its nodes.
+
+    Raises:
+        PreflightError: none answers there.
+    """
+    with connected_to(address):
+        from cluster.runtime.placement_groups import cluster_nodes
+
+        nodes = _examined(config)
+        free = cluster_nodes()
+    yield check_cluster_placement(config, free)
+    yield from check_paths(config, nodes)
+    for node in nodes:
+        yield from check_node(config, node, nodes[0])
+
+
+def check_cluster_placement(config: RunConfig, nodes: Sequence[NodeResources]) -> Finding:
+    """Whether the preset fits what is free."""
+    cpus, gpus = sum(node.num_cpus for node in nodes), sum(node.num_gpus for node in nodes)
+    detail = f"{len(nodes)} nodes with {cpus:g} CPUs and {gpus:g} GPUs free"
+    try:
+        plan_placement(config.resources, nodes, needed_roles(config))
+    except PlacementError as error:
+        return Finding("Resources", Verdict.MISSING, detail, str(error))
+    return Finding("Resources", Verdict.OK, f"{detail}, enough for resources={config.resources.preset}")
+
+
+def check_paths(config: RunConfig, nodes: Sequence[Examined]) -> Iterator[Finding]:
+    """Paths that every node reads are absolute."""
+    relative = relative_paths(config)
+    if relative and len(nodes) > 1:
+        words = " ".join(f"{key}=/SHARED/{value}" for key, value in relative.items())
+        yield Finding("Paths", Verdict.MISSING, f"relative: {', '.join(relative)}", f"give absolute ones, e.g. {words}")
+
+
+def check_node(config: RunConfig, node: Examined, first: Examined) -> Iterator[Finding]:
+    """Every finding about one node; versions are compared with those of `first`."""
+    found = node.report
+    if found is None:
+        yield Finding(node.name, Verdict.MISSING, node.failure, "make the same environment on it as on the others")
+        return
+    yield _versions(node.name, found, first)
+    yield _mounts(node.name, found)
+    yield _gpus(config, node, found)
+    yield _network(node.name, found)
+    yield _clock(node.name, node.clock)
+    yield _disk(config, node.name, found)
+
+
+def _versions(name: str, found: NodeReport, first: Examined) -> Finding:
+    title = f"{name}: versions"
+    known = found if first.report is None else first.report
+    ours, theirs = ({"python": r.python, **r.versions} for r in (known, found))
+    missing = dict.fromkeys(ours.keys() | theirs.keys(), "missing")
+    both = {name: ({**missing, **theirs}[name], {**missing, **ours}[name]) for name in sorted(missing)}
+    apart = [f"{name} {there} ({here})" for name, (there, here) in both.items() if there != here]
+    if apart:
+        action = "install the same versions on every node, or use one image"
+        return Finding(title, Verdict.MISSING, f"{', '.join(apart)} on {first.name}", action)
+    shown = ", ".join(f"{package} {version}" for package, version in theirs.items())
+    return Finding(title, Verdict.OK, shown)
+
+
+def _mounts(name: str, found: NodeReport) -> Finding:
+    title = f"{name}: paths"
+    if found.unseen:
+        action = "mount the file system that holds it under the same path on every node, or name another path"
+        return Finding(title, Verdict.MISSING, f"does not see {', '.join(found.unseen)}", action)
+    if found.unwritable:
+        return Finding(title, Verdict.MISSING, found.unwritable, "let the user that runs Ray write there")
+    return Finding(title, Verdict.OK, "data, model and run folder are there")
+
+
+def _gpus(config: RunConfig, node: Examined, found: NodeReport) -> Finding:
+    title, detail = f"{node.name}: GPUs", ", ".join(found.gpus) or "none"
+    if len(found.gpus) < node.num_gpus:
+        action = "look at nvidia-smi there, and start the node with --num-gpus of what it has"
+        return Finding(title, Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
+    if len(set(found.gpus)) > 1:
+        return Finding(title, Verdict.WARNING, detail, "GPUs of one kind are planned as one; the slowest decides")
+    if config.resources.device == "cuda" and not found.gpus:
+        return Finding(title, Verdict.OK, "none: only roles without GPUs run here")
+    return Finding(title, Verdict.OK, detail)
+
+
+def _network(name: str, found: NodeReport) -> Finding:
+    title = f"{name}: network"
+    if found.interface is None:
+        action = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that the nodes reach each other by"
+        return Finding(title, Verdict.WARNING, f"no interface has the Ray address {found.address}", action)
+    return Finding(title, Verdict.OK, f"{found.address} on {found.interface}")
+
+
+def _clock(name: str, found: Clock | None) -> Finding:
+    title = f"{name}: clock"
+    if found is None:
+        return Finding(title, Verdict.WARNING, "not read in time", "see `ray status`")
+    detail = f"{found.offset_s:+.3f} s against this machine, within {found.error_s:.3f} s"
+    if abs(found.offset_s) - found.error_s > MAX_CLOCK_OFFSET_S:
+        return Finding(title, Verdict.WARNING, detail, "let chrony or ntpd set it: it orders logs and metrics")
+    return Finding(title, Verdict.OK, detail)
+
+
+def _disk(config: RunConfig, name: str, found: NodeReport) -> Finding:
+    title = f"{name}: disk"
+    shown = ", ".join(f"{place} {free / GIB:.1f} GiB free" for place, free in found.free_disk.items())
+    detail = f"{shown}, /dev/shm {found.free_shared_memory / GIB:.1f} GiB"
+    short = [place for place, free in found.free_disk.items() if free < MIN_FREE_DISK]
+    if short:
+        action = f"make {MIN_FREE_DISK / GIB:.0f} GiB free: checkpoints, journal and Ray's sessions are written there"
+        return Finding(title, Verdict.WARNING, detail, action)
+    if found.free_shared_memory < config.resources.object_store_bytes:
+        return Finding(title, Verdict.WARNING, detail, "enlarge /dev/shm, or give the node a smaller object store")
+    return Finding(title, Verdict.OK, detail)
+
+
+def _examined(config: RunConfig) -> list[Examined]:
+    """Each living node, asked by tasks that run on it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from cluster.runtime.placement_groups import node_name
+
+    rows = [row for row in ray.nodes() if row["Alive"]]
+    pinned = [NodeAffinitySchedulingStrategy(str(row["NodeID"]), soft=False) for row in rows]
+    look, tell = (ray.remote(num_cpus=0, max_retries=0)(asked) for asked in (report, clock))
+    paths = {"data.path": str(config.data.path), "policy.model": config.policy.model}
+    paths = {key: path for key, path in paths.items() if Path(path).is_absolute()}
+    calls = [look.options(scheduling_strategy=on).remote(paths, str(config.folder)) for on in pinned]
+    found = []
+    for row, on, call in zip(rows, pinned, calls, strict=True):
+        name, num_gpus = node_name(row), int(row["Resources"].get("GPU", 0))
+        try:
+            seen = ray.get(call, timeout=ANSWER_S)
+            found.append(Examined(name, num_gpus, seen, _offset(ray, tell.options(scheduling_strategy=on))))
+        except ray.exceptions.GetTimeoutError:
+            found.append(Examined(name, num_gpus, None, None, f"no answer within {ANSWER_S:g} s"))
+        except ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines()
+            found.append(Examined(name, num_gpus, None, None, lines[-1] if lines else type(error).__name__))
+    return found
+
+
+def _offset(ray: Any, tell: Any) -> Clock | None:
+    """By the reading with the shortest way there and back: the node read its clock somewhere within it."""
+    readings = []
+    for _ in range(NUM_CLOCK_READINGS):
+        start = time.time()
+        there = ray.get(tell.remote(), timeout=ANSWER_S)
+        end = time.time()
+        readings.append(Clock(there - (start + end) / 2, (end - start) / 2))
+    return min(readings, key=lambda reading: reading.error_s)

@@ -1,0 +1,89 @@
+"""How pictures are denoised: what sampler and policy must have alike, and the velocity that both compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cluster.records.actions import LatentActions
+from learner.policies.flow.families import FlowFamily
+from learner.policies.sde import KERNELS, FlowStep, Transition, guided
+
+MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """How a picture is denoised.
+
+    Steps [window_start, window_end) of the schedule are stochastic, by `kernel`; only those are decisions of the
+    policy. The others follow the ODE.
+    """
+
+    height: int  # of pictures
+    width: int
+    num_steps: int
+    guidance: float  # 1: none, and no negative prompt
+    kernel: str  # of learner.policies.sde.KERNELS, other than ddim
+    noise_level: float
+    window_start: int
+    window_end: int
+    dtype: str  # float32 | float16: latents are rounded to it before they are scored
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.window_start < self.window_end <= self.num_steps:
+            raise ValueError(
+                f"the stochastic steps [{self.window_start}, {self.window_end}) are not within the {self.num_steps} "
+                "steps of the schedule"
+            )
+        if self.kernel == "cps" and self.window_end == self.num_steps:
+            raise ValueError("the last step of cps adds no noise and cannot be scored: let the window end before it")
+
+    @property
+    def is_guided(self) -> bool:
+        return self.guidance != 1
+
+    def transition(self, step: FlowStep) -> Transition:
+        """A stochastic step."""
+        return KERNELS[self.kernel](step, self.noise_level)
+
+
+def canary_actions(
+    denoising: Denoising, shape: tuple[int, ...], sigmas: np.ndarray, timesteps: np.ndarray
+) -> LatentActions:
+    """Arbitrary latents of `shape` as stochastic steps of a schedule, the same on every call.
+
+    Two models that score them alike have the same velocities there: a push of weights is proven by them.
+    """
+    index = np.arange(denoising.window_start, denoising.window_end, dtype=np.int32)
+    latents = np.random.default_rng(0).standard_normal((len(index) + 1, *shape), dtype=np.float32)
+    return LatentActions(latents, index, timesteps[index], sigmas)
+
+
+def velocities(
+    model: nn.Module,
+    family: FlowFamily,
+    latents: Tensor,
+    timesteps: Tensor,
+    conditions: Mapping[str, Tensor],
+    negatives: Mapping[str, Tensor] | None,
+    guidance: float,
+) -> Tensor:
+    """float32 [N, ...]: the velocity of each row, with guidance in one forward pass of 2N rows where it has negatives.
+
+    A pass of few rows is filled up with copies. So a row's velocity does not depend on the rows beside it, and a replay
+    in other batches than the sampler's gives the same numbers on the same backend.
+    """
+    num, dtype = len(latents), next(model.parameters()).dtype
+    rows = torch.arange(max(num, MIN_ROWS), device=latents.device) % num
+    x, t = latents[rows].to(dtype), timesteps[rows]
+    given = {name: tensor[rows].to(dtype) for name, tensor in conditions.items()}
+    if negatives is None:
+        return family.velocity(model, x, t, given)[:num].float()
+    both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
+    unconditional, conditional = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both).chunk(2)
+    return guided(conditional[:num], unconditional[:num], guidance)

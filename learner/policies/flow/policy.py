@@ -1,0 +1,90 @@
+"""FlowPolicy: a flow model as a policy over denoising steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from diffusers import AutoModel, ModelMixin
+from torch import Tensor, nn
+
+from learner.policies.adapters import has_adapters, without_adapters
+from learner.policies.base import Policy, PolicyOutput
+from learner.policies.flow.denoising import Denoising, velocities
+from learner.policies.flow.families import TRANSFORMER, FlowFamily
+from learner.policies.flow.rows import LatentBatch
+from learner.policies.sde import FlowStep, Transition, gaussian_kl
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How stored steps are scored again.
+
+    `divergence` is the KL divergence to the model without its adapters: `exact`, or `per_time`, which does not depend
+    on the size of the steps (`learner.policies.sde.gaussian_kl`).
+    """
+
+    denoising: Denoising
+    divergence: Literal["none", "exact", "per_time"]
+
+
+class FlowPolicy(Policy):
+    """Scores denoising steps given what they began with and the encoded prompt."""
+
+    def __init__(self, model: nn.Module, family: FlowFamily) -> None:
+        super().__init__()
+        self.model = model
+        self._family = family
+
+    def blocks(self) -> Iterator[nn.Module]:
+        kinds = self.model._no_split_modules or ()
+        return (module for module in self.model.modules() if type(module).__name__ in kinds)
+
+    def forward(self, batch: LatentBatch, replay: Replay, *, entropy_has_gradient: bool = False) -> PolicyOutput:
+        """Log-probs of the batch's steps, all N of them side by side, and their divergence where it is asked for.
+
+        The entropy is that of one number of the latents. It depends on the schedule alone, so it has no gradient.
+
+        Raises:
+            ValueError: a divergence is asked of a model without adapters, whose weights are all that there is.
+        """
+        moved = self._transition(batch, replay.denoising)
+        entropy = (torch.log(moved.std) + 0.5 * math.log(2 * math.pi * math.e)).flatten()
+        parts = (moved.logprobs(batch.next_latents), entropy.detach(), torch.zeros_like(entropy, dtype=torch.bool))
+        output = PolicyOutput(*(_by_row(part, batch.target_mask) for part in parts))
+        if replay.divergence == "none":
+            return output
+        if not has_adapters(self.model):
+            raise ValueError(
+                "algorithm.kl.coef is above 0, and a flow model is compared with itself without adapters: set "
+                "policy.lora.rank above 0, or algorithm.kl.coef=0"
+            )
+        with torch.no_grad(), without_adapters(self.model):
+            reference = self._transition(batch, replay.denoising)
+        scale = moved.std if replay.divergence == "exact" else moved.rate
+        kl = gaussian_kl(moved.mean, reference.mean, scale)
+        return output._replace(divergence=_by_row(kl, batch.target_mask))
+
+    def _transition(self, batch: LatentBatch, denoising: Denoising) -> Transition:
+        def of(rows: Tensor) -> dict[str, Tensor]:
+            return {name: tensor[rows] for name, tensor in batch.conditions.items()}
+
+        negatives = None if batch.negative_rows is None else of(batch.negative_rows)
+        inputs = (batch.latents, batch.timesteps, of(batch.condition_rows), negatives)
+        velocity = velocities(self.model, self._family, *inputs, denoising.guidance)
+        step = FlowStep(batch.latents, velocity, batch.sigmas, batch.next_sigmas, batch.max_sigmas)
+        return denoising.transition(step)
+
+
+def load_transformer(folder: Path, dtype: torch.dtype) -> ModelMixin:
+    """The network that is trained, of the diffusers checkpoint in `folder`, on the CPU."""
+    return AutoModel.from_pretrained(str(folder), subfolder=TRANSFORMER, dtype=dtype)
+
+
+def _by_row(values: Tensor, mask: Tensor) -> Tensor:
+    """[N] in the places of `mask` [B, T]; 0 elsewhere."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -1,0 +1,69 @@
+"""No file is read in a way that can run code which it holds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+from sources import Source, parse, sources
+
+LOADERS = {
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "cloudpickle.loads", "dill.load",
+    "joblib.load", "marshal.load", "marshal.loads", "shelve.open", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+    "pandas.read_pickle", "eval", "exec",
+}  # fmt: skip
+# Where a loader reads what this process has made itself: {path: why}.
+OWN = {"actors/rollout/server.py": "shows that an error can be pickled, by a round trip in memory"}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of such an expression; empty for others."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def unsafe_reads(source: Source) -> Iterator[str]:
+    """Each call that may run what a file holds."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name, options = dotted(node.func), {word.arg: word.value for word in node.keywords}
+        place = f"{source.path}:{node.lineno} {name}"
+        if name in LOADERS and source.path not in OWN:
+            yield place
+        if name == "torch.load" and not is_true(options.get("weights_only")):
+            yield f"{place} without weights_only=True"
+        for option in ("allow_pickle", "trust_remote_code"):
+            if option in options and not is_false(options[option]):
+                yield f"{place} with {option}"
+
+
+def is_true(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.Constant) and value.value is True
+
+
+def is_false(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and value.value is False
+
+
+def test_no_file_can_run_code() -> None:
+    assert [place for source in sources() for place in unsafe_reads(source)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pickle.load(file)", "torch.load(path)", "torch.load(path, weights_only=False)", "yaml.load(text, Loader)",
+        "np.load(path, allow_pickle=True)", "AutoModel.from_pretrained(path, trust_remote_code=True)", "eval(text)",
+        "AutoModel.from_pretrained(path, trust_remote_code=given)",
+    ],
+)  # fmt: skip
+def test_each_of_them_is_seen(text: str) -> None:
+    assert len(list(unsafe_reads(parse("learner/x.py", text)))) == 1
+
+
+def test_safe_reads_are_none() -> None:
+    text = "torch.load(path, weights_only=True); np.load(path, allow_pickle=False); model.eval(); yaml.safe_load(text)"
+    assert list(unsafe_reads(parse("learner/x.py", text))) == []

@@ -1,0 +1,170 @@
+"""Pictures of a flow model: the policy scores their steps as they were sampled, and new weights change what follows."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from flow_model import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, sample, write_loud_sd3
+from PIL import Image
+from safetensors.torch import load_file
+
+from cluster.errors import ManifestError, RolloutError
+from cluster.records.media import MediaReader
+from cluster.records.partial_response import SampledSequence
+from cluster.records.trajectory import Prompt
+from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from cluster.weight_sync.transport import pack
+from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.families import TRANSFORMER, flow_family_at
+from learner.policies.flow.policy import FlowPolicy, Replay, load_transformer
+from learner.policies.flow.tiny import write_tiny_flow
+from learner.policies.trained import collate_rows, row_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_loud_sd3(tmp_path_factory.mktemp("flow") / "sd3")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[Prompt]:
+    return encoded_prompts(folder, ["71", "a red cube"])
+
+
+def policy(folder: Path) -> FlowPolicy:
+    return FlowPolicy(load_transformer(folder, torch.float32).train(), flow_family_at(folder))
+
+
+def replayed(
+    own: FlowPolicy, prompt: Prompt, sequences: list[SampledSequence], denoising: Denoising = DENOISING
+) -> np.ndarray:
+    """float32 [B, T]"""
+    rows = [row_of(prompt, sequence.actions) for sequence in sequences]
+    batch = collate_rows(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+    return own(batch, Replay(denoising, "none")).logprobs.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"dtype": "float16"},
+        {"kernel": "cps"},
+        {"kernel": "sde"},
+        {"kernel": "dance"},
+        {"guidance": 1.0},
+        {"window_start": 2, "window_end": 4},
+        {"window_end": 6},
+    ],
+    ids=str,
+)
+async def test_steps_are_scored_exactly_as_they_were_sampled(folder: Path, own: dict) -> None:
+    denoising = replace(DENOISING, **own)
+    [prompt] = encoded_prompts(folder, ["71"], with_negative=denoising.is_guided)
+    found = await sample(await flow_sampler(folder, denoising), prompt)
+    logprobs = np.stack([sequence.logprobs for sequence in found])
+    assert np.abs(logprobs).max() > 0.1 and np.isfinite(logprobs).all()
+    assert len({sequence.actions.latents.tobytes() for sequence in found}) == SETTINGS.num_samples
+    model = policy(folder)
+    for rows in (found, found[:1], found[:2], found[::-1]):
+        expected = np.stack([sequence.logprobs for sequence in rows])
+        np.testing.assert_array_equal(replayed(model, prompt, rows, denoising), expected)
+
+
+async def test_a_sibling_does_not_depend_on_those_beside_it(folder: Path, prompts: list[Prompt]) -> None:
+    whole = await sample(await flow_sampler(folder), prompts[0])
+    parts = await flow_sampler(folder, max_num_seqs=2)
+    for one, other in zip(whole, await sample(parts, prompts[0]), strict=True):
+        np.testing.assert_array_equal(one.actions.latents, other.actions.latents)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        assert one.pictures == other.pictures
+    others = await sample(parts, prompts[1])
+    assert not np.array_equal(others[0].actions.latents[-1], whole[0].actions.latents[-1])
+
+
+async def test_without_noise_the_pictures_are_those_of_plain_diffusers(folder: Path) -> None:
+    denoising = replace(DENOISING, window_end=6)
+    sampler, [prompt] = await flow_sampler(folder, denoising), encoded_prompts(folder, ["71"])
+    [found] = await sample(sampler, prompt, replace(SETTINGS, num_samples=1, temperature=0.0))
+    assert found.logprobs.tolist() == [0.0] * 6
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    shared = {"prompt": "71", "negative_prompt": "", "height": 32, "width": 32, "guidance_scale": 4.5}
+    shared |= {"num_inference_steps": 6, "max_sequence_length": 32}
+    first = torch.from_numpy(found.actions.latents[:1].copy())
+    clean = pipeline(**shared, latents=first, output_type="latent").images
+    np.testing.assert_allclose(found.actions.latents[-1], clean[0], atol=1e-4)
+    picture = np.asarray(Image.open(io.BytesIO(found.pictures[0]))).astype(int)
+    expected = np.asarray(pipeline(**shared, latents=first).images[0]).astype(int)
+    assert picture.shape == (32, 32, 3) and np.abs(picture - expected).max() <= 1
+
+
+async def test_new_weights_are_taken_as_a_whole_and_stamped(
+    folder: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    sampler = await flow_sampler(folder)
+    newer = write_loud_sd3(tmp_path / "newer", seed=1)
+    media = MediaReader(timeout_s=1, max_items=8).read(prompts[0].media)
+    before = await sampler.prompt_logprobs(prompts[0], media)
+    manifest = checkpoint_manifest(newer / TRANSFORMER, "float32")
+    await sampler.check_manifest(manifest)
+    with pytest.raises(ManifestError, match="missing"):
+        await sampler.check_manifest(Manifest(manifest.tensors[1:]))
+    state = load_file(newer / TRANSFORMER / "diffusion_pytorch_model.safetensors")
+    plan = list(manifest.buckets(1 << 20))
+    buckets = [pack(b, state, torch.zeros(b.num_bytes, dtype=torch.uint8)).numpy() for b in plan]
+    await sampler.load_weights(manifest, 1 << 20, buckets, 7)
+    found = await sample(sampler, prompts[0])
+    assert {span.version for sequence in found for span in sequence.weight_spans} == {7}
+    np.testing.assert_array_equal(replayed(policy(newer), prompts[0], found), [s.logprobs for s in found])
+    fresh = await (await flow_sampler(newer)).prompt_logprobs(prompts[0], media)
+    np.testing.assert_array_equal(await sampler.prompt_logprobs(prompts[0], media), fresh)
+    assert np.abs(fresh - before).max() > 0.01
+
+
+async def test_latents_that_are_not_finite_are_refused(folder: Path, prompts: list[Prompt], tmp_path: Path) -> None:
+    sampler = await flow_sampler(folder)
+    with torch.no_grad():
+        sampler._model.proj_out.bias.fill_(float("nan"))
+    with pytest.raises(RolloutError, match="prompt 0/0/71: the latents are not finite after 6 steps in float32"):
+        await sample(sampler, prompts[0])
+
+
+async def test_a_prompt_without_its_negative_is_refused(folder: Path) -> None:
+    [prompt] = encoded_prompts(folder, ["71"], with_negative=False)
+    with pytest.raises(RolloutError, match="has 1 conditions, and 2 are needed"):
+        await sample(await flow_sampler(folder), prompt)
+
+
+async def test_pictures_of_an_unfit_size_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="pictures of 30 x 32: each side must be a multiple of 4 and at most 128"):
+        await flow_sampler(folder, replace(DENOISING, height=30))
+
+
+def test_a_window_must_lie_in_the_schedule_and_end_before_cps_adds_no_noise() -> None:
+    with pytest.raises(ValueError, match=r"the stochastic steps \[3, 7\) are not within the 6 steps"):
+        replace(DENOISING, window_start=3, window_end=7)
+    with pytest.raises(ValueError, match="the last step of cps adds no noise"):
+        replace(DENOISING, kernel="cps", window_end=6)
+
+
+def test_a_checkpoint_of_an_unknown_pipeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no diffusers checkpoint"):
+        flow_family_at(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "MochiPipeline"}')
+    with pytest.raises(ValueError, match="is a MochiPipeline, which is not supported: choose a checkpoint of Stable"):
+        flow_family_at(tmp_path)
+
+
+def test_the_tiny_model_is_a_whole_pipeline_and_follows_its_seed(folder: Path, tmp_path: Path) -> None:
+    names = [write_tiny_flow("sd3", tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    weights = [(at / TRANSFORMER / "diffusion_pytorch_model.safetensors").read_bytes() for at in names]
+    assert weights[0] == weights[1] != weights[2]
+    model = SD3Transformer2DModel.from_pretrained(names[0], subfolder=TRANSFORMER)
+    assert sum(p.numel() for p in model.parameters()) < 400_000

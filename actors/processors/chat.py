@@ -31,7 +31,7 @@ from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, conte
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
 from configs.schema.rollout import SamplerConfig
-from learner.policies.families import family_at, model_type_at
+from learner.policies.families import VIDEO_TYPES, family_at, model_type_at
 from learner.policies.families.base import Clip, PictureFamily, VideoFamily
 
 THUMBNAIL_SIZE = (128, 128)
@@ -328,7 +328,7 @@ class ChatProcessor:
             raise ValueError(
                 f"sampler.max_videos_per_prompt={self._max_videos} asks for videos, which are not computed for "
                 f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
-                "qwen2_vl, qwen2_5_vl or qwen3_vl"
+                f"{', '.join(VIDEO_TYPES)}"
             )
         require_av()
 

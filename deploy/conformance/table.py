@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from deploy.conformance.measure import ALL, Gap, Report
 from deploy.wiring.parity_prompts import CASES, VIDEO
-from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
-from learner.policies.families.base import VideoFamily
+from learner.policies.families import TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.registry import BY_MODEL_TYPE
 
 COLUMNS = (*CASES, VIDEO)
-VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
 LIMIT = 1e-5  # nat, the mean of a case in float32
 
 

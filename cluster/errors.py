@@ -17,6 +17,7 @@
     ├── LostObjectError         an object went with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt
     │   └── EngineDiedError     its engine ended; `failure` is the cause
+    ├── EnvironmentFailedError  an environment fails in too large a share of its episodes
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
     │   └── UnscoredGroupError  a group cost one reward worker after the other; no response of it has a reward
     ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
@@ -129,6 +130,10 @@ class EngineDiedError(RolloutError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.what, self.failure), self.__dict__  # the last holds the notes
+
+
+class EnvironmentFailedError(MobulaError):
+    """An environment fails in too large a share of its episodes."""
 
 
 class RewardError(MobulaError):

@@ -25,7 +25,12 @@ class SamplingSettings:
     seed: int
     priority: int = 0  # where an engine has to choose, a smaller number goes first
     min_version: int = -1  # an engine that serves older weights waits for the push that brings these
-    top_p: float = 1.0  # below 1 in evaluation only: the learner's log-probs are those of all tokens
+    top_p: float = 1.0  # 1: no cut
+    top_k: int = 0  # 0: no cut
+    min_p: float = 0.0  # 0: no cut
+    first_token_temperature: float = 0.0  # 0: `temperature`, as of all other tokens
+    stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
+    keeps_sets: bool = False  # record among which tokens each one was sampled, for the learner
 
     def for_prompt(self, prompt_id: str) -> SamplingSettings:
         """The same with the prompt's own seed, where `seed` is the run's."""

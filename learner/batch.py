@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.records.media import MediaReader
-from cluster.records.trajectory import FinishReason, Reward, ScoredGroup, TrajectoryGroup
+from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from learner.algorithms.aggregation import Totals
 from learner.policies.base import PolicyRow
@@ -36,7 +36,7 @@ class LearnerItem:
     advantages: np.ndarray  # float32 [T]
     reward: Reward | None
     metadata: Mapping[str, Any]  # of the prompt
-    is_truncated: bool  # the response hit the length limit
+    is_truncated: bool  # the response or the episode was cut
     reference_logprobs: np.ndarray | None  # float32 [T]
     old_logprobs: np.ndarray | None = None  # float32 [T], of the weights that the step trains from
     entropies: np.ndarray | None = None  # float32 [T], of the same weights
@@ -134,7 +134,7 @@ def _item(
         advantages=np.zeros(len(mask), dtype=np.float32),
         reward=reward,
         metadata=group.prompt.metadata,
-        is_truncated=trajectory.finish_reason is FinishReason.LENGTH,
+        is_truncated=trajectory.is_truncated,
         reference_logprobs=None if references is None else references[sibling],
     )
 

@@ -40,10 +40,8 @@ from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.optim.average import NullAverage, WeightAverage
 from learner.policies.base import PolicyOutput
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES, recompute_blocks, save_policy
-from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.trained import as_policy, load_trained_model
+from learner.policies.loading import DTYPES, recompute_blocks
+from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.residence import Residence
@@ -70,7 +68,7 @@ class Learner:
         self._world_size = world_size
         self._rendezvous = RankRendezvous()
         self._device = torch.device(config.resources.device)
-        self._distribution = Distribution(config.sampler.temperature, banned_ids)
+        self._scoring = scoring_of(config, banned_ids)
         self._objective = PolicyObjective(config.algorithm)
         self._credit = Credit(config)
         self._reader = MediaReader(
@@ -160,13 +158,16 @@ class Learner:
 
     def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
         """Exact-match accuracy that greedy decoding would have on these examples."""
-        return self._supervised.answer_accuracy(examples, self._distribution)
+        return self._supervised.answer_accuracy(examples, self._scoring.training)
 
     def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans."""
+        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans.
+
+        Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
+        """
         with self._backend.inference():
-            batch = collate([TokenSequence.of_prompt(prompt)], self._reader, self._device)
-            return self._policy(batch, PLAIN).logprobs[0].cpu().numpy()
+            batch = collate_rows([self._scoring.canary_row(prompt)], self._reader, self._device)
+            return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:
         """What a push carries."""
@@ -228,7 +229,7 @@ class Learner:
                 if self._rank == 0:
                     state[name] = tensor.cpu()
         if self._rank == 0:
-            save_policy(self._policy.model, self._config.policy.model, folder, state)
+            save_trained(self._policy.model, self._config, folder, state)
 
     def close(self) -> None:
         self.weights.close()
@@ -261,7 +262,7 @@ class Learner:
     def _forward(self, rows: Sequence[LearnerItem]) -> tuple[PolicyOutput, LearnerBatch]:
         batch = collate_items(rows, self._reader, self._device)
         has_bonus = self._config.algorithm.entropy.bonus > 0
-        return self._policy(batch.inputs, self._distribution, entropy_has_gradient=has_bonus), batch
+        return self._policy(batch.inputs, self._scoring.training, entropy_has_gradient=has_bonus), batch
 
     def _filtered(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
         """The groups with no loss on what `algorithm.overlong_filter` leaves out."""

@@ -77,11 +77,14 @@ class PolicyObjective:
         self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, coef: float
     ) -> Tensor | float:
         config = self._config.kl
-        if batch.reference_logprobs is None:
+        if output.divergence is not None:
+            by_token = output.divergence
+        elif batch.reference_logprobs is None:
             if config.coef > 0:
                 raise ValueError(missing_reference(self._config))
             return 0.0
-        by_token = self._kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs)
+        else:
+            by_token = self._kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs)
         kl = torch.where(self._is_left_out(batch), 0.0, capped(by_token, config.token_cap))
         meter.add(kl=token_mean(kl, batch.loss_mask, totals))
         if config.coef == 0 or config.place == "reward":

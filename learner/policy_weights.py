@@ -15,9 +15,9 @@ from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
-from learner.policies.loading import checkpoint_names, save_policy
+from learner.policies.loading import checkpoint_names
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from learner.policies.trained import as_policy, load_trained_model
+from learner.policies.trained import as_policy, load_trained_model, save_trained
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -92,7 +92,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     if config.policy.lora.is_on and not merge:
         save_adapters(folder, model, config.policy.lora, config.policy.model)
     else:
-        save_policy(model, config.policy.model, folder, dict(weights.plain_state(backend)))
+        save_trained(model, config, folder, dict(weights.plain_state(backend)))
 
 
 def _module(weight: str) -> str:

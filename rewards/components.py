@@ -82,7 +82,7 @@ def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) 
 def content_key(request: RewardRequest) -> bytes:
     """Equal for requests that no reward function can tell apart."""
     response = request.response
-    said = [response.text, response.num_tokens, response.is_truncated]
+    said = [response.text, response.num_tokens, response.is_truncated, response.turns, response.failure]
     known = [request.prompt_text, request.references, dict(request.metadata)]
     digest = hashlib.sha256(json.dumps([*said, *known], sort_keys=True, default=repr).encode())
     for pictures in (response.pictures, request.prompt_pictures):

@@ -94,6 +94,7 @@ class ChatProcessor:
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
+        self.image_token_id: int | None = self._processor.image_token_id if self.takes_pictures else None
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
 
@@ -206,8 +207,7 @@ class ChatProcessor:
             MediaError: a picture has a size that cannot be used.
         """
         expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
-        image_token = self._processor.image_token_id if self.takes_pictures else None
-        places = np.flatnonzero(compact_ids == image_token)
+        places = np.flatnonzero(compact_ids == self.image_token_id)
         if len(places) != len(expansions):
             raise PromptError(
                 f"{name} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.reference.quantised import quantise
 from cluster.errors import DeadlineError, ScoringError
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import ScoredGroup, TrajectoryGroup
@@ -29,7 +30,9 @@ class ReferenceScorer:
         torch.set_num_threads(config.resources.reference.num_threads)
         self._config = config
         self._device = torch.device(config.resources.device)
-        self._distribution = Distribution(config.sampler.temperature, banned_ids)
+        self._distribution = Distribution(
+            config.sampler.temperature, banned_ids, config.sampler.first_token_temperature
+        )
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
@@ -40,6 +43,7 @@ class ReferenceScorer:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
+        quantise(model, config.reference.quantisation)
         self._policy = TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:

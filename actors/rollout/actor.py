@@ -33,7 +33,7 @@ class RolloutActor(PromptServer):
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
         super().__init__()
         self._sampler = build_sampler(sampler, settings)
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        self._tokenizer = None if settings.denoising else AutoTokenizer.from_pretrained(settings.model)
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
@@ -106,7 +106,7 @@ class RolloutActor(PromptServer):
 
     def _response(self, sequence: SampledSequence) -> Response:
         is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
-        if isinstance(sequence.actions, TokenActions):
+        if self._tokenizer is not None and isinstance(sequence.actions, TokenActions):
             text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
         return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
 

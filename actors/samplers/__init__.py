@@ -15,4 +15,9 @@ def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
         from actors.samplers.huggingface import HuggingFaceSampler
 
         return HuggingFaceSampler(settings)
-    raise ValueError(f"sampler.kind={kind} is unknown: use vllm or huggingface")
+    if kind == "flow":
+        from actors.samplers.flow import FlowSampler
+
+        assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
+        return FlowSampler(settings, settings.denoising)
+    raise ValueError(f"sampler.kind={kind} is unknown: use vllm, huggingface or flow")

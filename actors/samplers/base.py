@@ -16,6 +16,7 @@ from cluster.roles import SamplingSettings
 from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
+from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
 
@@ -27,6 +28,7 @@ class EngineSettings:
     dtype: str  # float32 | bfloat16
     device: str  # cpu | cuda
     seed: int
+    tensor_parallel: int  # GPUs that the model is split over
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -44,6 +46,7 @@ class EngineSettings:
     pad_id: int
     expected: Manifest  # the tensors every push of weights must carry
     adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
+    denoising: Denoising | None = None  # of a flow model
 
     def expected_by(self, manifest: Manifest) -> Manifest:
         """What a push that promises `manifest` must carry."""
@@ -109,7 +112,8 @@ class Sampler(Protocol):
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Become receiver `rank` of a transfer group, leaving the one before."""
+        """Become receiver `rank` of a transfer group, leaving the one before; an engine that is split over several GPUs
+        takes the ranks from `rank` on, in the order of its own."""
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:

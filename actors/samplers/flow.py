@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
@@ -23,14 +20,13 @@ from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
 from cluster.runtime.seeds import derived_seed
-from learner.policies.flow.denoising import Denoising, canary_actions, velocities
-from learner.policies.flow.families import TRANSFORMER, flow_family_at
+from learner.policies.flow.checkpoint import FlowCheckpoint
+from learner.policies.flow.denoising import Denoising, velocities
 from learner.policies.flow.policy import FlowPolicy, Replay
-from learner.policies.flow.rows import LatentSequence, collate_latents
+from learner.policies.flow.rows import collate_latents
 from learner.policies.loading import DTYPES
 from learner.policies.sde import KERNELS, FlowStep
 
-USED = (TRANSFORMER, "vae", "scheduler")  # parts of a pipeline; prompts come encoded
 ROUNDED = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -68,17 +64,13 @@ class FlowSampler(InProcessSampler):
         return found
 
     def _load(self) -> None:
-        folder = Path(self._settings.model)
-        self._family = flow_family_at(folder)
-        unused = [name for name in DiffusionPipeline.load_config(str(folder)) if not name.startswith("_")]
-        parts: dict[str, Any] = {name: None for name in unused if name not in USED}
-        dtype = DTYPES[self._settings.dtype]
-        self._pipeline = DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **parts)
+        self._checkpoint = FlowCheckpoint(self._settings.model)
+        self._family = self._checkpoint.family
+        self._shape = self._checkpoint.latent_shape(self._denoising)
+        self._sigmas, self._timesteps = self._checkpoint.schedule(self._denoising.num_steps)
+        self._pipeline = self._checkpoint.decoder(DTYPES[self._settings.dtype])
         self._pipeline.vae.to(self._device)
         self._model = self._pipeline.transformer.to(self._device).eval()
-        self._shape = self._family.latent_shape(self._pipeline, self._denoising.height, self._denoising.width)
-        self._pipeline.scheduler.set_timesteps(self._denoising.num_steps)
-        self._sigmas, self._timesteps = self._pipeline.scheduler.sigmas, self._pipeline.scheduler.timesteps
         self._take_parameters()
 
     @torch.no_grad()
@@ -160,8 +152,8 @@ class FlowSampler(InProcessSampler):
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         """float32 [T]: log-probs of arbitrary steps, which depend on all weights that a push brings."""
-        actions = canary_actions(self._denoising, self._shape, self._sigmas.numpy(), self._timesteps.numpy())
-        batch = collate_latents([LatentSequence(actions, prompt.media)], _AtHand(media), self._device)
+        row = self._checkpoint.canary(prompt, self._denoising)
+        batch = collate_latents([row], _AtHand(media), self._device)
         policy = FlowPolicy(self._model, self._family)
         return policy(batch, Replay(self._denoising, "none")).logprobs[0].cpu().numpy()
 

@@ -14,8 +14,9 @@ from transformers.generation import LogitsProcessorList
 
 from actors.samplers.base import EngineSettings
 from actors.samplers.in_process import InProcessSampler
-from actors.samplers.progress import GroupProgress, continued, settings_to_continue
-from cluster.records.actions import TokenActions
+from actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
+from actors.samplers.stop_strings import StopStrings
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -43,7 +44,9 @@ class HuggingFaceSampler(InProcessSampler):
         emit: Emit,
     ) -> list[SampledSequence]:
         emit_here = partial(asyncio.get_running_loop().call_soon_threadsafe, emit)
-        progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit_here)
+        chunk_tokens = self._settings.chunk_tokens
+        stop_strings = StopStrings(self._settings.model, settings.stop_strings)
+        progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
         self._num_asked += 1
         try:
             await self._served.reach(settings.min_version)
@@ -63,12 +66,30 @@ class HuggingFaceSampler(InProcessSampler):
         attempt: Attempt,
         progress: GroupProgress,
     ) -> None:
-        if not attempt.siblings:
+        if settings.first_token_temperature > 0:
+            self._begin(prompt, media, settings, progress)
+        elif not attempt.siblings:
             self._generate(prompt, media, settings, range(settings.num_samples), progress)
         for sibling in progress.unfinished():
-            so_far = attempt.siblings[sibling]
+            so_far = progress.siblings[sibling]
             rest = settings_to_continue(settings, sibling, so_far)
             self._generate(continued(prompt, so_far), media, rest, [sibling], progress)
+
+    def _begin(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        progress: GroupProgress,
+    ) -> None:
+        """The first token of each sibling that has none, with the temperature of first tokens."""
+        empty = progress.empty()
+        if not empty:
+            return
+        first, begun = first_token_settings(settings, len(empty)), progress.aside(len(empty))
+        self._generate(prompt, media, first, range(len(empty)), begun)
+        for sibling, token in zip(empty, begun.finished(), strict=True):
+            progress.add(sibling, opened(token, settings))
 
     @torch.no_grad()
     def _generate(
@@ -83,15 +104,14 @@ class HuggingFaceSampler(InProcessSampler):
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
-        reader = _Reader(
-            self._settings, prompt.num_tokens, settings.max_tokens, siblings, self._served.number, progress
-        )
+        reader = _Reader(self._settings, prompt.num_tokens, settings, siblings, self._served.number, progress)
         output = self._model.generate(
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
-            top_k=0,
+            top_k=0 if is_greedy else settings.top_k,
             top_p=None if is_greedy else settings.top_p,
+            min_p=None if is_greedy or settings.min_p == 0 else settings.min_p,
             max_new_tokens=settings.max_tokens,
             eos_token_id=list(self._settings.stop_ids),
             pad_token_id=self._settings.pad_id,
@@ -133,29 +153,32 @@ class HuggingFaceSampler(InProcessSampler):
 
 
 class _Reader(StoppingCriteria):
-    """Sits in generate() as a criterion that never stops, and passes on what was sampled every `chunk_tokens` steps."""
+    """A stopping criterion of generate() that passes on what was sampled: every `chunk_tokens` steps, or in each step
+    where stop strings may end a response.
+    """
 
     def __init__(
         self,
         settings: EngineSettings,
         num_prompt_tokens: int,
-        max_tokens: int,
+        sampling: SamplingSettings,
         siblings: Sequence[int],
         version: int,
         progress: GroupProgress,
     ) -> None:
         self._settings = settings
         self._num_prompt_tokens = num_prompt_tokens
-        self._max_tokens = max_tokens
+        self._sampling = sampling
         self._siblings = siblings  # by row
         self._version = version
         self._progress = progress
         self._num_read = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        if len(scores) % self._settings.chunk_tokens == 0:
+        if self._sampling.stop_strings or len(scores) % self._settings.chunk_tokens == 0:
             self.read(input_ids, scores)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        goes_on = set(self._progress.unfinished())
+        return torch.tensor([sibling not in goes_on for sibling in self._siblings], device=input_ids.device)
 
     def read(self, input_ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> None:
         """Take what is new: `input_ids` [n, P + T] with the prompt, `scores` T times [n, V], bans, temperature in."""
@@ -166,18 +189,19 @@ class _Reader(StoppingCriteria):
         logits = torch.stack(list(scores[start:]), dim=1).float()  # [n, new, V]
         logprobs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)  # [n, new]
         goes_on = set(self._progress.unfinished())
-        for sibling, *row in zip(self._siblings, tokens.cpu().numpy(), logprobs.cpu().numpy(), strict=True):
-            if sibling in goes_on:
-                self._progress.add(sibling, self._piece(*row))
+        for n, row in enumerate(zip(tokens.cpu().numpy(), logprobs.cpu().numpy(), strict=True)):
+            if self._siblings[n] in goes_on:
+                kept = KeptSets.of(logits[n].isfinite().cpu().numpy()) if self._sampling.keeps_sets else None
+                self._progress.add(self._siblings[n], self._piece(*row, kept))
         self._progress.report()
 
-    def _piece(self, tokens: np.ndarray, logprobs: np.ndarray) -> SampledSequence:
+    def _piece(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None) -> SampledSequence:
         """Cut the padding off: a response ends with its first stop token, if it has one."""
         stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
         length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
-        at_limit = FinishReason.LENGTH if self._num_read == self._max_tokens else None
+        at_limit = FinishReason.LENGTH if self._num_read == self._sampling.max_tokens else None
         return SampledSequence(
-            TokenActions(tokens[:length].astype(np.int32)),
+            TokenActions(tokens[:length].astype(np.int32), None if kept is None else kept.between(0, length)),
             logprobs[:length].astype(np.float32),
             (WeightSpan(self._version, 0, length),),
             FinishReason.STOP if stops.size else at_limit,

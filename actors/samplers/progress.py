@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from actors.samplers.stop_strings import StopStrings
 from cluster.errors import RolloutError
 from cluster.records.partial_response import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
-from cluster.records.trajectory import Prompt
+from cluster.records.trajectory import FinishReason, Prompt
 from cluster.roles import SamplingSettings
 from cluster.runtime.seeds import derived_seed
 
@@ -22,20 +23,36 @@ class GroupProgress:
     side cost one report. A finished group is not reported: it is returned.
     """
 
-    def __init__(self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit) -> None:
+    def __init__(
+        self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit, stop_strings: StopStrings
+    ) -> None:
         self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * num_samples
         self._request_id = attempt.request_id
         self._chunk_tokens = chunk_tokens
         self._emit = emit
+        self._stop_strings = stop_strings
         self._told = list(self.siblings)
 
     def add(self, sibling: int, piece: SampledSequence) -> None:
-        """`piece` comes next in `sibling`."""
-        self.siblings[sibling] = self.siblings[sibling].followed_by(piece)
+        """`piece` comes next in `sibling`. What an engine samples behind a stop string is left out."""
+        known = self.siblings[sibling]
+        if not (known.is_finished and self._stop_strings.are_on):
+            self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
 
     def unfinished(self) -> list[int]:
         """Siblings that go on."""
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
+
+    def empty(self) -> list[int]:
+        """Siblings without a token."""
+        return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
+
+    def aside(self, num_samples: int) -> GroupProgress:
+        """A progress of `num_samples` siblings that are not reported."""
+        nothing = Attempt(self._request_id)
+        return GroupProgress(
+            nothing, num_samples, self._chunk_tokens, lambda chunks, siblings: None, self._stop_strings
+        )
 
     def report(self) -> None:
         """Emit the chunks if they are due."""
@@ -64,6 +81,17 @@ class GroupProgress:
         for index, (sibling, reported) in enumerate(self._pairs()):
             if sibling is not reported:
                 yield TokenChunk(self._request_id, index, reported.num_tokens, sibling.since(reported.num_tokens))
+
+
+def first_token_settings(settings: SamplingSettings, num_samples: int) -> SamplingSettings:
+    """How the first tokens of `num_samples` siblings are sampled where they have a temperature of their own (FIRE)."""
+    return replace(settings, num_samples=num_samples, temperature=settings.first_token_temperature, max_tokens=1)
+
+
+def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequence:
+    """A first token that was sampled by itself, as the beginning of a response; one that is an end stays one."""
+    goes_on = first.finish_reason is FinishReason.LENGTH and settings.max_tokens > 1
+    return replace(first, finish_reason=None) if goes_on else first
 
 
 def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:

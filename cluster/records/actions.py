@@ -3,16 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
+
+from cluster.records.media import MediaHandle, MediaSpan
 
 Column = np.ndarray | list[np.ndarray]
 """What siblings have of one kind, on its way: all in a row, or an array each."""
 
 MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
+
+
+@dataclass(frozen=True, eq=False)
+class KeptSets:
+    """The tokens among which each step was sampled, where sampling cuts the distribution (top-k, top-p, min-p)."""
+
+    counts: np.ndarray  # int32 [T], at least 1 each
+    ids: np.ndarray  # int32 [sum of `counts`]: one set after the other
+
+    @classmethod
+    def of(cls, is_kept: np.ndarray) -> KeptSets:
+        """From a bool [T, V] array."""
+        return cls(is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32))
+
+    def between(self, start: int, end: int) -> KeptSets:
+        """The sets of the steps [start, end)."""
+        first, last = self.counts[:start].sum(), self.counts[:end].sum()
+        return KeptSets(self.counts[start:end], self.ids[first:last])
+
+    def followed_by(self, more: KeptSets) -> KeptSets:
+        return KeptSets(np.concatenate([self.counts, more.counts]), np.concatenate([self.ids, more.ids]))
+
+
+class CutColumn(NamedTuple):
+    """The actions of siblings with `KeptSets`, on their way."""
+
+    token_ids: Column
+    counts: Column
+    ids: Column
+
+
+class MediaColumn(NamedTuple):
+    """The actions of siblings with media of later turns, on their way."""
+
+    tokens: Column | CutColumn
+    media: list[tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]]
 
 
 class Actions(Protocol):
@@ -36,6 +74,11 @@ class Actions(Protocol):
         """These steps, and those that came next."""
         ...
 
+    @property
+    def media(self) -> tuple[MediaHandle, ...]:
+        """What an environment showed between the steps."""
+        ...
+
     @classmethod
     def packed(cls, siblings: Sequence[Self]) -> Any:
         """The actions of all `siblings` as they travel."""
@@ -49,13 +92,16 @@ class Actions(Protocol):
 
 @dataclass(frozen=True)
 class TokenActions:
-    """The tokens that the engine sampled after an expanded prompt.
+    """The tokens that follow an expanded prompt: those that the engine sampled, and of an episode those between turns.
 
     `token_ids` are the engine's own ids, never decoded and tokenised again. The prompt they follow is the group's
-    `Prompt.expanded_ids`.
+    `Prompt.expanded_ids`. `media[i]`, of an observation, fills `media_spans[i]` of `token_ids`.
     """
 
     token_ids: np.ndarray  # int32 [T]
+    kept: KeptSets | None = None  # None: each step was sampled among all tokens
+    media: tuple[MediaHandle, ...] = ()
+    media_spans: tuple[MediaSpan, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -63,21 +109,48 @@ class TokenActions:
 
     @property
     def num_bytes(self) -> int:
-        return self.token_ids.nbytes
+        kept = 0 if self.kept is None else self.kept.counts.nbytes + self.kept.ids.nbytes
+        return self.token_ids.nbytes + kept
 
     def stretch(self, start: int, end: int) -> TokenActions:
-        return TokenActions(self.token_ids[start:end])
+        """Steps [start, end); no medium may lie on a border."""
+        kept = None if self.kept is None else self.kept.between(start, end)
+        touched = [i for i, s in enumerate(self.media_spans) if s.start < end and s.end > start]
+        spans = tuple(MediaSpan(self.media_spans[i].start - start, self.media_spans[i].end - start) for i in touched)
+        if any(span.start < 0 or span.end > end - start for span in spans):
+            raise ValueError(f"steps {start} to {end} cut one of the media at {self.media_spans}")
+        return TokenActions(self.token_ids[start:end], kept, tuple(self.media[i] for i in touched), spans)
 
     def followed_by(self, more: TokenActions) -> TokenActions:
-        return TokenActions(np.concatenate([self.token_ids, more.token_ids]))
+        kept = None if self.kept is None or more.kept is None else self.kept.followed_by(more.kept)
+        spans = (MediaSpan(s.start + self.num_steps, s.end + self.num_steps) for s in more.media_spans)
+        ids = np.concatenate([self.token_ids, more.token_ids])
+        return TokenActions(ids, kept, (*self.media, *more.media), (*self.media_spans, *spans))
 
     @classmethod
-    def packed(cls, siblings: Sequence[TokenActions]) -> Column:
-        return packed([actions.token_ids for actions in siblings])
+    def packed(cls, siblings: Sequence[TokenActions]) -> Column | CutColumn | MediaColumn:
+        """int32: the actions of all `siblings` as they travel; all of them have kept sets, or none."""
+        column: Column | CutColumn = packed([actions.token_ids for actions in siblings])
+        kept = [actions.kept for actions in siblings if actions.kept is not None]
+        if kept:
+            assert len(kept) == len(siblings), "the siblings of one group are sampled in one way"
+            column = CutColumn(column, packed([sets.counts for sets in kept]), packed([sets.ids for sets in kept]))
+        if any(actions.media for actions in siblings):
+            return MediaColumn(column, [(actions.media, actions.media_spans) for actions in siblings])
+        return column
 
     @classmethod
-    def unpacked(cls, column: Column, num_steps: Sequence[int]) -> list[TokenActions]:
-        return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
+    def unpacked(cls, column: Column | CutColumn | MediaColumn, num_steps: Sequence[int]) -> list[TokenActions]:
+        """The siblings of `column`, which have `num_steps` each."""
+        if isinstance(column, MediaColumn):
+            bare = cls.unpacked(column.tokens, num_steps)
+            return [replace(own, media=m, media_spans=s) for own, (m, s) in zip(bare, column.media, strict=True)]
+        if not isinstance(column, CutColumn):
+            return [cls(token_ids) for token_ids in unpacked(column, num_steps)]
+        counts = unpacked(column.counts, num_steps)
+        ids = unpacked(column.ids, [int(own.sum()) for own in counts])
+        sets = map(KeptSets, counts, ids)
+        return [cls(own, kept) for own, kept in zip(unpacked(column.token_ids, num_steps), sets, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +183,10 @@ class LatentActions:
     @property
     def num_bytes(self) -> int:
         return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+    @property
+    def media(self) -> tuple[MediaHandle, ...]:
+        return ()
 
     def stretch(self, start: int, end: int) -> LatentActions:
         index, times = self.step_index[start:end], self.timesteps[start:end]

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.records.actions import Actions, LatentActions, TokenActions
-from cluster.records.media import MediaHandle
+from cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
+from cluster.records.media import MediaHandle, MediaSpan
 from cluster.records.trajectory import (
+    EpisodeTurn,
     FinishReason,
-    MediaSpan,
     Prompt,
     Response,
     Reward,
@@ -54,6 +54,16 @@ _REWARD = pa.struct(
         ("reasons", pa.map_(pa.string(), pa.string())),
     ]
 )
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("action", pa.string()),
+        ("observation", pa.string()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("status", pa.string()),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),  # the version that training on it made; null before
@@ -67,6 +77,8 @@ SCHEMA = pa.schema(
         ("references", pa.list_(pa.string())),
         ("metadata", pa.string()),  # JSON
         ("token_ids", pa.list_(pa.int32())),  # null where a trajectory has latents
+        ("kept_counts", pa.list_(pa.int32())),  # null where the distribution is not cut
+        ("kept_ids", pa.list_(pa.int32())),
         ("latents", _LATENTS),  # null where it has tokens
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
@@ -75,6 +87,9 @@ SCHEMA = pa.schema(
         ("response_text", pa.string()),
         ("response_num_tokens", pa.int32()),
         ("response_is_truncated", pa.bool_()),
+        ("response_failure", pa.string()),
+        ("turns", pa.list_(_TURN)),
+        ("later_media", pa.list_(_MEDIUM)),  # of observations; their places count from the first step
         ("reward", _REWARD),  # null where it could not be scored
         ("reference_logprobs", pa.list_(pa.float32())),  # null where nothing reads them
     ]
@@ -85,6 +100,8 @@ _ARRAYS = {
     "compact_ids": np.int32,
     "expanded_ids": np.int32,
     "token_ids": np.int32,
+    "kept_counts": np.int32,
+    "kept_ids": np.int32,
     "behavior_logprobs": np.float32,
     "action_mask": np.bool_,
     "reference_logprobs": np.float32,
@@ -99,6 +116,11 @@ class RecordedGroup:
     group: TrajectoryGroup
     rewards: tuple[Reward | None, ...]
     reference_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [T], one a trajectory
+
+    @property
+    def has_all_media(self) -> bool:
+        """Its prompt can be made again with all media; pictures of later turns are in no record."""
+        return not any(trajectory.actions.media for trajectory in self.group.trajectories)
 
 
 def to_rows(
@@ -149,17 +171,25 @@ def arrays(batch: pa.RecordBatch, name: str) -> Iterable[np.ndarray | None]:
         yield np.array(scalar.values, dtype=_ARRAYS[name]) if scalar.is_valid else None
 
 
-def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
-    media = [
+def _media_column(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> list[dict[str, Any]]:
+    return [
         {"key": m.key, "modality": m.modality, "num_bytes": m.num_bytes, "source": m.source, **vars(span)}
-        for m, span in zip(prompt.media, prompt.media_spans, strict=True)
+        for m, span in zip(media, spans, strict=True)
     ]
+
+
+def _media(column: Sequence[Mapping[str, Any]]) -> tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]:
+    media = tuple(MediaHandle(m["key"], m["modality"], m["num_bytes"], None, m["source"]) for m in column)
+    return media, tuple(MediaSpan(m["start"], m["end"]) for m in column)
+
+
+def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
     return {
         "sample_id": prompt.sample_id,
         "prompt_text": prompt.text,
         "compact_ids": prompt.compact_ids,
         "expanded_ids": prompt.expanded_ids,
-        "media": media,
+        "media": _media_column(prompt.media, prompt.media_spans),
         "references": list(prompt.references),
         "metadata": json.dumps(dict(prompt.metadata)),
     }
@@ -176,12 +206,17 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
         "response_text": trajectory.response.text,
         "response_num_tokens": trajectory.response.num_tokens,
         "response_is_truncated": trajectory.response.is_truncated,
+        "response_failure": trajectory.response.failure,
+        "turns": [{**vars(turn), "rewards": list(turn.rewards.items())} for turn in trajectory.response.turns],
     }
 
 
 def _action_columns(actions: Actions) -> dict[str, Any]:
     if isinstance(actions, TokenActions):
-        return {"token_ids": actions.token_ids}
+        kept = actions.kept
+        sets = {} if kept is None else {"kept_counts": kept.counts, "kept_ids": kept.ids}
+        later = _media_column(actions.media, actions.media_spans)
+        return {"token_ids": actions.token_ids, "later_media": later, **sets}
     assert isinstance(actions, LatentActions)
     latents = actions.latents
     columns = {"values": latents.tobytes(), "shape": latents.shape, "dtype": latents.dtype.name}
@@ -190,7 +225,8 @@ def _action_columns(actions: Actions) -> dict[str, Any]:
 
 def _actions(row: Mapping[str, Any]) -> Actions:
     if (written := row["latents"]) is None:
-        return TokenActions(row["token_ids"])
+        kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
+        return TokenActions(row["token_ids"], kept, *_media(row["later_media"]))
     latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
     return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
 
@@ -206,14 +242,15 @@ def _reward_value(reward: Reward | None) -> dict[str, Any] | None:
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
+    media, spans = _media(row["media"])
     return Prompt(
         prompt_id=row["group_id"],
         sample_id=row["sample_id"],
         text=row["prompt_text"],
         compact_ids=row["compact_ids"],
         expanded_ids=row["expanded_ids"],
-        media=tuple(MediaHandle(m["key"], m["modality"], m["num_bytes"], None, m["source"]) for m in row["media"]),
-        media_spans=tuple(MediaSpan(m["start"], m["end"]) for m in row["media"]),
+        media=media,
+        media_spans=spans,
         references=tuple(row["references"]),
         metadata=json.loads(row["metadata"]),
     )
@@ -227,5 +264,11 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         action_mask=row["action_mask"],
         weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),
         finish_reason=FinishReason(row["finish_reason"]),
-        response=Response(row["response_text"], row["response_num_tokens"], row["response_is_truncated"]),
+        response=Response(
+            row["response_text"],
+            row["response_num_tokens"],
+            row["response_is_truncated"],
+            turns=tuple(EpisodeTurn(**turn) for turn in row["turns"]),
+            failure=row["response_failure"],
+        ),
     )

@@ -38,6 +38,17 @@ class ProcessedMedia:
 
 
 @dataclass(frozen=True)
+class MediaSpan:
+    """Where one medium stands in a row of expanded ids: the half-open interval [start, end) of its expansion.
+
+    Some families have other tokens between the placeholders; those of the family's placeholder id take embeddings.
+    """
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class MediaHandle:
     """A reference to one stored medium; equal keys mean equal tensors."""
 

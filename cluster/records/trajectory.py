@@ -14,21 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cluster.records.actions import Actions, Column, packed, unpacked
-from cluster.records.media import MediaHandle
+from cluster.records.media import MediaHandle, MediaSpan
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
 NO_IDS = np.empty(0, dtype=np.int32)
-
-
-@dataclass(frozen=True)
-class MediaSpan:
-    """Where one medium stands in `Prompt.expanded_ids`: the half-open interval [start, end) of its expansion.
-
-    Some families have other tokens between the placeholders; those of the family's placeholder id take embeddings.
-    """
-
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -81,11 +70,16 @@ def _prompt(
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Only STOP ends in an EOS token that the policy itself sampled."""
+    """Why a trajectory ended. Only STOP always ends in an EOS token that the policy itself sampled; STOP_STRING ends in
+    the token with which a text of `sampler.stop_strings` was complete.
+    """
 
     STOP = "stop"
+    STOP_STRING = "stop_string"
     LENGTH = "length"
     ABORT = "abort"
+    TERMINATED = "terminated"  # an episode came to its end
+    TRUNCATED = "truncated"  # an episode was cut: by its environment, its turns, its length or its pictures
 
 
 @dataclass(frozen=True)
@@ -98,21 +92,40 @@ class WeightSpan:
 
 
 @dataclass(frozen=True)
+class EpisodeTurn:
+    """One turn of an episode: steps [start, end) are what the policy wrote, and an observation followed them.
+
+    `rewards` are the parts of what the environment paid for it. `status` is that of its tool calls: `none` without any.
+    """
+
+    start: int
+    end: int
+    action: str
+    observation: str
+    rewards: Mapping[str, float]
+    status: str
+
+
+@dataclass(frozen=True)
 class Response:
     """What a reward function reads: the response alone, without prompt and special tokens.
 
     `pictures` are what a visual generative policy answered with, each a whole encoded file (PNG, JPEG), a video's
-    frames in order.
+    frames in order. Of an episode, `text` and `num_tokens` are those of the policy's turns alone, which `turns` has one
+    by one; `failure` says why it cannot be scored: the kind, and what happened.
     """
 
     text: str
     num_tokens: int
     is_truncated: bool
     pictures: tuple[bytes, ...] = field(default=(), repr=False)
+    turns: tuple[EpisodeTurn, ...] = ()
+    failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How it travels: by position, since a few hundred of them travel at a time."""
-        return Response, (self.text, self.num_tokens, self.is_truncated, self.pictures)
+        said = (self.text, self.num_tokens, self.is_truncated, self.pictures)
+        return Response, (*said, self.turns, self.failure) if self.turns or self.failure else said
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,8 @@ class Reward:
 class Trajectory:
     """One sampled response with what learning needs of it.
 
-    `behavior_logprobs` are those of the distribution that was sampled from (temperature and banned ids included).
+    `behavior_logprobs` are those of the distribution that was sampled from (temperature, banned ids and cuts
+    included).
     `action_mask` is False where a step is not trained on.
     """
 
@@ -181,6 +195,11 @@ class Trajectory:
     @property
     def num_steps(self) -> int:
         return self.actions.num_steps
+
+    @property
+    def is_truncated(self) -> bool:
+        """It was cut before its end."""
+        return self.finish_reason in (FinishReason.LENGTH, FinishReason.TRUNCATED)
 
     @property
     def weight_versions(self) -> np.ndarray:
@@ -225,7 +244,10 @@ class TrajectoryGroup:
     def small_responses(self) -> tuple[Response, ...] | None:
         """What reward functions read, where it may go by value with a message; None where it is too much for that."""
         responses = tuple(trajectory.response for trajectory in self.trajectories)
-        num_characters = sum(len(response.text) for response in responses)
+        num_characters = sum(
+            len(response.text) + sum(len(turn.action) + len(turn.observation) for turn in response.turns)
+            for response in responses
+        )
         if num_characters > MAX_CHARACTERS_BY_VALUE or any(response.pictures for response in responses):
             return None
         return responses
@@ -235,18 +257,20 @@ class TrajectoryGroup:
         tokens_by_version: dict[int, int] = {}
         for trajectory in self.trajectories:
             for span in trajectory.weight_spans:
-                tokens_by_version[span.version] = tokens_by_version.get(span.version, 0) + span.end - span.start
+                num_sampled = int(np.count_nonzero(trajectory.action_mask[span.start : span.end]))
+                tokens_by_version[span.version] = tokens_by_version.get(span.version, 0) + num_sampled
+        later = {handle.key: handle.num_bytes for t in self.trajectories for handle in t.actions.media}
         return GroupSummary(
             group_id=self.group_id,
             sample_id=self.prompt.sample_id,
             num_trajectories=len(self.trajectories),
             num_prompt_tokens=self.prompt.num_tokens,
-            num_tokens=sum(t.num_steps for t in self.trajectories),
-            num_truncated=sum(t.finish_reason is FinishReason.LENGTH for t in self.trajectories),
+            num_tokens=sum(tokens_by_version.values()),
+            num_truncated=sum(t.is_truncated for t in self.trajectories),
             tokens_by_version=tokens_by_version,
             media_keys=tuple(handle.key for handle in self.prompt.media),
             num_media_bytes=sum(handle.num_bytes for handle in self.prompt.media),
-            num_bytes=group_num_bytes(self),
+            num_bytes=group_num_bytes(self) + sum(later.values()),
         )
 
 
@@ -285,12 +309,12 @@ class GroupSummary:
     sample_id: str
     num_trajectories: int
     num_prompt_tokens: int
-    num_tokens: int  # generated, all siblings
+    num_tokens: int  # sampled by the policy, all siblings
     num_truncated: int
     tokens_by_version: Mapping[int, int]
     media_keys: tuple[str, ...]
     num_media_bytes: int  # of the media it refers to, each counted once for this group
-    num_bytes: int  # of the group itself, media excluded
+    num_bytes: int  # of the group itself, with media of later turns, without those of its prompt
 
     @property
     def oldest_version(self) -> int:

@@ -41,6 +41,11 @@ class LiveGroups:
             DatasetError: its id is not at its place in the sequence.
         """
         group = recorded.group
+        if not recorded.has_all_media:
+            raise ChangedDataError(
+                f"group {group.group_id} has pictures of later turns, which records do not hold: it can only be "
+                "sampled again"
+            )
         prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
         _refuse_if_changed(prompt, group.prompt)
         live = TrajectoryGroup(prompt, group.trajectories)

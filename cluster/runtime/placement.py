@@ -10,8 +10,9 @@ a placement group that does not fit would wait for ever and say nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.errors import PlacementError
 from configs.schema import ResourcesConfig, RunConfig, WorkerResources
@@ -34,6 +35,8 @@ class NodeResources:
     num_gpus: float
     all_cpus: float | None = None
     name: str = ""
+    custom: tuple[tuple[str, float], ...] = ()  # further resources, as Ray books them by name
+    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def shown(self) -> str:
@@ -62,6 +65,7 @@ class PlacedWorker:
     cores: tuple[int, ...]
     gpus: tuple[int, ...] = ()
     node_name: str = ""
+    custom: tuple[tuple[str, float], ...] = ()
 
     @property
     def name(self) -> str:
@@ -107,7 +111,8 @@ def inference_roles(config: RunConfig) -> tuple[str, ...]:
 
 
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
-    """Give every worker of `roles` a node. Learner ranks come first and share as few nodes as they can.
+    """Give every worker of `roles` a node that has the role's labels. Learner ranks come first; `strategy` says whether
+    a role shares few nodes or is spread over many.
 
     Raises:
         PlacementError: some worker fits on no node; the message names its role, what it asks and what is free.
@@ -117,7 +122,7 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     most_demanding = sorted(asked, key=lambda role: (role != "learner", -asked[role].num_gpus, -asked[role].num_cpus))
     placed: dict[str, list[_Seat]] = {}
     for role in most_demanding:
-        placed[role] = _place_role(role, asked[role], spaces, packed=role == "learner", preset=resources.preset)
+        placed[role] = _place_role(role, asked[role], spaces, resources.preset)
     return PlacementPlan(tuple(worker for role in asked for worker in _workers(role, asked[role], placed[role])))
 
 
@@ -173,9 +178,19 @@ class _Space:
         self.node = node
         self.free_cpus = node.num_cpus
         self.free_gpus = [1.0] * int(node.num_gpus + EPSILON)
+        self.free_custom = dict(node.custom)
 
     def fits(self, workers: WorkerResources) -> bool:
-        return self.free_cpus + EPSILON >= workers.num_cpus and self._gpus_for(workers.num_gpus) is not None
+        return (
+            self.is_labelled(workers)
+            and self.free_cpus + EPSILON >= workers.num_cpus
+            and self._gpus_for(workers.num_gpus) is not None
+            and all(self.free_custom.get(n, 0.0) + EPSILON >= w for n, w in workers.custom_resources.items())
+        )
+
+    def is_labelled(self, workers: WorkerResources) -> bool:
+        """Whether the node has every label that the role asks for."""
+        return set(workers.node_labels.items()) <= set(self.node.labels)
 
     def take(self, workers: WorkerResources) -> tuple[int, ...]:
         """Take what one worker needs; returns its GPUs."""
@@ -184,12 +199,15 @@ class _Space:
         self.free_cpus -= workers.num_cpus
         for gpu in gpus:
             self.free_gpus[gpu] -= min(1.0, workers.num_gpus)
+        for name, wanted in workers.custom_resources.items():
+            self.free_custom[name] -= wanted
         return tuple(gpus)
 
     def capacity(self, workers: WorkerResources) -> int:
         """How many more workers of this kind fit."""
         trial = _Space(self.node)
         trial.free_cpus, trial.free_gpus = self.free_cpus, list(self.free_gpus)
+        trial.free_custom = dict(self.free_custom)
         count = 0
         while count < workers.num_workers and trial.fits(workers):
             trial.take(workers)
@@ -197,7 +215,8 @@ class _Space:
         return count
 
     def describe(self) -> str:
-        return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs free"
+        custom = "".join(f", {free:g} {name}" for name, free in self.free_custom.items())
+        return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs{custom} free"
 
     def _gpus_for(self, num_gpus: float) -> list[int] | None:
         """GPUs to take: the fullest one that holds a share, or as many empty ones; None if there are too few."""
@@ -216,10 +235,9 @@ class _Seat:
     gpus: tuple[int, ...]
 
 
-def _place_role(
-    role: str, workers: WorkerResources, spaces: Sequence[_Space], *, packed: bool, preset: str
-) -> list[_Seat]:
+def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[_Seat]:
     """The place of each worker of one role, taken from `spaces`."""
+    packed = workers.strategy == "pack" or (workers.strategy == "auto" and role == "learner")
     chosen: list[_Space] = []
     seats: list[_Seat] = []
     for index in range(workers.num_workers):
@@ -238,11 +256,13 @@ def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
 
 
 def _preferred(fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool) -> _Space:
-    """A packed role stays where it is; a worker without GPU leaves GPU nodes alone; then the node with most CPUs."""
+    """A packed role stays where it is, a spread one goes where least of it is; a worker without GPU leaves GPU nodes
+    alone; then the node with most CPUs."""
     return max(
         fitting,
         key=lambda space: (
             packed and space in chosen,
+            -chosen.count(space) if workers.strategy == "spread" else 0,
             workers.num_gpus > 0 or space.node.num_gpus == 0,
             space.free_cpus,
         ),
@@ -251,11 +271,19 @@ def _preferred(fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequ
 
 def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> str:
     free = "; ".join(space.describe() for space in spaces) or "there is no node"
+    if workers.node_labels:
+        labelled = [space.node.shown for space in spaces if space.is_labelled(workers)]
+        free += f". With the labels {_shown(workers.node_labels)} there is {', '.join(labelled) or 'no node'}"
+    custom = f", {_shown(workers.custom_resources)}" if workers.custom_resources else ""
     return (
         f"resources.{role} asks for {workers.num_workers} workers with {workers.num_cpus:g} CPUs and "
-        f"{workers.num_gpus:g} GPUs each, and worker {index} fits nowhere: {free}. Use a preset smaller than "
+        f"{workers.num_gpus:g} GPUs{custom} each, and worker {index} fits nowhere: {free}. Use a preset smaller than "
         f"resources={preset}, or lower resources.{role}.num_workers, num_cpus or num_gpus"
     )
+
+
+def _shown(pairs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in pairs.items())
 
 
 def _workers(role: str, workers: WorkerResources, seats: Sequence[_Seat]) -> list[PlacedWorker]:
@@ -278,6 +306,7 @@ def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources
         num_cpus=workers.num_cpus,
         num_gpus=workers.num_gpus,
         num_threads=workers.num_threads,
+        custom=tuple(workers.custom_resources.items()),
         cores=_cores(role, workers, node, seat) if workers.bind_cores else (),
     )
 

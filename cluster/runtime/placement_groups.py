@@ -54,6 +54,8 @@ def cluster_nodes() -> tuple[NodeResources, ...]:
             num_gpus=free[node_id].get("GPU", 0.0),
             all_cpus=alive[node_id].get("CPU", 0.0),
             name=node_name(nodes[node_id]),
+            custom=_custom(free[node_id]),
+            labels=_labels(nodes[node_id]),
         )
         for node_id in sorted(alive)
     )
@@ -115,22 +117,27 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
 
 
 def book_more(
-    bundles: Sequence[Mapping[str, float]], *, name: str, timeout_s: float
+    workers: WorkerResources, number: int, *, name: str, timeout_s: float
 ) -> list[tuple[Booking, NodeResources]]:
-    """Reserve the resources of workers that belong together wherever they are free, on as few nodes as possible;
-    returns the place of each, and all that its node has.
+    """Reserve the resources of `number` workers that belong together on nodes with their labels, on as few as possible
+    unless they are to be spread; returns the place of each, and all that its node has.
 
     `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book as well.
 
     Raises:
         PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
     """
-    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK", name=_group_name(name))
-    bookings = [Booking(group, index) for index in range(len(bundles))]
+    group = placement_group(
+        [bundle_of(workers)] * number,
+        strategy="SPREAD" if workers.strategy == "spread" else "PACK",
+        name=_group_name(name),
+        bundle_label_selector=[dict(workers.node_labels)] * number if workers.node_labels else [],
+    )
+    bookings = [Booking(group, index) for index in range(number)]
     if not group.wait(math.ceil(timeout_s)):
         remove_placement_groups({name: bookings[0]})
         raise PlacementError(
-            f"waited {timeout_s:g} s for the cluster to reserve {name} ({len(bundles)} x {dict(bundles[0])}): "
+            f"waited {timeout_s:g} s for the cluster to reserve {name} ({number} x {bundle_of(workers)}): "
             "something else took what was free a moment ago. Look for other runs with `ray status`, and ask again"
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
@@ -140,12 +147,34 @@ def book_more(
 
 def _all_of(node: Mapping[str, Any]) -> NodeResources:
     has = node["Resources"]
-    return NodeResources(node["NodeID"], has.get("CPU", 0.0), has.get("GPU", 0.0), name=node_name(node))
+    return NodeResources(
+        node["NodeID"],
+        has.get("CPU", 0.0),
+        has.get("GPU", 0.0),
+        name=node_name(node),
+        custom=_custom(has),
+        labels=_labels(node),
+    )
+
+
+def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    """What a node has beside CPUs, GPUs and memory, Ray's own markers left out."""
+    own = ("CPU", "GPU", "memory", "object_store_memory")
+    return tuple(
+        (name, amount)
+        for name, amount in sorted(resources.items())
+        if name not in own and not name.startswith(("node:", "accelerator_type:", "bundle_")) and "_group_" not in name
+    )
+
+
+def _labels(node: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted(node.get("Labels", {}).items()))
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
     """What Ray reserves for one worker."""
-    return {"CPU": worker.num_cpus} | ({"GPU": worker.num_gpus} if worker.num_gpus else {})
+    custom = dict(worker.custom) if isinstance(worker, PlacedWorker) else dict(worker.custom_resources)
+    return {"CPU": worker.num_cpus, **({"GPU": worker.num_gpus} if worker.num_gpus else {}), **custom}
 
 
 def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:

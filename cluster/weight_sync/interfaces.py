@@ -49,7 +49,9 @@ class Receiver(Protocol):
 
     async def check_manifest(self, manifest: Manifest) -> None: ...
 
-    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None: ...
+    async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
+        """Become rank `rank` of the transfer group; one of several ranks takes those from `rank` on."""
+        ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         """Returns the version that it then serves."""

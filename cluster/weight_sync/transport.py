@@ -1,8 +1,9 @@
 """The transfer group: one sender and many receivers, over gloo or nccl, apart from every other process group.
 
-Rank 0 is the learner's rank 0; rank 1 + i is receiver i. Groups are numbered by epoch: members of another epoch can
-never meet, because the epoch is part of every key of the rendezvous store. A collective runs on a helper thread and is
-waited for with a deadline on the calling one, since no backend can be trusted to give up by itself.
+Rank 0 is the learner's rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over.
+Groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key of the
+rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, since no
+backend can be trusted to give up by itself.
 """
 
 from __future__ import annotations

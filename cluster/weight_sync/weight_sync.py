@@ -88,10 +88,11 @@ class WeightSync:
         max_attempts: int,
         canary_interval: int,
         canary_tolerance: float,
+        ranks_of_receiver: int = 1,
         probe: Prompt,
     ) -> None:
-        """`wave_size` 0 is all at once; `max_attempts` bounds how often a wave is sent to, and a receiver given
-        weights, in one push.
+        """`wave_size` 0 is all at once; a receiver takes `ranks_of_receiver` ranks of a transfer group; `max_attempts`
+        bounds how often a wave is sent to, and a receiver given weights, in one push.
         """
         self._sender = sender
         self._members = members
@@ -100,6 +101,7 @@ class WeightSync:
         self._max_attempts = max_attempts
         self._canary_interval = canary_interval
         self._canary_tolerance = canary_tolerance
+        self._ranks_of_receiver = ranks_of_receiver
         self._probe = probe
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
         self._announcement_listeners: list[Callable[[int], None]] = []
@@ -329,10 +331,11 @@ class WeightSync:
             await self._disband(wave)
         self._epoch += 1
         wave = _Wave(self._epoch, receivers)
-        rendezvous = await self._sender.open_transfer(wave.epoch, len(receivers))
+        width = self._ranks_of_receiver
+        rendezvous = await self._sender.open_transfer(wave.epoch, width * len(receivers))
         joined, *met = await outcomes(
             self._sender.join_transfer(rendezvous),
-            *(r.join_transfer(rendezvous, rank) for rank, r in enumerate(receivers, start=1)),
+            *(r.join_transfer(rendezvous, 1 + width * place) for place, r in enumerate(receivers)),
         )
         if isinstance(joined, RECEIVER_LOST):
             raise joined

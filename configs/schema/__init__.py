@@ -2,6 +2,7 @@
 
 from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from configs.schema.data import DataConfig, DataKind
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from configs.schema.resources import ResourcesConfig, WorkerResources
@@ -9,6 +10,7 @@ from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConf
 from configs.schema.rollout import (
     LoRAConfig,
     PolicyConfig,
+    ReferenceConfig,
     SamplerConfig,
     SamplerKind,
 )
@@ -33,6 +35,7 @@ __all__ = [
     "DPOConfig",
     "DataConfig",
     "DataKind",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "KLConfig",
     "Gate",
@@ -43,6 +46,7 @@ __all__ = [
     "OverAgeConfig",
     "PolicyConfig",
     "Recipe",
+    "ReferenceConfig",
     "ReplayConfig",
     "ResourcesConfig",
     "Resume",

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.data import WRITTEN, DataKind
+from configs.schema.flow_agreement import FLOW_RULES
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
@@ -29,7 +30,7 @@ MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one promp
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
     """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
-    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES))
+    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES))
     return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
 
 
@@ -65,6 +66,23 @@ def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
         f"{found.min_groups}, {found.start_groups} and {most}, and calm_kv_usage <= high_kv_usage, got "
         f"{found.calm_kv_usage:g} and {found.high_kv_usage:g}: set concurrency.* in this order"
     )
+
+
+def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
+    found = config.resources.rollout
+    if found.tensor_parallel == 1:
+        return None
+    if config.resources.device == "cpu" or config.sampler.kind.value != "vllm":
+        return (
+            f"resources.rollout.tensor_parallel={found.tensor_parallel} needs vLLM on GPUs, got sampler.kind="
+            f"{config.sampler.kind.value} and resources.device={config.resources.device}: set it to 1, or choose both"
+        )
+    if found.num_gpus != found.tensor_parallel:
+        return (
+            f"resources.rollout.tensor_parallel={found.tensor_parallel} splits an engine over as many GPUs, and "
+            f"resources.rollout.num_gpus={found.num_gpus:g}: set resources.rollout.num_gpus={found.tensor_parallel}"
+        )
+    return None
 
 
 def _no_address_holds_credentials(config: RunConfig) -> str | None:
@@ -150,6 +168,43 @@ def _every_rank_gets_samples(config: RunConfig) -> str | None:
     )
 
 
+def _environment_has_its_data(config: RunConfig) -> str | None:
+    environment, kind = config.environment, config.data.kind
+    if environment.is_on == (kind is DataKind.ENVIRONMENT) and not (environment.is_on and config.offline.is_on):
+        return None
+    if environment.is_on:
+        return (
+            f"environment.name={environment.name} makes the prompts of RL, but data.kind={kind} and offline.job="
+            f"{config.offline.job}: set data=environment and offline.job=none, or environment=none"
+        )
+    return "data.kind=environment needs an environment: set environment=OPTION, or another data.kind"
+
+
+def _episodes_fit(config: RunConfig) -> str | None:
+    environment = config.environment
+    if not environment.is_on:
+        return None
+    longest = config.data.max_prompt_tokens + environment.max_tokens
+    if longest > config.sampler.max_model_len:
+        return (
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + environment.max_tokens={environment.max_tokens} "
+            f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: set "
+            f"sampler.max_model_len={longest} or lower one of the two"
+        )
+    if config.data.prompt_suffix:
+        return (
+            f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and environment.name="
+            f"{environment.name} makes whole prompts: set data.prompt_suffix=''"
+        )
+    sampler = config.sampler
+    if sampler.is_cut or sampler.first_token_temperature > 0 or sampler.stop_strings:
+        return (
+            f"environment.name={environment.name} samples every turn among all tokens until its end: set "
+            "sampler.top_p=1 sampler.top_k=0 sampler.min_p=0 sampler.first_token_temperature=0 sampler.stop_strings=[]"
+        )
+    return None
+
+
 def _lengths_fit(config: RunConfig) -> str | None:
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     if longest <= config.sampler.max_model_len:
@@ -172,16 +227,23 @@ def _batch_holds_sequences(config: RunConfig) -> str | None:
     )
 
 
-def _nothing_cuts_the_distribution(config: RunConfig) -> str | None:
+def _engine_reports_what_it_keeps(config: RunConfig) -> str | None:
     sampler = config.sampler
-    if sampler.top_p == 1.0 and sampler.top_k == 0:
+    if sampler.kind is not SamplerKind.VLLM or not sampler.is_cut or sampler.top_k > 0:
         return None
-    key, off = (f"sampler.top_p={sampler.top_p:g}", "sampler.top_p=1.0")
-    if sampler.top_k != 0:
-        key, off = (f"sampler.top_k={sampler.top_k}", "sampler.top_k=0")
+    key = f"sampler.top_p={sampler.top_p:g}" if sampler.top_p < 1 else f"sampler.min_p={sampler.min_p:g}"
     return (
-        f"{key} samples from a cut distribution whose log-probs the learner does not compute, so ratios would be "
-        f"wrong: set {off} and shape sampling with sampler.temperature"
+        f"{key} cuts the distribution, and sampler.kind=vllm reports the tokens that it keeps only where their number "
+        "has a bound: set sampler.top_k=64 beside it, or use sampler=huggingface"
+    )
+
+
+def _stop_strings_have_a_text(config: RunConfig) -> str | None:
+    if "" not in config.sampler.stop_strings:
+        return None
+    return (
+        "sampler.stop_strings holds an empty text, which every response contains: leave it out, or name a text such as "
+        "</answer>"
     )
 
 
@@ -213,7 +275,11 @@ def _mixture_has_sources(config: RunConfig) -> str | None:
             f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
             "data.kind=mixture, or data.sources={}"
         )
-    unfit = [name for name, source in data.sources.items() if source.kind in (*WRITTEN, DataKind.MIXTURE)]
+    unfit = [
+        name
+        for name, source in data.sources.items()
+        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
+    ]
     if unfit:
         return (
             f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
@@ -285,6 +351,23 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
         f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "
         "resources.reference.num_workers=0: set resources.reference.num_workers=1, or algorithm.kl.coef=0"
     )
+
+
+def _reference_can_be_quantised(config: RunConfig) -> str | None:
+    kind, resources = config.reference.quantisation, config.resources
+    if kind == "none":
+        return None
+    if not config.needs_reference:
+        return (
+            f"reference.quantisation={kind} but nothing reads a reference: set algorithm.kl.coef above 0, or "
+            "reference.quantisation=none"
+        )
+    if kind == "int4" and (resources.device, resources.dtype) != ("cuda", "bfloat16"):
+        return (
+            f"reference.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, got "
+            f"{resources.device} and {resources.dtype}: set reference.quantisation=int8, or use a GPU preset"
+        )
+    return None
 
 
 def _single_learner_is_one(config: RunConfig) -> str | None:
@@ -488,15 +571,19 @@ RULES: tuple[Rule, ...] = (
     _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
+    _an_engine_has_a_gpu_for_each_of_its_ranks,
     _backoff_grows,
     _turns_are_synchronous,
     _turns_move_the_learner,
     _groups_have_siblings,
     _uniform_groups_can_differ,
     _every_rank_gets_samples,
+    _environment_has_its_data,
+    _episodes_fit,
     _lengths_fit,
     _batch_holds_sequences,
-    _nothing_cuts_the_distribution,
+    _engine_reports_what_it_keeps,
+    _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
     _videos_have_an_engine,
     _pixel_range_is_open,
@@ -505,6 +592,7 @@ RULES: tuple[Rule, ...] = (
     _warm_start_has_a_target,
     _roles_have_workers,
     _reference_has_a_scorer,
+    _reference_can_be_quantised,
     _single_learner_is_one,
     _adapters_can_travel,
     _adapters_have_a_place,

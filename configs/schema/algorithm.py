@@ -187,10 +187,9 @@ class CriticConfig(Section):
     too.
     """
 
-    place: Literal["none", "learner_ranks", "own_ranks"]
-    """Where it is trained. `none`: there is no critic; `learner_ranks`: beside the policy, by the same backend;
-    `own_ranks` is not supported, and refused."""
-    optimizer: Literal["adamw", "muon"]
+    place: Literal["none", "learner_ranks"]
+    """Where it is trained. `none`: there is no critic; `learner_ranks`: beside the policy, by the same backend."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"]
     """The critic's optimizer, with a state of its own."""
     learning_rate: PositiveFloat
     """The critic's learning rate, at the peak of `learner.schedule`."""

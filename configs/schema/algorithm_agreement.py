@@ -155,10 +155,11 @@ def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
     found = [key for key, optimizer in chosen.items() if optimizer != "adamw"]
     if config.learner.backend != "deepspeed" or not found:
         return None
-    return (
-        f"{found[0]}={chosen[found[0]]} reads matrices, and learner.backend=deepspeed flattens "
-        f"them: use learner=fsdp2, or set {found[0]}=adamw"
-    )
+    why = {
+        "muon": "reads matrices, and learner.backend=deepspeed flattens them",
+        "adamw_8bit": "quantises moments in blocks, and learner.backend=deepspeed takes them apart at other places",
+    }
+    return f"{found[0]}={chosen[found[0]]} {why[chosen[found[0]]]}: use learner=fsdp2, or set {found[0]}=adamw"
 
 
 def _values_have_a_critic(config: RunConfig) -> str | None:
@@ -180,15 +181,6 @@ def _critic_has_a_reader(config: RunConfig) -> str | None:
         f"algorithm.critic.place={algorithm.critic.place} trains a critic, and algorithm.advantage="
         f"{algorithm.advantage} does not read its values: set algorithm.advantage={VALUED[0]}, or "
         "algorithm.critic.place=none"
-    )
-
-
-def _critic_shares_the_learner_ranks(config: RunConfig) -> str | None:
-    if config.algorithm.critic.place != "own_ranks":
-        return None
-    return (
-        "algorithm.critic.place=own_ranks: a critic on ranks of its own is not supported; set "
-        "algorithm.critic.place=learner_ranks, and resources.learner.num_workers to as many ranks as both need"
     )
 
 
@@ -229,7 +221,6 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _optimizer_fits_the_backend,
     _values_have_a_critic,
     _critic_has_a_reader,
-    _critic_shares_the_learner_ranks,
     _critic_leaves_steps_to_the_policy,
     _critic_predicts_what_is_trained,
 )

@@ -19,6 +19,7 @@ class DataKind(StrEnum):
     HUGGINGFACE = "huggingface"
     WEBDATASET = "webdataset"
     MIXTURE = "mixture"
+    ENVIRONMENT = "environment"
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
@@ -33,7 +34,7 @@ class SourceConfig(Section):
 
     kind: DataKind
     """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks write theirs first if
-    their folder is missing."""
+    their folder is missing. `environment` asks what `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]

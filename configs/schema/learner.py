@@ -16,8 +16,9 @@ class LearnerConfig(Section):
 
     backend: Literal["fsdp2", "deepspeed", "single"]
     """What shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
-    optimizer: Literal["adamw", "muon"]
-    """`muon` is Muon for hidden matrices and AdamW for everything else."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"]
+    """`adamw_8bit` is AdamW with moments of a byte each, from the extra `quantised`; `muon` is Muon for hidden matrices
+    and AdamW for everything else."""
     learning_rate: PositiveFloat
     """The optimizer's learning rate in RL."""
     warmup_steps: Annotated[int, Field(ge=0)]

@@ -29,6 +29,20 @@ class WorkerResources(Section):
     """Bind worker i to cores of its own: `num_threads` from `first_core` + i * `num_threads` on, modulo the node's."""
     first_core: NonNegativeInt
     """Where on its node the role's first worker is bound: roles that work at the same time want different cores."""
+    custom_resources: dict[str, PositiveFloat]
+    """Further resources that Ray books for one worker, as the nodes were started with (`--resources`)."""
+    node_labels: dict[str, str]
+    """Labels that a node must have to get workers of this role (`ray start --labels`)."""
+    strategy: Literal["auto", "pack", "spread"]
+    """`pack`: on as few nodes as possible; `spread`: on as many; `auto`: learner ranks are packed, the others go where
+    most CPUs are free."""
+
+
+class RolloutResources(WorkerResources):
+    """The rollout actors' workers, each of which is one engine."""
+
+    tensor_parallel: PositiveInt
+    """GPUs that one engine's model is split over, all on one node; `num_gpus` must be the same number."""
 
 
 class ResourcesConfig(Section):
@@ -47,7 +61,7 @@ class ResourcesConfig(Section):
     host memory while they sample. On CPU the turns are taken and nothing moves."""
     sleep_level: Annotated[int, Field(ge=1, le=2)]
     """What a sleeping engine keeps in host memory: 1 its weights, 2 nothing, since the next push brings new ones."""
-    rollout: WorkerResources
+    rollout: RolloutResources
     """The rollout actors, one engine each."""
     learner: WorkerResources
     """The learner ranks; they are placed together."""

@@ -51,22 +51,69 @@ class PolicyConfig(Section):
     """Adapters in place of full training."""
 
 
+class ReferenceConfig(Section):
+    """The frozen policy, or the teacher in its place, in the reference scorers."""
+
+    quantisation: Literal["none", "int8", "int4"]
+    """Bits of its linear layers' weights, but the output layer's, by torchao (the extra `quantised`). `int8`: a scale a
+    row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16 alone."""
+
+
 class SamplerKind(StrEnum):
     VLLM = "vllm"
     HUGGINGFACE = "huggingface"
+    FLOW = "flow"
+
+
+class FlowConfig(Section):
+    """How a flow model denoises pictures (`sampler.kind=flow`). Learner and sampler compute the same steps."""
+
+    height: PositiveInt
+    """Of pictures, in pixels."""
+    width: PositiveInt
+    """Of pictures, in pixels."""
+    num_steps: PositiveInt
+    """Denoising steps of a picture."""
+    guidance: Annotated[float, Field(ge=1)]
+    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none."""
+    negative_prompt: str
+    """The text that guidance leads away from."""
+    max_text_tokens: PositiveInt
+    """Tokens of a prompt in the longest text encoder; a longer prompt is cut."""
+    kernel: Literal["flow_grpo", "sde", "dance", "cps"]
+    """The stochastic step, see docs/algorithms.md."""
+    noise_level: PositiveFloat
+    """How much noise a stochastic step adds."""
+    window_start: Annotated[int, Field(ge=0)]
+    """The first stochastic step; those before it follow the ODE and are not trained."""
+    window_end: PositiveInt
+    """The step after the last stochastic one."""
+    latents: Literal["float32", "float16"]
+    """The type that latents are rounded to before they are scored, and in which they travel."""
+    divergence: Literal["exact", "per_time"]
+    """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""
 
 
 class SamplerConfig(Section):
     """How responses are sampled. Learner and engine use the same distribution."""
 
     kind: SamplerKind
-    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed."""
+    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model."""
     temperature: PositiveFloat
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]
-    """Only 1.0 keeps engine and learner on one distribution; another value is refused."""
-    top_k: int
-    """Only 0 (off) keeps engine and learner on one distribution; another value is refused."""
+    """Sample among the likeliest tokens that have this probability together; 1 cuts nothing. Where `top_p`, `top_k` or
+    `min_p` cut, responses carry the tokens that were kept, and the learner's softmax is over the same ones."""
+    top_k: Annotated[int, Field(ge=0)]
+    """Sample among this many tokens of highest probability; 0 cuts nothing. vLLM needs it to report what was kept."""
+    min_p: Annotated[float, Field(ge=0, lt=1)]
+    """Sample among the tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
+    first_token_temperature: Annotated[float, Field(ge=0)]
+    """Temperature of a response's first token in training (FIRE: higher than `temperature`), in the engine and in the
+    learner; 0 takes `temperature`. Source: arXiv:2410.21236."""
+    stop_strings: tuple[str, ...]
+    """A response ends with the token that completes one of these texts, which stays in it; its finish reason is
+    `stop_string`."""
     max_tokens: PositiveInt
     """Longest response."""
     max_model_len: PositiveInt
@@ -87,6 +134,17 @@ class SamplerConfig(Section):
     """Skip graph capture and compilation."""
     block_size: PositiveInt
     """Tokens in one KV cache block."""
+    flow: FlowConfig
+    """Pictures of a flow model."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens are left out of the distribution that is sampled from."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def is_flow(self) -> bool:
+        return self.kind is SamplerKind.FLOW
 
     @property
     def max_media_per_prompt(self) -> int:

@@ -12,11 +12,12 @@ from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
 from configs.schema.data import DataConfig
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
 from configs.schema.resources import ResourcesConfig
 from configs.schema.rewards import RewardsConfig
-from configs.schema.rollout import PolicyConfig, SamplerConfig
+from configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 
@@ -225,12 +226,16 @@ class RunConfig(Section):
     """The network that is trained."""
     data: DataConfig
     """The prompts."""
+    environment: EnvironmentConfig
+    """What answers the policy between its turns."""
     sampler: SamplerConfig
     """How responses are sampled."""
     rewards: RewardsConfig
     """How good a response is."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
+    reference: ReferenceConfig
+    """The frozen policy."""
     learner: LearnerConfig
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig
@@ -263,7 +268,8 @@ class RunConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.distillation.is_on or self.offline.job == "dpo"
+        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
+        return has_kl or self.algorithm.distillation.is_on or self.offline.job == "dpo"
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -365,7 +365,7 @@ def init_model(
                 written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    use = "load it with diffusers" if name in TINY_FLOW else f"use it with policy.model={written}"
+    use = f"use it with {'sampler=flow ' if name in TINY_FLOW else ''}policy.model={written}"
     message = f"{model} written to {written}: {use}"
     terminal(soft_wrap=True).print(message, markup=False)
 

@@ -42,7 +42,6 @@ class PlannedNode:
     resources: NodeResources
     gpu_bytes: int | None  # of one GPU
     host_bytes: int | None
-    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def node_id(self) -> str:
@@ -61,6 +60,7 @@ class NodeKind(BaseModel):
     cpus: PositiveInt
     memory: str | None = None
     labels: dict[str, str] = Field(default_factory=dict)
+    resources: dict[str, float] = Field(default_factory=dict)
 
 
 class ClusterFile(BaseModel):
@@ -110,7 +110,7 @@ def read_cluster(path: Path) -> tuple[PlannedNode, ...]:
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise PreflightError(
             f"--cluster {path}: {where}: {first['msg']}. A file has `nodes`, a list of entries with name, count, gpus, "
-            "gpu_memory (80GB), cpus, memory (1TB) and labels"
+            "gpu_memory (80GB), cpus, memory (1TB), labels and resources"
         ) from error
     return tuple(node for kind in kinds for node in _nodes(kind, f"--cluster {path}"))
 
@@ -134,4 +134,8 @@ def _nodes(kind: NodeKind, where: str) -> list[PlannedNode]:
     host = None if kind.memory is None else size(kind.memory, where)
     names = [kind.name] if kind.count == 1 else [f"{kind.name}-{index}" for index in range(kind.count)]
     labels = tuple(sorted(kind.labels.items()))
-    return [PlannedNode(NodeResources(name, kind.cpus, kind.gpus), gpu, host, labels) for name in names]
+    custom = tuple(sorted(kind.resources.items()))
+    return [
+        PlannedNode(NodeResources(name, kind.cpus, kind.gpus, custom=custom, labels=labels), gpu, host)
+        for name in names
+    ]

@@ -30,6 +30,7 @@ TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"
 PHASES = (TRAINING, SYNC, SAMPLING)
 
 CUDA_CONTEXT = 600 * MIB  # of one process on one GPU: context, cuBLAS workspaces, NCCL buffers
+BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
 CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
 GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
 GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
@@ -46,7 +47,9 @@ Parts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """One worker of a role. `device[phase][part]` and `host[part]` are bytes; on CPU `device` is host memory."""
+    """One worker of a role, in bytes: `device[phase][part]` on each of its GPUs (on CPU: in host memory), and
+    `host[part]` in host memory.
+    """
 
     device: Mapping[str, Parts]
     host: Parts = field(default_factory=dict)
@@ -75,7 +78,8 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _always(_reference(config, shape))
         case _:
             found = WorkerMemory(_phases({}))
-    return WorkerMemory(_with_context(config, found.device), {"process": PROCESS[kind], **found.host})
+    processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
+    return WorkerMemory(_with_context(config, found.device), {"process": processes * PROCESS[kind], **found.host})
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -162,15 +166,20 @@ def _state(
 
 
 def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
-    """AdamW keeps two float32 values a parameter, Muon one for matrices between layers."""
+    """AdamW keeps two float32 values a parameter, in 8 bits two bytes; Muon one value for matrices between layers."""
     if config.learner.optimizer == "adamw":
         return 2 * FLOAT32 * sum(prod(spec.shape) for spec in trained)
+    if config.learner.optimizer == "adamw_8bit":
+        return ceil(2 * (1 + FLOAT32 / BLOCK_8BIT) * sum(prod(spec.shape) for spec in trained))
     one = [s for s in trained if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
     return FLOAT32 * (2 * sum(prod(s.shape) for s in trained) - sum(prod(s.shape) for s in one))
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    weights = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
+    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.kv_cache_bytes`."""
+    num_ranks = config.resources.rollout.tensor_parallel
+    whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
+    weights = ceil(whole / num_ranks)
     awake = {"weights": weights, "kv_cache": _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
@@ -179,7 +188,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
     kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
     waking = {"weights": weights, "sync": _staging(config, shape), **kept}
-    host = {"moved": weights} if config.resources.sleep_level == 1 else {}
+    host = {"moved": whole} if config.resources.sleep_level == 1 else {}
     return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
 
 
@@ -193,10 +202,21 @@ def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
 def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     batch = Microbatch.of(config, shape)
     return {
-        "weights": DTYPE_BYTES[config.resources.dtype] * shape.num_parameters,
+        "weights": _frozen_weights(config, shape),
         "activations": scoring_bytes(config, shape, batch),
         "logits": logits_bytes(config, shape, batch.targets),
     }
+
+
+def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
+    """Of the reference; in 8 or 4 bits its matrices, but not those of the vocabulary (scales are a hundredth of it)."""
+    value, kind = DTYPE_BYTES[config.resources.dtype], config.reference.quantisation
+    if kind == "none":
+        return value * shape.num_parameters
+    specs = shape.manifest.tensors
+    small = [s for s in specs if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
+    num_small = sum(prod(spec.shape) for spec in small)
+    return ceil(value * (shape.num_parameters - num_small) + {"int8": 1.0, "int4": 0.5}[kind] * num_small)
 
 
 def _staging(config: RunConfig, shape: ModelShape) -> int:

@@ -44,7 +44,8 @@ def overview(prepared: Prepared, plan: PlacementPlan, version: int) -> str:
 def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[tuple[str, str]]:
     config = prepared.config
     algorithm, learner, sampler = config.algorithm, config.learner, config.sampler
-    kind = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    settings = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))
+    kind = settings["_class_name" if prepared.config.sampler.is_flow else "model_type"]
     parameters = Parameters.of(prepared.checkpoint, config.policy)
     yield "run", f"{config.run_folder}, {_steps(config, version)}, seed {config.seed}"
     yield "model", f"{config.policy.model} ({kind}, {_number(parameters.total)} parameters)"

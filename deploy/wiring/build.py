@@ -232,11 +232,18 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
     """How training samples."""
+    sampler = config.sampler
     return SamplingSettings(
         num_samples=config.algorithm.samples_per_prompt,
-        temperature=config.sampler.temperature,
-        max_tokens=config.sampler.max_tokens,
+        temperature=sampler.temperature,
+        max_tokens=sampler.max_tokens,
         seed=config.seed,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        first_token_temperature=sampler.first_token_temperature,
+        keeps_sets=sampler.is_cut,
+        stop_strings=sampler.stop_strings,
     )
 
 
@@ -335,6 +342,7 @@ def _weights(prepared: Prepared, inference: Inference, training: Training) -> We
         max_attempts=sync.max_attempts,
         canary_interval=sync.canary_interval,
         canary_tolerance=sync.canary_tolerance,
+        ranks_of_receiver=prepared.config.resources.rollout.tensor_parallel,
         probe=probe_prompt(prepared),
     )
     inference.rollouts.admit_with(weights.admit)

@@ -44,7 +44,14 @@ def build_evaluator(
 def _suites(prepared: Prepared) -> Iterator[Suite]:
     """The run's own suite, then the others by name. A prompt has another id in each: ids are unique in a run."""
     evaluation, sampler = prepared.config.evaluation, prepared.config.sampler
-    own = SamplingSettings(1, evaluation.temperature, sampler.max_tokens, prepared.config.seed, AFTER_TRAINING)
+    own = SamplingSettings(
+        num_samples=1,
+        temperature=evaluation.temperature,
+        max_tokens=sampler.max_tokens,
+        seed=prepared.config.seed,
+        priority=AFTER_TRAINING,
+        stop_strings=sampler.stop_strings,
+    )
     yield Suite(HELD_OUT, _prompts(prepared, evaluation.split, evaluation.num_prompts), own)
     for name, suite in evaluation.suites.items():
         prompts = _prompts(prepared, suite.split, suite.num_prompts)

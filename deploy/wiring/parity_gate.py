@@ -80,6 +80,8 @@ class ParityGate:
 def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
     """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
     config = prepared.config
+    if config.sampler.is_flow:  # the canary of the first push compares them
+        return ParityGate("flow", learner, receivers, {}, config.weight_sync.canary_tolerance)
     model_type = model_type_at(config.policy.model)
     prompts = {}
     if family_at(config.policy.model).needs_gate:

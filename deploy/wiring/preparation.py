@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 
@@ -18,6 +18,7 @@ from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
+from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.teacher import TEACHER, check_teacher
@@ -28,9 +29,16 @@ from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from learner.policies.families import family_at, frozen_prefixes, max_positions
+from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.families import INDEX, TRANSFORMER
+from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.tiny import TINY, write_tiny
+from learner.policies.trained import flow_checkpoint
+
+if TYPE_CHECKING:
+    from actors.processors.flow import FlowProcessor
 
 _logger = logging.getLogger(__name__)
 
@@ -43,9 +51,9 @@ class Prepared:
     """What a run is made of, all of it checked."""
 
     config: RunConfig
-    model_folder: Path  # the checkpoint's files
+    model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
-    processor: ChatProcessor | ConversationProcessor  # of the conversations of an offline job
+    processor: ChatProcessor | ConversationProcessor | FlowProcessor  # by the job and the kind of model
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -84,15 +92,18 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     model_folder = ensure_model(config)
     checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
-    _check_trained(checkpoint, config.policy)
-    _check_positions(config)
+    if config.sampler.is_flow:
+        _check_flow(checkpoint, config)
+    else:
+        _check_trained(checkpoint, config.policy)
+        _check_positions(config)
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
-    processor = ChatProcessor(
-        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
-    )
+    processor = _processor(config, media)
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
+    if config.environment.is_on:
+        reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
         processor = ConversationProcessor(
@@ -104,6 +115,16 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
+
+
+def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor:
+    if config.sampler.is_flow:
+        from actors.processors.flow import FlowProcessor  # which imports diffusers
+
+        return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+    return ChatProcessor(
+        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    )
 
 
 def _splits(evaluation: EvaluationConfig) -> list[str]:
@@ -122,6 +143,13 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
             f"policy.freeze={list(policy.freeze)} freezes every parameter of policy.model={policy.model}, so nothing "
             "would be trained: take a prefix out of it"
         )
+
+
+def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
+    """Pictures of this size, and adapters at layers that are there."""
+    flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
+    if config.policy.lora.is_on:
+        adapted_modules(checkpoint, config.policy)
 
 
 def _check_positions(config: RunConfig) -> None:
@@ -156,6 +184,8 @@ def ensure_model(config: RunConfig) -> Path:
             hub gives.
     """
     folder = Path(config.policy.model)
+    if config.sampler.is_flow:
+        return _ensure_flow_model(config, folder)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
         if config.policy.tiny not in TINY:
             raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
@@ -163,6 +193,18 @@ def ensure_model(config: RunConfig) -> Path:
         with _writing("policy.model", folder):
             return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     return checkpoint_folder("policy.model", config.policy.model)
+
+
+def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
+    """The folder of the transformer of `policy.model`."""
+    if config.policy.tiny != "none" and not (folder / INDEX).is_file():
+        if config.policy.tiny not in TINY_FLOW:
+            names = ", ".join(TINY_FLOW)
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is no flow model: choose {names} or none")
+        _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
+        with _writing("policy.model", folder):
+            write_tiny_flow(config.policy.tiny, folder)
+    return flow_checkpoint(config).folder / TRANSFORMER
 
 
 def checkpoint_folder(key: str, name: str) -> Path:

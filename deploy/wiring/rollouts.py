@@ -8,6 +8,7 @@ from typing import Any
 from actors.datasets.rows import Skipped
 from actors.rollout.actor import RolloutActor
 from actors.rollout.client import RolloutClient
+from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
 from actors.samplers.base import EngineSettings
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.hub import Metrics
@@ -22,6 +23,7 @@ from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
 from deploy.wiring.scoring_roles import restart_policy
 from deploy.wiring.spawner import Spawner, engine_environment
+from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
@@ -35,11 +37,14 @@ def rollout_pool(
     """The pool; its `start` starts the engines. `on_lost` is called with the kind of each loss."""
     config, timeouts, supervision = prepared.config, prepared.config.timeouts, prepared.config.supervision
 
+    role, *episodes = _role(config)
+
     def start(worker: PlacedWorker) -> Any:
         return spawner.start(
-            RolloutActor,
+            role,
             config.sampler.kind.value,
             engine_settings(prepared, worker.index),
+            *episodes,
             object_timeout_s=timeouts.object_s,
             worker=worker,
             env=engine_environment(config, worker),
@@ -77,6 +82,15 @@ def rollout_pool(
     )
 
 
+def _role(config: RunConfig) -> tuple[Any, ...]:
+    """The class of rollout actors, and what it needs besides an engine."""
+    if not config.environment.is_on:
+        return (RolloutActor,)
+    return EpisodeActor, EpisodeSettings(
+        config.environment, config.data, config.sampler, keeps_files=config.rewards.needs_pictures
+    )
+
+
 def adaptive_concurrency(
     config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
 ) -> list[AdaptiveConcurrency]:
@@ -110,6 +124,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         dtype=dtype,
         device=config.resources.device,
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
         max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,
@@ -127,4 +142,5 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         pad_id=processor.pad_token_id,
         expected=prepared.checkpoint,
         adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
+        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
     )

@@ -124,8 +124,8 @@ class Spawner:
         """The places of these workers, which are reserved together if they are not yet."""
         names, resources = [f"{role}/{index}" for index in indices], self._config.resources
         if not all(name in self._placed for name in names):
-            run_name, bundle = f"{self._config.name}/{names[0]}", bundle_of(resources.roles[role])
-            booked = book_more([bundle] * len(names), name=run_name, timeout_s=BOOKING_S)
+            run_name = f"{self._config.name}/{names[0]}"
+            booked = book_more(resources.roles[role], len(names), name=run_name, timeout_s=BOOKING_S)
             bookings = {name: booking for name, (booking, _) in zip(names, booked, strict=True)}
             try:
                 for index, name, (_, node) in zip(indices, names, booked, strict=True):

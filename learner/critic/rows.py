@@ -33,7 +33,7 @@ class ValueRow:
         nothing = np.zeros(0, dtype=np.float32)
         return cls(
             index=item.index,
-            sequence=replace(item.sequence, token_ids=np.append(item.sequence.token_ids, PADDING_ID)),
+            sequence=replace(item.sequence, token_ids=np.append(item.sequence.token_ids, PADDING_ID), kept=None),
             old_values=nothing if item.values is None else item.values,
             returns=nothing if item.returns is None else item.returns,
             mask=item.kept_mask,

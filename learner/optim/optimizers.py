@@ -26,6 +26,18 @@ def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(_decay_groups(trained, config), **_adam_settings(config), fused=True)
 
 
+def _adamw_8bit(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
+    """AdamW with moments of a byte each. Raises ValueError where torchao is not installed."""
+    try:
+        from learner.optim.adamw_8bit import AdamWOfBytes
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"learner.optimizer=adamw_8bit needs {error.name!r}, which is not installed: "
+            "pip install 'mobula[quantised]', or set learner.optimizer=adamw"
+        ) from error
+    return AdamWOfBytes(_decay_groups(trained, config), **_adam_settings(config))
+
+
 def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     decay = config.weight_decay
     return MuonWithAdamW(trained, weight_decay=decay, momentum=config.muon_momentum, **_adam_settings(config))
@@ -33,6 +45,7 @@ def _muon(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Named, LearnerConfig], torch.optim.Optimizer]] = {
     "adamw": _adamw,
+    "adamw_8bit": _adamw_8bit,
     "muon": _muon,
 }
 

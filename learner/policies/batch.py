@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
 
@@ -27,12 +28,22 @@ class TokenSequence:
     num_context: int
     media: tuple[MediaHandle, ...]
     media_spans: tuple[MediaSpan, ...]
+    kept: KeptSets | None = None  # the tokens among which each of the first targets was sampled; None: among all
 
     @classmethod
-    def of_response(cls, prompt: Prompt, token_ids: np.ndarray) -> TokenSequence:
+    def of_response(cls, prompt: Prompt, token_ids: np.ndarray, kept: KeptSets | None = None) -> TokenSequence:
         """A prompt and what was answered; the answer is scored."""
         tokens = np.concatenate([prompt.expanded_ids, token_ids])
-        return cls(tokens, prompt.num_tokens, prompt.media, prompt.media_spans)
+        return cls(tokens, prompt.num_tokens, prompt.media, prompt.media_spans, kept)
+
+    @classmethod
+    def of_actions(cls, prompt: Prompt, actions: TokenActions) -> TokenSequence:
+        """A prompt and the tokens behind it, with the media of later turns; all behind the prompt is scored."""
+        row, num = cls.of_response(prompt, actions.token_ids, actions.kept), prompt.num_tokens
+        if not actions.media:
+            return row
+        spans = (MediaSpan(s.start + num, s.end + num) for s in actions.media_spans)
+        return replace(row, media=(*row.media, *actions.media), media_spans=(*row.media_spans, *spans))
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> TokenSequence:
@@ -82,6 +93,8 @@ class TokenBatch:
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
     hidden_columns: Tensor  # int64 [N]
+    kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, one after the other
+    kept_ends: Tensor  # int64 [N]: where each of them ends; an empty one stands for all tokens
     media: MediaBatch  # pictures
     videos: MediaBatch
     layout: PositionLayout
@@ -95,6 +108,9 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     target_mask = np.arange(targets.shape[1]) < num_targets[:, None]
     rows, steps = np.nonzero(target_mask)
     columns = steps + np.array([s.num_context - 1 for s in sequences])[rows]
+    counts = pad_rows([s.kept.counts if s.kept is not None else () for s in sequences], 0, np.int64)
+    counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
+    kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
     in_media = np.zeros(input_ids.shape, dtype=bool)
     for row, sequence in enumerate(sequences):
         for span in sequence.media_spans:
@@ -109,6 +125,8 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
         target_mask=_tensor(target_mask, device),
         hidden_rows=_tensor(rows, device),
         hidden_columns=_tensor(columns, device),
+        kept_ids=_tensor(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
+        kept_ends=_tensor(counts.cumsum(), device),
         media=_media_batch(sequences, media, device, is_video=False),
         videos=_media_batch(sequences, media, device, is_video=True),
         layout=_layout(sequences, media, device),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from learner.policies.logprobs import Distribution, TokenLogprobs, target_logprobs, token_logprobs
+from learner.policies.logprobs import Distribution, Steps, TokenLogprobs, target_logprobs, token_logprobs
 
 
 class ScoringHead(nn.Module):
@@ -35,18 +35,24 @@ class ScoringHead(nn.Module):
         self._chunk_tokens = chunk_tokens
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, distribution: Distribution, entropy_has_gradient: bool
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        distribution: Distribution,
+        entropy_has_gradient: bool,
+        steps: Steps | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs [N], entropy [N] and whether it is the likeliest [N] of each target, as in `TokenLogprobs`.
 
         Args:
             hidden: float [N, H], the decoder's last states.
             targets: int64 [N].
+            steps: of the N targets, where the distribution is not the same for all of them.
         """
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else self.weight.dtype
-        score = _Score(distribution, entropy_has_gradient, self._chunk_tokens, dtype)
+        score = _Score(distribution, steps, entropy_has_gradient, self._chunk_tokens, dtype)
         return _ChunkedLogprobs.apply(hidden, self.weight, targets, score)
 
 
@@ -54,22 +60,33 @@ class _Score:
     """What is computed of a chunk's logits, and the type that they are computed in."""
 
     def __init__(
-        self, distribution: Distribution, entropy_has_gradient: bool, chunk_tokens: int, dtype: torch.dtype
+        self,
+        distribution: Distribution,
+        steps: Steps | None,
+        entropy_has_gradient: bool,
+        chunk_tokens: int,
+        dtype: torch.dtype,
     ) -> None:
         self.entropy_has_gradient = entropy_has_gradient
         self.dtype = dtype
         self._distribution = distribution
+        self._steps = steps
         self._chunk_tokens = chunk_tokens
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> TokenLogprobs:
-        return token_logprobs(logits, targets, self._distribution, entropy_has_gradient=self.entropy_has_gradient)
+    def __call__(self, logits: Tensor, targets: Tensor, chunk: slice) -> TokenLogprobs:
+        """Of the targets of `chunk`, which their logits are for."""
+        steps, has_gradient = self._part(chunk), self.entropy_has_gradient
+        return token_logprobs(logits, targets[chunk], self._distribution, steps, entropy_has_gradient=has_gradient)
 
-    def trained(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
+    def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
         """What has a gradient: log-probs, and entropies where they are asked for one."""
         if self.entropy_has_gradient:
-            found = self(logits, targets)
+            found = self(logits, targets, chunk)
             return [found.logprobs, found.entropy]
-        return [target_logprobs(logits, targets, self._distribution)]
+        return [target_logprobs(logits, targets[chunk], self._distribution, self._part(chunk))]
+
+    def _part(self, chunk: slice) -> Steps | None:
+        return None if self._steps is None else self._steps.part(chunk)
 
     def chunks(self, num_tokens: int) -> list[slice]:
         """At least one, which may be empty."""
@@ -91,7 +108,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             used = weight.to(score.dtype)
             parts = [
-                score(linear(hidden[chunk].to(score.dtype), used), targets[chunk])
+                score(linear(hidden[chunk].to(score.dtype), used), targets, chunk)
                 for chunk in score.chunks(hidden.shape[0])
             ]
         logprobs, entropy, is_argmax = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -115,7 +132,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 states = hidden[chunk].to(score.dtype)
                 logits = linear(states, used).requires_grad_()
                 with torch.enable_grad():
-                    outputs = score.trained(logits, targets[chunk])
+                    outputs = score.trained(logits, targets, chunk)
                 grads = [logprobs_grad[chunk], entropy_grad[chunk]][: len(outputs)]
                 [logits_grad] = torch.autograd.grad(outputs, logits, grads)  # [n, V]
                 if hidden_grad is not None:

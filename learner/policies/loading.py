@@ -34,9 +34,11 @@ def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedMod
     return model
 
 
-def recompute_blocks(model: PreTrainedModel, kind: str) -> None:
+def recompute_blocks(model: nn.Module, kind: str) -> None:
     """Set what a model in training mode keeps for the backward pass; `kind` is `learner.activation_checkpointing`."""
-    if kind != "none":
+    if kind != "none" and not isinstance(model, PreTrainedModel):
+        model.enable_gradient_checkpointing()  # of diffusers
+    elif kind != "none":
         reentrant = {"use_reentrant": False}  # so that blocks whose inputs have no gradient are trained too
         model.gradient_checkpointing_enable(reentrant, offload=kind == "blocks_offloaded")
 

@@ -9,17 +9,40 @@ import torch
 from torch import Tensor
 
 BAN_BIAS = -100.0  # what engines add to the logit of a banned token, before the temperature
+NEVER = -1e30  # the logit of a token that is left out; finite, so that its part of an entropy and its gradient are 0
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """softmax((logits + bias) / temperature), with the bias `BAN_BIAS` on banned ids and 0 elsewhere."""
+    """softmax((logits + bias) / temperature), with the bias `BAN_BIAS` on banned ids and 0 elsewhere.
+
+    With `first_token_temperature` above 0 (FIRE) that is the temperature of a response's first token. Where the engine
+    recorded among which tokens it sampled (`Steps.kept_ids`), the softmax is over these alone.
+    """
 
     temperature: float
     banned_ids: tuple[int, ...]
+    first_token_temperature: float = 0.0
 
 
 PLAIN = Distribution(temperature=1.0, banned_ids=())
+
+
+class Steps(NamedTuple):
+    """What the distribution of each of N targets depends on beside its logits."""
+
+    is_first: Tensor  # bool [N]: the first target of its row
+    kept_ids: Tensor  # int64 [M]: of target n, those from kept_ends[n - 1] to kept_ends[n]; none: all tokens
+    kept_ends: Tensor  # int64 [N]
+
+    def part(self, chunk: slice) -> Steps:
+        """The same for some of the targets, which follow each other."""
+        ends = self.kept_ends[chunk]
+        if not len(self.kept_ids):
+            return Steps(self.is_first[chunk], self.kept_ids, ends)
+        begin = int(self.kept_ends[chunk.start - 1]) if chunk.start > 0 else 0
+        end = int(ends[-1]) if len(ends) else begin
+        return Steps(self.is_first[chunk], self.kept_ids[begin:end], ends - begin)
 
 
 class TokenLogprobs(NamedTuple):
@@ -31,13 +54,18 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(
-    logits: Tensor, targets: Tensor, distribution: Distribution, *, entropy_has_gradient: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    distribution: Distribution,
+    steps: Steps | None = None,
+    *,
+    entropy_has_gradient: bool = False,
 ) -> TokenLogprobs:
-    """Log-probs of `targets` [...] under `logits` [..., V], in float32 whatever the logits' type.
+    """Log-probs of `targets` [...] under `logits` [..., V], in float32 whatever the logits' type; with `steps` [N].
 
     The same numbers as vLLM's `processed_logprobs` with this temperature and a `logit_bias` of -100 on banned ids.
     """
-    all_logprobs = _all_logprobs(logits, distribution)
+    all_logprobs = _all_logprobs(logits, distribution, steps)
     with torch.set_grad_enabled(entropy_has_gradient and torch.is_grad_enabled()):
         entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)
     with torch.no_grad():
@@ -45,21 +73,35 @@ def token_logprobs(
     return TokenLogprobs(_of_targets(all_logprobs, targets), entropy, is_argmax)
 
 
-def target_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution) -> Tensor:
+def target_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution, steps: Steps | None = None) -> Tensor:
     """`token_logprobs(...).logprobs` alone."""
-    return _of_targets(_all_logprobs(logits, distribution), targets)
+    return _of_targets(_all_logprobs(logits, distribution, steps), targets)
 
 
-def _all_logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
+def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | None) -> Tensor:
     """float32 [..., V]"""
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])
         bias[list(distribution.banned_ids)] = BAN_BIAS
         logits = logits + bias
-    if distribution.temperature != 1.0:
+    first = distribution.first_token_temperature
+    if steps is not None and first > 0:
+        logits = logits / torch.where(steps.is_first, first, distribution.temperature).unsqueeze(-1)
+    elif distribution.temperature != 1.0:
         logits = logits / distribution.temperature
+    if steps is not None and len(steps.kept_ids):
+        logits = logits.masked_fill(_is_cut(steps, logits.shape[-1]), NEVER)
     return logits.log_softmax(dim=-1)
+
+
+def _is_cut(steps: Steps, num_ids: int) -> Tensor:
+    """bool [N, V]: the tokens that the engine left out."""
+    counts = torch.diff(steps.kept_ends, prepend=steps.kept_ends.new_zeros(1))
+    is_cut = (counts > 0)[:, None].repeat(1, num_ids)
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    is_cut[rows, steps.kept_ids] = False
+    return is_cut
 
 
 def _of_targets(all_logprobs: Tensor, targets: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -14,7 +15,7 @@ from learner.policies.base import Policy, PolicyOutput
 from learner.policies.batch import TokenBatch
 from learner.policies.families import family_of
 from learner.policies.head import ScoringHead
-from learner.policies.logprobs import Distribution
+from learner.policies.logprobs import Distribution, Steps
 from learner.policies.varlen import RowPacking
 
 
@@ -57,5 +58,7 @@ class TokenPolicy(TokenModel):
         """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
         mask = batch.target_mask
         head = self.model.get_output_embeddings()
-        flat = head(self.states(batch), batch.targets[mask], distribution, entropy_has_gradient)
+        is_first = (torch.arange(mask.shape[1], device=mask.device) == 0).expand_as(mask)[mask]
+        steps = Steps(is_first, batch.kept_ids, batch.kept_ends)
+        flat = head(self.states(batch), batch.targets[mask], distribution, entropy_has_gradient, steps)
         return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))

@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from cluster.records.actions import Actions, LatentActions, TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt
 from configs.schema import RunConfig
-from learner.policies.base import PolicyRow
+from learner.policies.base import Policy, PolicyRow
 from learner.policies.batch import TokenBatch, TokenSequence, collate
+from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
-from learner.policies.loading import load_policy_model
+from learner.policies.loading import load_policy_model, save_policy
+from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.score_model import ScoreModel, load_score_model
-from learner.policies.token import TokenModel, TokenPolicy
+from learner.policies.token import TokenPolicy
+
+if TYPE_CHECKING:
+    from learner.policies.flow.checkpoint import FlowCheckpoint
 
 PolicyBatch = TokenBatch | LatentBatch
 """Rows as the forward of their policy takes them."""
 
 
-def load_trained_model(config: RunConfig) -> PreTrainedModel:
+@dataclass(frozen=True)
+class Scoring:
+    """What a policy's forward takes beside a batch, and what a push of weights is proven by."""
+
+    training: Distribution | Replay
+    canary: Distribution | Replay
+    canary_row: Callable[[Prompt], PolicyRow]
+
+
+def load_trained_model(config: RunConfig) -> nn.Module:
     """The model in float32 on the CPU, frozen parameters marked."""
     if config.offline.job == "reward_model":
         return load_score_model(config.policy, torch.float32, config.seed)
+    if config.sampler.is_flow:
+        return flow_checkpoint(config).transformer(torch.float32)
     return load_policy_model(config.policy, torch.float32)
 
 
-def as_policy(model: PreTrainedModel, config: RunConfig) -> TokenModel:
+def as_policy(model: nn.Module, config: RunConfig) -> Policy:
     """The module whose forward a learner calls."""
     if config.offline.job == "reward_model":
         return ScoreModel(model, packs=config.learner.packing)
+    if config.sampler.is_flow:
+        return FlowPolicy(model, flow_checkpoint(config).family)
     return TokenPolicy(model, config.learner)
+
+
+def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
+    """How the policy of a run scores rows; `banned_ids` are never sampled."""
+    if config.sampler.is_flow:
+        denoising = Denoising.of(config.sampler.flow)
+        divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
+        canary_row = partial(flow_checkpoint(config).canary, denoising=denoising)
+        return Scoring(Replay(denoising, divergence), Replay(denoising, "none"), canary_row)
+    sampler = config.sampler
+    sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
+    return Scoring(sampled, PLAIN, TokenSequence.of_prompt)
+
+
+def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint like that of `policy.model`; `full_state` is as in `save_policy`."""
+    if config.sampler.is_flow:
+        flow_checkpoint(config).save(folder, full_state)
+    else:
+        save_policy(model, config.policy.model, folder, full_state)
+
+
+def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
+    """`policy.model` as a checkpoint of diffusers, which is imported for it alone."""
+    from learner.policies.flow.checkpoint import FlowCheckpoint
+
+    return FlowCheckpoint(config.policy.model)
 
 
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
     """A prompt and what the policy did after it, as a row to score."""
     if isinstance(actions, TokenActions):
-        return TokenSequence.of_response(prompt, actions.token_ids)
+        return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
     return LatentSequence.of_response(prompt, actions)
 

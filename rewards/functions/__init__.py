@@ -19,6 +19,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "clip_score": "rewards.models.clip:ClipScore",
     "cost": "rewards.functions.cost:Cost",
     "digit_list": "rewards.functions.answers.digit_list:DigitList",
+    "environment": "rewards.functions.environment:EnvironmentReward",
     "exact_match": "rewards.functions.answers.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
     "grounding": "rewards.functions.grounding:Grounding",

@@ -9,9 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engines import Engine, copied, gaps, restore, score
+from engines import TEMPERATURE, Engine, copied, gaps, restore, score
 
 from cluster.records.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
+from cluster.roles import SamplingSettings
 from learner.learner import Learner
 from learner.policies.batch import TokenSequence
 from learner.policies.logprobs import PLAIN, Distribution
@@ -56,6 +57,41 @@ def rig(learner: Learner, engine: Engine, token_id: int) -> None:
 def say(learner: Learner, prompt: Prompt, token_ids: Sequence[int], distribution: Distribution) -> PolicyOutput:
     """What the learner's policy says of a response."""
     return score(learner, [TokenSequence.of_response(prompt, np.array(token_ids, dtype=np.int32))], distribution)
+
+
+async def test_the_learner_scores_what_a_cut_and_a_hot_first_token_were_sampled_from(
+    engine: Engine, learner: Learner
+) -> None:
+    """Ratios at equal weights are 1 over the same kept sets, and far from it over all tokens."""
+    cut = SamplingSettings(4, TEMPERATURE, 12, seed=7, top_p=0.8, top_k=20, min_p=0.001, keeps_sets=True)
+    for settings in (cut, replace(cut, first_token_temperature=4.0)):
+        distribution = replace(engine.model.distribution, first_token_temperature=settings.first_token_temperature)
+        for prompt in engine.model.prompts:
+            found = await engine.generate(prompt, settings)
+            rows = [(t.actions.token_ids, t.actions.kept) for t in found.trajectories]
+            replayed = score(learner, [TokenSequence.of_response(prompt, *row) for row in rows], distribution)
+            plain = score(learner, [TokenSequence.of_response(prompt, ids) for ids, _ in rows], distribution)
+            off = []
+            for n, trajectory in enumerate(found.trajectories):
+                behaviour, length = trajectory.behavior_logprobs, trajectory.num_steps
+                assert np.abs(replayed.logprobs[n, :length].numpy() - behaviour).max() < 2e-5
+                off.append(np.abs(plain.logprobs[n, :length].numpy() - behaviour).max())
+            assert max(off) > 0.05
+
+
+async def test_a_stop_string_ends_a_response_and_its_token_ids_are_those_without_it(engine: Engine) -> None:
+    settings = SamplingSettings(4, TEMPERATURE, 24, seed=7)
+    plain = await engine.generate(engine.model.probe, settings)
+    [stop] = [t.response.text[6:8] for t in plain.trajectories if t.response.text[6:8].isascii()][:1]
+    for chosen in (replace(settings, stop_strings=(stop,)), replace(settings, stop_strings=("never said", stop))):
+        found = await engine.generate(engine.model.probe, chosen)
+        assert FinishReason.STOP_STRING in {t.finish_reason for t in found.trajectories}
+        for before, after in zip(plain.trajectories, found.trajectories, strict=True):
+            length = after.num_steps
+            assert after.actions.token_ids.tolist() == before.actions.token_ids[:length].tolist()
+            assert not after.response.is_truncated or after.finish_reason is FinishReason.LENGTH
+            ended = after.finish_reason is FinishReason.STOP_STRING
+            assert ended == (stop in after.response.text) == (stop in before.response.text)
 
 
 async def test_one_request_gives_as_many_siblings_as_asked_for(engine: Engine) -> None:

@@ -29,10 +29,10 @@ CLOSE = 0.05  # nat, mean, bfloat16
 CANARY = 0.2  # nat, largest; what the GPU presets accept
 
 
-def engine_on(preset: str, folder: Path) -> Engine:
+def engine_on(preset: str, folder: Path, *more: str) -> Engine:
     write_tiny_qwen2_5_vl(folder / "model", seed=0)
     words = ("sampler.kv_cache_bytes=1073741824", "sampler.enforce_eager=true", "weight_sync.bucket_bytes=1048576")
-    engine = start_actor(open_model(folder / "model", f"resources={preset}", *words), "vllm", index=0)
+    engine = start_actor(open_model(folder / "model", f"resources={preset}", *words, *more), "vllm", index=0)
     asyncio.run(engine.client.start())
     return engine
 
@@ -68,6 +68,26 @@ async def test_a_push_over_gloo_brings_a_gpu_engine_to_the_learners_weights(shar
         assert await probe_gap(shared, learner) > CANARY, "before the push the engine has other weights"
         assert await sync.publish(version) == version
         assert await probe_gap(shared, learner) <= CANARY
+
+
+@two_gpus
+async def test_an_engine_over_two_gpus_agrees_with_the_learner_after_pushes_to_both_ranks(
+    local_ray: str, tmp_path: Path
+) -> None:
+    split = ("resources.rollout.tensor_parallel=2", "resources.rollout.num_gpus=2")
+    engine = await asyncio.to_thread(engine_on, "gpu_1", tmp_path, *split)
+    learner = new_learner(engine.model)
+    try:
+        await engine.serve(learner, version=0)
+        sync = weight_sync(engine, LocalSender(learner), tolerance=CANARY, ranks_of_receiver=2)
+        for version in (1, 2):
+            perturb(learner, seed=version)
+            assert await probe_gap(engine, learner) > CANARY, "before the push the engine has other weights"
+            assert await sync.publish(version) == version
+            assert await probe_gap(engine, learner) <= CANARY
+    finally:
+        learner.close()
+        await engine.close()
 
 
 @pytest.mark.parametrize("preset", ["gpu_1", "gpu_1_colocated", pytest.param("gpu_2", marks=two_gpus)])

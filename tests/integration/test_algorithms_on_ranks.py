@@ -43,7 +43,11 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
 
 
-@pytest.mark.parametrize(("words", "share"), [(WORDS, 0.01), (MUON, 0.05)], ids=["algorithm", "muon"])
+BYTES = ("learner.optimizer=adamw_8bit",)  # blocks of 256 values begin at other places on two ranks
+CASES = {"algorithm": (WORDS, 0.01), "muon": (MUON, 0.05), "adamw_8bit": (BYTES, 0.1)}
+
+
+@pytest.mark.parametrize(("words", "share"), CASES.values(), ids=CASES)
 def test_two_ranks_train_as_one_process_does_and_resume_exactly(
     tmp_path: Path, words: tuple[str, ...], share: float
 ) -> None:

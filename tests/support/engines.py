@@ -304,6 +304,7 @@ def weight_sync(
     canary_interval: int = 1,
     tolerance: float = 1e-5,
     members: FixedMembers | None = None,
+    ranks_of_receiver: int = 1,
 ) -> WeightSync:
     """The push of the main job, from `sender` to the engine; what fails is not tried again."""
     return WeightSync(
@@ -314,6 +315,7 @@ def weight_sync(
         max_attempts=1,
         canary_interval=canary_interval,
         canary_tolerance=tolerance,
+        ranks_of_receiver=ranks_of_receiver,
         probe=engine.model.probe,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from fakes import turns
 
 from actors.samplers.progress import GroupProgress
+from actors.samplers.stop_strings import StopStrings
 from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
 from cluster.records.partial_response import Attempt, Emit, SampledSequence
@@ -54,7 +55,7 @@ class KnownSampler:
         attempt: Attempt,
         emit: Emit,
     ) -> list[SampledSequence]:
-        progress = GroupProgress(attempt, settings.num_samples, self._chunk_tokens, emit)
+        progress = GroupProgress(attempt, settings.num_samples, self._chunk_tokens, emit, StopStrings("", ()))
         step = 0
         while unfinished := progress.unfinished():
             await self._before_step(step)

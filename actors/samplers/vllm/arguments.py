@@ -15,6 +15,7 @@ from cluster.roles import SamplingSettings
 from learner.policies.logprobs import BAN_BIAS
 
 WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
+SPARE_LOGPROBS = 16  # beyond top_k: tokens whose logits equal the k-th are kept too
 
 
 def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
@@ -23,6 +24,9 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         model=settings.model,
         dtype=settings.dtype,
         seed=settings.seed,
+        tensor_parallel_size=settings.tensor_parallel,
+        # Processes of our own: inside of a placement group vLLM would else ask Ray for actors beside this one.
+        distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -31,6 +35,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         block_size=settings.block_size,
         enforce_eager=settings.enforce_eager,
         logprobs_mode="processed_logprobs",
+        max_logprobs=-1,  # a cut distribution is reported whole
         generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
         mm_processor_cache_gb=0,  # pictures arrive processed, ...
         mm_device_do_normalize=False,  # ... normalised included
@@ -53,13 +58,17 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         n=settings.num_samples,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
         max_tokens=settings.max_tokens,
         seed=settings.seed,
-        logprobs=0,
+        logprobs=settings.top_k + SPARE_LOGPROBS if settings.keeps_sets else 0,
         flat_logprobs=True,
         logit_bias=dict.fromkeys(engine.banned_ids, BAN_BIAS),
         stop_token_ids=list(engine.stop_ids),
-        detokenize=False,
+        stop=list(settings.stop_strings),
+        include_stop_str_in_output=True,
+        detokenize=bool(settings.stop_strings),
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
         stream_interval=engine.chunk_tokens,
         skip_clone=True,  # made for this request alone

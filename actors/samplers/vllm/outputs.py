@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
+from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 from cluster.errors import RolloutError
-from cluster.records.actions import TokenActions
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.partial_response import SampledSequence, clipped, shifted
 from cluster.records.trajectory import FinishReason, WeightSpan
 
@@ -22,9 +23,11 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abo
 class OutputReader:
     """Reads the outputs of one request, whether they come once at the end or in steps (RequestOutputKind.DELTA)."""
 
-    def __init__(self, engine: AsyncLLM, request_id: str) -> None:
+    def __init__(self, engine: AsyncLLM, request_id: str, *, keeps_sets: bool) -> None:
+        """With `keeps_sets` the request asks for the log-probs of all tokens that are kept, and of a few more."""
         self._processor = engine.output_processor
         self._request_id = request_id
+        self._keeps_sets = keeps_sets
         self._num_read: Counter[int] = Counter()  # sibling -> tokens
         self._states: dict[int, RequestState] = {}  # sibling -> vLLM's own record of it
 
@@ -32,14 +35,14 @@ class OutputReader:
         """(sibling, what is new of it), for each sibling in the output.
 
         Raises:
-            RolloutError: the engine gave tokens without log-probs or versions.
+            RolloutError: the engine gave tokens without log-probs or versions, or kept more tokens than it reports.
         """
         for completion in output.outputs:
             yield completion.index, self._piece(completion)
 
     def _piece(self, completion: CompletionOutput) -> SampledSequence:
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
-        logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+        logprobs, kept = self._logprobs(completion.logprobs)
         if logprobs.shape != token_ids.shape:
             raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
         start = self._num_read[completion.index]
@@ -47,9 +50,31 @@ class OutputReader:
         spans = self._spans(completion, end)
         if start > 0 or any(span.end > end for span in spans):
             spans = shifted(clipped(spans, start, end), -start)
-        return SampledSequence(
-            TokenActions(token_ids), logprobs, tuple(spans), FINISH_REASONS[completion.finish_reason]
-        )
+        reason = FINISH_REASONS[completion.finish_reason]
+        if isinstance(completion.stop_reason, str):
+            reason = FinishReason.STOP_STRING
+        return SampledSequence(TokenActions(token_ids, kept), logprobs, tuple(spans), reason)
+
+    def _logprobs(self, found: FlatLogprobs | list[float]) -> tuple[np.ndarray, KeptSets | None]:
+        """float32 [T] of the sampled tokens, and the kept sets where they were asked for.
+
+        vLLM gives of each step the sampled token and then, by falling log-prob, those that were asked for; what is not
+        kept has the log-prob -inf.
+        """
+        if not isinstance(found, FlatLogprobs):
+            return np.asarray(found, dtype=np.float32), None
+        num_steps = len(found)
+        values = np.array(found.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
+        if not self._keeps_sets:
+            return values[:, 0], None
+        ids = np.array(found.token_ids, dtype=np.int32).reshape(values.shape)[:, 1:]
+        is_kept = np.isfinite(values[:, 1:])
+        if is_kept.shape[1] and is_kept[:, -1].any():
+            raise RolloutError(
+                f"the engine kept more than the {is_kept.shape[1]} tokens that it reports of a step, since their "
+                "logits are equal: lower sampler.top_k, or set resources.dtype=float32"
+            )
+        return values[:, 0], KeptSets(is_kept.sum(axis=1, dtype=np.int32), ids[is_kept])
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.

@@ -28,9 +28,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from actors.samplers.base import EngineSettings
-from actors.samplers.progress import GroupProgress, continued, settings_to_continue
+from actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
 from actors.samplers.running_requests import RunningRequests
 from actors.samplers.served_version import ServedVersion
+from actors.samplers.stop_strings import StopStrings
 from actors.samplers.vllm.arguments import engine_args, sampling_params
 from actors.samplers.vllm.load import LoadLogger
 from actors.samplers.vllm.outputs import OutputReader
@@ -117,8 +118,13 @@ class VLLMSampler:
     ) -> list[SampledSequence]:
         if self._is_asleep:
             raise RolloutError(f"prompt {prompt.prompt_id} was asked of an engine that sleeps: its weights may be dead")
-        progress = GroupProgress(attempt, settings.num_samples, self._settings.chunk_tokens, emit)
-        if attempt.siblings:
+        chunk_tokens = self._settings.chunk_tokens
+        stop_strings = StopStrings(self._settings.model, settings.stop_strings)
+        progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit, stop_strings)
+        has_first = settings.first_token_temperature > 0
+        if has_first:
+            await self._begin(prompt, media, settings, attempt, progress)
+        if attempt.siblings or has_first:
             parts = (self._continue(n, prompt, media, settings, attempt, progress) for n in progress.unfinished())
             await run_all(*parts)
         else:
@@ -252,6 +258,23 @@ class VLLMSampler:
             return None
         return uuid.uuid4().hex if self._is_replacing else str(self._num_replaced)
 
+    async def _begin(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        progress: GroupProgress,
+    ) -> None:
+        """The first token of each sibling that has none, in one request with the temperature of first tokens."""
+        empty = progress.empty()
+        if not empty:
+            return
+        first, begun = first_token_settings(settings, len(empty)), progress.aside(len(empty))
+        await self._sample(prompt, media, first, f"{attempt.request_id}#first", 0, begun)
+        for sibling, token in zip(empty, begun.finished(), strict=True):
+            progress.add(sibling, opened(token, settings))
+
     async def _continue(
         self,
         sibling: int,
@@ -262,7 +285,7 @@ class VLLMSampler:
         progress: GroupProgress,
     ) -> None:
         """One sibling goes on from what is known of it, in a request of its own."""
-        so_far = attempt.siblings[sibling]
+        so_far = progress.siblings[sibling]
         rest = settings_to_continue(settings, sibling, so_far)
         await self._sample(continued(prompt, so_far), media, rest, f"{attempt.request_id}#{sibling}", sibling, progress)
 
@@ -277,7 +300,7 @@ class VLLMSampler:
     ) -> None:
         """Sample `settings.num_samples` siblings, `first` and those after it, as one request."""
         params = sampling_params(self._settings, settings)
-        reader = OutputReader(self._engine, request_id)
+        reader = OutputReader(self._engine, request_id, keeps_sets=settings.keeps_sets)
         with self._failing(f"prompt {prompt.prompt_id}"):
             await self._served.reach(settings.min_version)
             inputs = self._engine_input(prompt, media)

@@ -37,7 +37,7 @@ from learner.policies.lora import AdapterBase, changed_weights
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Which transfer group to join, and as which rank."""
+    """Which transfer group to join; `rank` is that of the engine's first rank."""
 
     rendezvous: dict[str, Any]
     rank: int
@@ -65,7 +65,10 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
-        self._group = TransferGroup(Rendezvous(**init_info.rendezvous), init_info.rank, torch.device(self.device))
+        rank = (
+            init_info.rank + self.parallel_config.rank
+        )  # every rank of an engine gets all tensors, and keeps its part
+        self._group = TransferGroup(Rendezvous(**init_info.rendezvous), rank, torch.device(self.device))
 
     def start_weight_update(self) -> None:
         """Which way the weights are loaded depends on what comes."""

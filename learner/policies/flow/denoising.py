@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.records.actions import LatentActions
+from configs.schema.rollout import FlowConfig
 from learner.policies.flow.families import FlowFamily
 from learner.policies.sde import KERNELS, FlowStep, Transition, guided
 
@@ -42,6 +43,21 @@ class Denoising:
             )
         if self.kernel == "cps" and self.window_end == self.num_steps:
             raise ValueError("the last step of cps adds no noise and cannot be scored: let the window end before it")
+
+    @classmethod
+    def of(cls, config: FlowConfig) -> Denoising:
+        """What `sampler.flow` asks for."""
+        return cls(
+            height=config.height,
+            width=config.width,
+            num_steps=config.num_steps,
+            guidance=config.guidance,
+            kernel=config.kernel,
+            noise_level=config.noise_level,
+            window_start=config.window_start,
+            window_end=config.window_end,
+            dtype=config.latents,
+        )
 
     @property
     def is_guided(self) -> bool:

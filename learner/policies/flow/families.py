@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 INDEX = "model_index.json"
 Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
+Config = Mapping[str, Any]
 TRANSFORMER = "transformer"  # the folder of the network that is trained, and its name in a pipeline
 
 
@@ -23,8 +24,8 @@ class FlowFamily(Protocol):
         """forward() argument -> the encoded prompt, one row [1, ...] each; a long prompt is cut at `max_tokens`."""
         ...
 
-    def latent_shape(self, pipeline: Any, height: int, width: int) -> tuple[int, ...]:
-        """Of the latents of one picture.
+    def latent_shape(self, model: Config, vae: Config, height: int, width: int) -> tuple[int, ...]:
+        """Of the latents of one picture, given the configurations of transformer and VAE.
 
         Raises:
             ValueError: there are no pictures of this size.
@@ -55,15 +56,15 @@ class StableDiffusion3:
         )
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
 
-    def latent_shape(self, pipeline: Any, height: int, width: int) -> tuple[int, ...]:
-        model = pipeline.transformer.config
-        multiple = pipeline.vae_scale_factor * model.patch_size
-        most = pipeline.vae_scale_factor * model.patch_size * model.pos_embed_max_size
-        if height % multiple or width % multiple or not 0 < max(height, width) <= most:
+    def latent_shape(self, model: Config, vae: Config, height: int, width: int) -> tuple[int, ...]:
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        multiple = factor * model["patch_size"]
+        most = multiple * model["pos_embed_max_size"]
+        if height % multiple or width % multiple or max(height, width) > most:
             raise ValueError(
                 f"pictures of {height} x {width}: each side must be a multiple of {multiple} and at most {most}"
             )
-        return (model.in_channels, height // pipeline.vae_scale_factor, width // pipeline.vae_scale_factor)
+        return (model["in_channels"], height // factor, width // factor)
 
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from diffusers import AutoModel, ModelMixin
 from torch import Tensor, nn
 
 from learner.policies.adapters import has_adapters, without_adapters
 from learner.policies.base import Policy, PolicyOutput
 from learner.policies.flow.denoising import Denoising, velocities
-from learner.policies.flow.families import TRANSFORMER, FlowFamily
+from learner.policies.flow.families import FlowFamily
 from learner.policies.flow.rows import LatentBatch
 from learner.policies.sde import FlowStep, Transition, gaussian_kl
 
@@ -78,11 +76,6 @@ class FlowPolicy(Policy):
         velocity = velocities(self.model, self._family, *inputs, denoising.guidance)
         step = FlowStep(batch.latents, velocity, batch.sigmas, batch.next_sigmas, batch.max_sigmas)
         return denoising.transition(step)
-
-
-def load_transformer(folder: Path, dtype: torch.dtype) -> ModelMixin:
-    """The network that is trained, of the diffusers checkpoint in `folder`, on the CPU."""
-    return AutoModel.from_pretrained(str(folder), subfolder=TRANSFORMER, dtype=dtype)
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:

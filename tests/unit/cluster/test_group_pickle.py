@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from group_data import assert_equal, picture_prompt
 
-from cluster.records.actions import MAX_BYTES_PACKED, TokenActions
+from cluster.records.actions import MAX_BYTES_PACKED, KeptSets, TokenActions
+from cluster.records.arrow import from_batch, to_batch
 from cluster.records.media import MediaHandle
 from cluster.records.trajectory import (
     MAX_CHARACTERS_BY_VALUE,
@@ -50,6 +51,26 @@ def test_a_group_arrives_as_it_left(lengths: tuple[int, ...]) -> None:
     buffers: list[pickle.PickleBuffer] = []
     arrived = pickle.loads(pickle.dumps(left, protocol=5, buffer_callback=buffers.append), buffers=buffers)
     assert_equal(arrived, left)
+
+
+@pytest.mark.parametrize("num_kept", [3, MAX_BYTES_PACKED // 8], ids=["packed", "as they are"])
+def test_kept_sets_arrive_as_they_left(num_kept: int) -> None:
+    def with_sets(one: Trajectory) -> Trajectory:
+        counts = np.full(one.num_steps, num_kept, dtype=np.int32)
+        kept = KeptSets(counts, np.arange(counts.sum(), dtype=np.int32) + len(one.trajectory_id))
+        return replace(one, actions=replace(one.actions, kept=kept))
+
+    left = TrajectoryGroup(picture_prompt(), tuple(map(with_sets, group(2, 1, 3).trajectories)))
+    arrived = pickle.loads(pickle.dumps(left, protocol=5))
+    for before, after in zip(left.trajectories, arrived.trajectories, strict=True):
+        np.testing.assert_array_equal(after.actions.token_ids, before.actions.token_ids)
+        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
+        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
+    assert arrived.summary() == left.summary()
+    recorded = from_batch(to_batch(left, [None] * 3)).group.trajectories
+    for before, after in zip(left.trajectories, recorded, strict=True):
+        np.testing.assert_array_equal(after.actions.kept.counts, before.actions.kept.counts)
+        np.testing.assert_array_equal(after.actions.kept.ids, before.actions.kept.ids)
 
 
 def test_siblings_share_their_arrays_on_the_way() -> None:

@@ -75,8 +75,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resources.object_store_bytes=1"], ["resources.object_store_bytes got 1", "at least 78643200"]),
     # sections that contradict each other
     (["supervision.backoff_s=9", "supervision.max_backoff_s=8"], ["supervision.backoff_s=9", "max_backoff_s=8"]),
-    (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_p=1.0"]),
-    (["sampler.top_k=20"], ["sampler.top_k=20", "set sampler.top_k=0"]),
+    (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
+    (["sampler.min_p=0.1"], ["sampler.min_p=0.1", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
+    (["sampler.top_k=-1"], ["sampler.top_k got -1", "at least 0"]),
+    (["sampler.stop_strings=['']"], ["sampler.stop_strings", "leave it out"]),
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
@@ -107,7 +109,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
-    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["is not supported", "set algorithm.critic.place=learner_ranks"]),
+    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
     ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
     ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
     (
@@ -119,10 +121,13 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),
+    (["learner=deepspeed", "learner.optimizer=adamw_8bit"], ["learner.optimizer=adamw_8bit", "use learner=fsdp2"]),
     (["learner=deepspeed", "learner.optimizer=muon"], ["learner.optimizer=muon", "use learner=fsdp2"]),
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
+    (["reference.quantisation=int4"], ["reference.quantisation=int4", "set reference.quantisation=int8"]),
+    (["reference.quantisation=int8", "algorithm.kl.coef=0"], ["nothing reads a reference", "quantisation=none"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
@@ -144,6 +149,25 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
         load_config(["experiment=digits", *overrides])
     for words in said:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["resources=laptop", "resources.rollout.tensor_parallel=2"], "needs vLLM on GPUs, got sampler.kind=vllm"),
+        (
+            ["resources=eight_gpu_split", "sampler=huggingface", "resources.rollout.tensor_parallel=2"],
+            "needs vLLM on GPUs, got sampler.kind=huggingface",
+        ),
+        (
+            ["resources=eight_gpu_split", "resources.rollout.tensor_parallel=4"],
+            "resources.rollout.num_gpus=1: set resources.rollout.num_gpus=4",
+        ),
+    ],
+)
+def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(["experiment=digits", *overrides])
 
 
 @pytest.mark.parametrize(

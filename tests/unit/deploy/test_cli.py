@@ -203,7 +203,7 @@ def test_init_model_writes_a_model_and_will_not_overwrite_one(tmp_path: Path) ->
 
 def test_init_model_writes_a_flow_model_which_has_no_embeddings_to_tie(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "sd3"), "--seed", "3"])
-    assert result.exit_code == 0 and "load it with diffusers" in result.stdout
+    assert result.exit_code == 0 and "sampler=flow" in result.stdout
     assert (tmp_path / "sd3" / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
     tied = CliRunner().invoke(app, ["init-model", "tiny-sd3", str(tmp_path / "other"), "--tied"])
     assert tied.exit_code == 2 and "no output embeddings to tie" in tied.stderr

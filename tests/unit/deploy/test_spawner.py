@@ -14,7 +14,7 @@ from cluster.errors import PlacementError
 from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from cluster.runtime.placement_groups import Booking
 from configs.load import load_config
-from configs.schema import RunConfig
+from configs.schema import RunConfig, WorkerResources
 from deploy.host.processes import ProcessId
 from deploy.host.run_record import RunMark
 from deploy.host.session import Session
@@ -114,10 +114,10 @@ class FakeGroups:
         monkeypatch.setattr(spawner.Autoscaler, "ask", lambda autoscaler, bundles: self._ask(bundles))
 
     def _book(
-        self, bundles: list[dict[str, float]], *, name: str, timeout_s: float
+        self, workers: WorkerResources, number: int, *, name: str, timeout_s: float
     ) -> list[tuple[Booking, NodeResources]]:
         self.booked.append(name)
-        return [(Booking(name, n), NodeResources("here", self._num_cpus, 0)) for n in range(len(bundles))]
+        return [(Booking(name, n), NodeResources("here", self._num_cpus, 0)) for n in range(number)]
 
     def _ask(self, bundles: list[dict[str, float]]) -> str:
         self.requests.append(bundles)
@@ -151,8 +151,8 @@ def test_a_worker_whose_node_is_gone_gets_another_place(monkeypatch: pytest.Monk
     assert joining.book("rollout", 1) is moved
 
 
-def book_there(bundles: list[dict[str, float]], **rest: Any) -> list[tuple[Booking, NodeResources]]:
-    return [(Booking("new", n), NodeResources("there", 4, 0)) for n in range(len(bundles))]
+def book_there(workers: WorkerResources, number: int, **rest: Any) -> list[tuple[Booking, NodeResources]]:
+    return [(Booking("new", n), NodeResources("there", 4, 0)) for n in range(number)]
 
 
 def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_learner_ranks_stay_together_and_all_move_when_one_has_lost_its_node(mon
     assert joining.book_together("learner") == plan(config).of_role("learner")
     monkeypatch.setattr(spawner, "cluster_nodes", lambda: (NodeResources("there", 4, 0),))
 
-    def no_room(bundles: list[dict[str, float]], **rest: Any) -> None:
+    def no_room(workers: WorkerResources, number: int, **rest: Any) -> None:
         raise PlacementError("something else took it")
 
     monkeypatch.setattr(spawner, "book_more", no_room)

@@ -19,9 +19,10 @@ from configs.load import load_config
 from configs.schema import LoRAConfig
 from learner.backends.single import SingleBackend
 from learner.policies.adapters import add_adapters, as_merged
+from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import canary_actions
 from learner.policies.flow.families import flow_family_at
-from learner.policies.flow.policy import FlowPolicy, Replay, load_transformer
+from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.rows import LatentBatch
 from learner.policies.loading import checkpoint_names
 from learner.policies.lora import adapted_modules
@@ -44,7 +45,7 @@ def prompts(folder: Path) -> list[Prompt]:
 
 def policy(folder: Path, *, rank: int = 0) -> FlowPolicy:
     """In training mode; with adapters of this rank at `to_q` and `to_out.0`, whose B is not 0."""
-    model = load_transformer(folder, torch.float32).train()
+    model = FlowCheckpoint(str(folder)).transformer(torch.float32).train()
     if rank:
         names = [name for name, _ in model.named_modules() if name.endswith((".attn.to_q", ".attn.to_out.0"))]
         add_adapters(model, names, LoRAConfig(rank=rank, alpha=8.0, target_modules=("to_q", "to_out.0")), seed=0)
@@ -149,7 +150,7 @@ def test_a_gradient_step_makes_what_was_done_likelier(folder: Path, prompts: lis
 
 
 def test_names_are_the_checkpoints_and_merged_adapters_change_the_adapted_weights_alone(folder: Path) -> None:
-    plain, adapted = load_transformer(folder, torch.float32), policy(folder, rank=2).model
+    plain, adapted = FlowCheckpoint(str(folder)).transformer(torch.float32), policy(folder, rank=2).model
     assert checkpoint_names(plain) == {name: name for name in plain.state_dict()}
     merged = dict(as_merged(adapted.state_dict().items(), 4.0))
     assert merged.keys() == plain.state_dict().keys()

@@ -10,6 +10,7 @@ from learner_data import random_groups, tiny_config
 from torch import nn
 from transformers import AutoTokenizer
 
+from configs.load import load_config
 from learner.learner import Learner
 from learner.optim import OPTIMIZERS
 from learner.optim.muon import MuonWithAdamW
@@ -55,6 +56,30 @@ def named() -> list[tuple[str, nn.Parameter]]:
 
 def build(parameters: list[tuple[str, nn.Parameter]]) -> MuonWithAdamW:
     return MuonWithAdamW(parameters, lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.99), eps=1e-8)
+
+
+def test_moments_in_8_bits_take_a_quarter_of_the_memory_and_follow_adamw_over_20_steps() -> None:
+    """Both minimise |w - t|^2 with the noise of a minibatch."""
+    pytest.importorskip("torchao")
+    config = load_config(["experiment=digits", "learner.learning_rate=0.01"]).learner
+    torch.manual_seed(0)
+    target = torch.randn(64, 128)
+    ways = {}
+    for name in ("adamw", "adamw_8bit"):
+        weight = nn.Parameter(torch.zeros(64, 128))
+        optimizer = OPTIMIZERS[name]([("layer.weight", weight)], config)
+        noise = torch.Generator().manual_seed(1)
+        for step in range(20):
+            optimizer.param_groups[0]["lr"] = 0.01 if step < 10 else 0.005  # set as a number, as the learner does
+            weight.grad = weight.detach() - target + 0.1 * torch.randn(target.shape, generator=noise)
+            optimizer.step()
+        ways[name] = weight.detach(), optimizer.state[weight]
+    exact, close = ways["adamw"][0], ways["adamw_8bit"][0]
+    assert exact.abs().mean() > 0.1
+    assert (close - exact).norm() < 0.05 * exact.norm()
+    moments = ways["adamw_8bit"][1]
+    num_bytes = sum(moments[m].codes.nbytes + moments[m].scale.nbytes for m in ("exp_avg", "exp_avg_sq"))
+    assert num_bytes < 0.27 * sum(ways["adamw"][1][m].nbytes for m in ("exp_avg", "exp_avg_sq"))
 
 
 def test_muon_steps_hidden_matrices_along_a_nearly_orthogonal_direction() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from learner.learner import Learner
 from learner.policies.head import ScoringHead
-from learner.policies.logprobs import PLAIN, Distribution
+from learner.policies.logprobs import PLAIN, Distribution, Steps
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 16, 61
@@ -68,6 +68,37 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(distribution, chun
     torch.testing.assert_close(ours.grad, plain.grad, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(own_grad, layer.weight.grad, atol=1e-6, rtol=1e-6)
     assert own_grad.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("entropy_has_gradient", [False, True])
+def test_kept_sets_and_hot_first_tokens_are_those_of_the_definition(chunk_tokens, entropy_has_gradient) -> None:
+    """log p = z_y / T_n - log of the sum over the kept set of exp(z / T_n), in float64; FIRE sets T of first tokens."""
+    layer, (hidden, targets, of_logprobs, of_entropy) = linear(), drawn()
+    rows = torch.arange(NUM_TOKENS)
+    is_kept = torch.rand(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(5)) < 0.2
+    is_kept[rows, targets] = True
+    is_kept[3] = True  # a step that was not cut: it has no set
+    counts = torch.where(is_kept.all(dim=1), 0, is_kept.sum(dim=1))
+    is_first = rows % 6 == 0
+    steps = Steps(is_first, is_kept.nonzero()[is_kept.nonzero()[:, 0] != 3, 1], counts.cumsum(0))
+    fire = Distribution(0.7, (), first_token_temperature=5.0)
+
+    ours = hidden.clone().requires_grad_()
+    logprobs, entropy, _ = ScoringHead(layer, chunk_tokens)(ours, targets, fire, entropy_has_gradient, steps)
+    ((logprobs * of_logprobs).sum() + (entropy * of_entropy).sum()).backward()
+
+    plain = hidden.double().requires_grad_()
+    z = plain @ layer.weight.detach().double().T / torch.where(is_first, 5.0, 0.7)[:, None]
+    weights = torch.where(is_kept, z.exp(), 0.0)
+    q = weights / weights.sum(dim=1, keepdim=True)
+    found = q[rows, targets].log()
+    uncertainty = -torch.where(is_kept, q * q.clamp(min=1e-300).log(), 0.0).sum(dim=1)
+    torch.testing.assert_close(logprobs.double(), found, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropy.double(), uncertainty, atol=1e-6, rtol=1e-6)
+    reference = (found * of_logprobs).sum() + ((uncertainty * of_entropy).sum() if entropy_has_gradient else 0.0)
+    reference.backward()
+    torch.testing.assert_close(ours.grad.double(), plain.grad, atol=1e-6, rtol=1e-6)
 
 
 def test_is_argmax_is_that_of_the_whole_vocabulary() -> None:

@@ -20,9 +20,10 @@ from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from cluster.weight_sync.transport import pack
+from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import TRANSFORMER, flow_family_at
-from learner.policies.flow.policy import FlowPolicy, Replay, load_transformer
+from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.tiny import write_tiny_flow
 from learner.policies.trained import collate_rows, row_of
 
@@ -38,7 +39,7 @@ def prompts(folder: Path) -> list[Prompt]:
 
 
 def policy(folder: Path) -> FlowPolicy:
-    return FlowPolicy(load_transformer(folder, torch.float32).train(), flow_family_at(folder))
+    return FlowPolicy(FlowCheckpoint(str(folder)).transformer(torch.float32).train(), flow_family_at(folder))
 
 
 def replayed(

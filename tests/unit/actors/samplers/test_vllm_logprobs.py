@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
+from actors.samplers.vllm.outputs import OutputReader
 from actors.samplers.vllm.patches.logprobs import SampledLogprobs
+from cluster.errors import RolloutError
 
 
 def request(**params: Any) -> Any:
@@ -51,6 +55,35 @@ def test_they_are_the_ones_that_vllm_keeps_of_any_stretch() -> None:
 )
 def test_whoever_asks_for_more_gets_vllms_own(tokenizer: Any, params: dict[str, Any]) -> None:
     assert type(SampledLogprobs.from_new_request(tokenizer, request(**params))) is LogprobsProcessor
+
+
+def kept_by_vllm(rows: list[list[float]]) -> FlatLogprobs:
+    """What vLLM makes of steps whose first column is the sampled token and the others fall."""
+    found = FlatLogprobs()
+    for n, row in enumerate(rows):
+        found.append_fast([100 + n, *range(10, 9 + len(row))], row, itertools.repeat(1), itertools.repeat(None))
+    return found
+
+
+def completion(logprobs: FlatLogprobs) -> Any:
+    spans = [SimpleNamespace(version="3", start=0, end=2)]
+    own = {"index": 0, "token_ids": [100, 101], "finish_reason": "stop", "stop_reason": None}
+    return SimpleNamespace(outputs=[SimpleNamespace(**own, logprobs=logprobs, weight_versions=spans)])
+
+
+def test_kept_sets_are_the_tokens_of_finite_log_prob() -> None:
+    gone = float("-inf")
+    reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=True)
+    found = kept_by_vllm([[-0.7, -0.1, -0.7, gone], [-0.2, -0.2, gone, gone]])
+    [(_, piece)] = reader.read(completion(found))
+    assert piece.logprobs.tolist() == pytest.approx([-0.7, -0.2])
+    assert (piece.actions.kept.counts.tolist(), piece.actions.kept.ids.tolist()) == ([2, 1], [10, 11, 10])
+
+
+def test_a_set_that_may_be_larger_than_what_is_reported_is_refused() -> None:
+    reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=True)
+    with pytest.raises(RolloutError, match="more than the 2 tokens that it reports.*lower sampler.top_k"):
+        list(reader.read(completion(kept_by_vllm([[-0.7, -0.1, -0.7], [-0.2, -0.2, -3.0]]))))
 
 
 def test_a_request_that_is_not_flat_gets_vllms_own() -> None:

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import PlacementError
-from cluster.runtime.placement import NodeResources, PlacementPlan, needed_roles, plan_placement, plan_table
+from cluster.runtime.placement import NodeResources, PlacementPlan, check_room, needed_roles, plan_placement, plan_table
+from cluster.runtime.placement_groups import bundle_of
 from configs.load import load_config
 from configs.schema import ResourcesConfig, WorkerResources
+from configs.schema.resources import RolloutResources
 
 ALL_ROLES = ("learner", "rollout", "reference", "reward")
 LAPTOP = NodeResources("laptop", num_cpus=2, num_gpus=0)
@@ -21,14 +23,26 @@ def resources(*overrides: str) -> ResourcesConfig:
     return load_config(["experiment=digits", *overrides]).resources
 
 
-def workers(num_workers: int, num_cpus: float, num_gpus: float = 0, bind_cores: bool = False) -> WorkerResources:
-    return WorkerResources(
+def workers(
+    num_workers: int,
+    num_cpus: float,
+    num_gpus: float = 0,
+    bind_cores: bool = False,
+    custom: dict[str, float] | None = None,
+    labels: dict[str, str] | None = None,
+    strategy: str = "auto",
+) -> RolloutResources:
+    return RolloutResources(
         num_workers=num_workers,
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         num_threads=1,
         bind_cores=bind_cores,
         first_core=0,
+        custom_resources=custom or {},
+        node_labels=labels or {},
+        strategy=strategy,
+        tensor_parallel=1,
     )
 
 
@@ -184,3 +198,57 @@ def test_plan_places_every_worker_once_and_overbooks_no_node(
 
 
 BASE = resources()
+
+
+LABELLED = [
+    NodeResources("a", 16, 2, labels=(("zone", "a"), ("disk", "ssd"))),
+    NodeResources("b", 64, 2, custom=(("licence", 2.0),), labels=(("zone", "b"),)),
+    NodeResources("c", 64, 0, custom=(("licence", 1.0),), labels=(("zone", "b"),)),
+]
+
+
+def placed_on(reward: WorkerResources, nodes: list[NodeResources] = LABELLED) -> list[str]:
+    plan = plan_placement(BASE.model_copy(update={"reward": reward}), nodes, ("reward",))
+    return nodes_of(plan, "reward")
+
+
+def test_a_role_gets_only_nodes_with_all_of_its_labels() -> None:
+    assert placed_on(workers(2, 1, labels={"zone": "a"})) == ["a", "a"]
+    assert set(placed_on(workers(3, 1, labels={"zone": "b"}))) <= {"b", "c"}
+    with pytest.raises(PlacementError, match="With the labels zone=b, disk=ssd there is no node"):
+        placed_on(workers(1, 1, labels={"zone": "b", "disk": "ssd"}))
+    with pytest.raises(PlacementError, match="With the labels zone=a there is a"):
+        placed_on(workers(17, 1, labels={"zone": "a"}))
+
+
+def test_custom_resources_are_counted_like_any_other() -> None:
+    assert sorted(placed_on(workers(3, 1, custom={"licence": 1.0}))) == ["b", "b", "c"]
+    with pytest.raises(PlacementError, match="0 GPUs, licence=1.0 each, and worker 3 fits nowhere.* 0 licence free"):
+        placed_on(workers(4, 1, custom={"licence": 1.0}))
+    with pytest.raises(PlacementError, match="1 more reward workers"):
+        check_room(BASE.model_copy(update={"reward": workers(1, 1, custom={"seat": 1.0})}), "reward", 1, LABELLED)
+    assert bundle_of(workers(1, 2, custom={"licence": 1.0})) == {"CPU": 2, "licence": 1.0}
+
+
+def test_a_role_is_packed_or_spread_as_it_is_asked_to() -> None:
+    alike = [NodeResources(name, 8, 0) for name in "abc"]
+    assert len(set(placed_on(workers(3, 1, strategy="pack"), alike))) == 1
+    assert len(set(placed_on(workers(3, 1, strategy="spread"), alike))) == 3
+    uneven = [NodeResources("small", 4, 0), NodeResources("large", 64, 0)]
+    assert sorted(placed_on(workers(4, 1, strategy="spread"), uneven)) == ["large", "large", "small", "small"]
+    assert placed_on(workers(4, 1), uneven) == ["large"] * 4
+    packed_learner = plan_placement(BASE.model_copy(update={"learner": workers(3, 1)}), alike, ("learner",))
+    assert len(set(nodes_of(packed_learner, "learner"))) == 1
+    spread = BASE.model_copy(update={"learner": workers(3, 1, strategy="spread")})
+    assert len(set(nodes_of(plan_placement(spread, alike, ("learner",)), "learner"))) == 3
+
+
+def test_an_engine_over_several_gpus_lies_on_one_node_and_takes_whole_gpus() -> None:
+    words = ("resources=eight_gpu_split", "resources.rollout.tensor_parallel=2", "resources.rollout.num_gpus=2")
+    config = resources(*words, "resources.rollout.num_workers=2")
+    plan = plan_placement(config, [NodeResources("a", 96, 3), NodeResources("b", 96, 3)], ("rollout",))
+    engines = plan.of_role("rollout")
+    assert all(len(engine.gpus) == 2 for engine in engines)
+    assert {engine.node_id for engine in engines} == {"a", "b"}, "the third GPU of a node is no half of an engine"
+    with pytest.raises(PlacementError, match=r"resources\.rollout.*2 GPUs each, and worker 0 fits nowhere"):
+        plan_placement(config, [NodeResources("a", 96, 1), NodeResources("b", 96, 1)], ("rollout",))

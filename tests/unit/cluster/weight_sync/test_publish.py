@@ -99,6 +99,7 @@ def weight_sync(
     canary_interval: int = 1,
     wave_size: int = 0,
     members: FixedMembers | None = None,
+    ranks_of_receiver: int = 1,
 ) -> WeightSync:
     return WeightSync(
         sender,
@@ -108,6 +109,7 @@ def weight_sync(
         max_attempts=3,
         canary_interval=canary_interval,
         canary_tolerance=1e-3,
+        ranks_of_receiver=ranks_of_receiver,
         probe=PROBE,
     )
 
@@ -490,3 +492,12 @@ async def test_a_sender_that_was_restored_sends_again() -> None:
     cut_off = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"))
     assert await weight_sync(sender, cut_off).publish(1) == 1
     assert cut_off.version == 1
+
+
+async def test_an_engine_over_several_gpus_takes_that_many_ranks_of_the_group() -> None:
+    sender = FakeSender()
+    receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(3)]
+    sync = weight_sync(sender, *receivers, ranks_of_receiver=4)
+    await sync.publish(1)
+    assert sender.events[0] == "open epoch 1 for 12"
+    assert [receiver.ranks for receiver in receivers] == [[(1, 1)], [(1, 5)], [(1, 9)]]

@@ -61,6 +61,9 @@ def test_only_what_is_trained_has_gradients_and_moments() -> None:
     num = sum(spec.num_bytes // 4 for spec in trained_parameters(adapters, shape))
     assert worker_memory(adapters, shape, "learner").device[TRAINING]["optimizer"] == 8 * num < NUM_7B // 10
     muon = worker_memory(config("resources=two_gpu", "learner=single", "learner.optimizer=muon"), shape, "learner")
+    words = ("resources=two_gpu", "learner=single", "learner.optimizer=adamw_8bit")
+    found = worker_memory(config(*words), shape, "learner").device[TRAINING]["optimizer"]
+    assert 2 * NUM_7B < found < 2.1 * NUM_7B
     assert 4 * NUM_7B < muon.device[TRAINING]["optimizer"] < 6 * NUM_7B
 
 
@@ -70,6 +73,22 @@ def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
     assert engine.device[SAMPLING]["kv_cache"] == 5_000_000_000
     assert "sync" not in engine.device[SAMPLING]
     assert engine.device[SYNC]["sync"] == 2 * shape_7b().largest_tensor  # larger than weight_sync.bucket_bytes
+
+
+def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:
+    split = ("resources.rollout.tensor_parallel=2", "resources.rollout.num_gpus=2", "resources.rollout.num_workers=2")
+    one, two = config("resources=eight_gpu_split"), config("resources=eight_gpu_split", *split)
+    alone, each = (worker_memory(found, shape_7b(), "rollout") for found in (one, two))
+    assert each.device[SAMPLING]["weights"] == alone.device[SAMPLING]["weights"] // 2
+    assert each.device[SAMPLING]["kv_cache"] == alone.device[SAMPLING]["kv_cache"]
+    assert each.device[SYNC]["sync"] == alone.device[SYNC]["sync"], "every rank receives whole buckets"
+    assert each.host["process"] == 2 * alone.host["process"]
+    plan = plan_memory(two, shape_7b(), described_nodes("1x8x80GB"))
+    engines = plan.placement.of_role("rollout")
+    gpus = {gpu for engine in engines for gpu in engine.gpus}
+    assert len(gpus) == 4
+    shown = {d.place: d for d in plan.demands if any(w.startswith("rollout/") for w in d.workers)}
+    assert {f"GPU {gpu}" for gpu in gpus} <= set(shown)
 
 
 def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
@@ -131,10 +150,12 @@ def test_a_cluster_file_describes_nodes_that_differ(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
         "nodes:\n"
-        "  - {name: big, count: 2, gpus: 8, gpu_memory: 80GiB, cpus: 96, memory: 1TiB, labels: {zone: a}}\n"
+        "  - {name: big, count: 2, gpus: 8, gpu_memory: 80GiB, cpus: 96, memory: 1TiB, labels: {zone: a},\n"
+        "     resources: {licence: 2}}\n"
         "  - {name: cpu, cpus: 32, memory: 64GiB}\n"
     )
     nodes = read_cluster(path)
+    assert nodes[0].resources.labels == (("zone", "a"),) and nodes[0].resources.custom == (("licence", 2.0),)
     assert [(n.node_id, n.resources.num_gpus, n.gpu_bytes, n.host_bytes) for n in nodes] == [
         ("big-0", 8, 80 * GIB, 1024 * GIB),
         ("big-1", 8, 80 * GIB, 1024 * GIB),

@@ -1,0 +1,1 @@
+"""Where environments run: in this process, or in processes of their own that can be killed."""

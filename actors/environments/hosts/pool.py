@@ -1,0 +1,121 @@
+"""EnvironmentPool: sessions with environments, at most so many at a time, each call with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from actors.environments.base import (
+    ROLES_OF_RESET,
+    ROLES_OF_STEP,
+    Action,
+    Environment,
+    EnvironmentSpec,
+    EpisodeError,
+    Reset,
+    Step,
+    checked_observation,
+)
+from actors.environments.hosts.process import ProcessEnvironment
+from actors.environments.registry import build_environment
+from configs.schema.environment import EnvironmentConfig
+
+T = TypeVar("T")
+
+GRACE_S = 1.0  # a process is killed at its deadline; the wait for that is a little longer
+
+
+class Session:
+    """One environment for one episode. What it returns is checked."""
+
+    def __init__(
+        self, environment: Environment, run: Callable[..., T], config: EnvironmentConfig, *, takes_pictures: bool
+    ) -> None:
+        self._environment = environment
+        self._run = run
+        self._config = config
+        self._checked = partial(
+            checked_observation, max_bytes=config.max_observation_bytes, takes_pictures=takes_pictures
+        )
+
+    @property
+    def spec(self) -> EnvironmentSpec:
+        return self._environment.spec
+
+    async def reset(self, seed: int) -> Reset:
+        """Raises: EpisodeError: the environment raised, hung, or returned what cannot be used."""
+        call = partial(self._environment.reset, seed=seed, options={})
+        found = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
+        return found._replace(observation=self._checked(found.observation, ROLES_OF_RESET))
+
+    async def step(self, action: Action) -> Step:
+        """Raises: EpisodeError: as `reset`."""
+        call = partial(self._environment.step, action)
+        found = Step(*await self._run(call, self._config.step_timeout_s, "step"))
+        return found._replace(observation=self._checked(found.observation, ROLES_OF_STEP))
+
+
+class EnvironmentPool:
+    """Environments of one kind. Those whose episode went well are used again; others are closed.
+
+    `environment.host=process` runs each in a process that is killed at its deadline. An inline environment cannot be
+    killed: its episode ends at the deadline, and its thread is lost until the call returns.
+    """
+
+    def __init__(self, config: EnvironmentConfig, *, takes_pictures: bool) -> None:
+        self._config = config
+        self._takes_pictures = takes_pictures
+        self._idle: list[Environment] = []
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._threads = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="environment")
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """An environment for one episode, once a slot is free."""
+        async with self._slots:
+            environment = self._idle.pop() if self._idle else await self._make()
+            try:
+                yield Session(environment, self._run, self._config, takes_pictures=self._takes_pictures)
+            except BaseException:
+                self._threads.submit(environment.close)
+                raise
+            self._idle.append(environment)
+
+    def close(self) -> None:
+        """End all environments that run no episode."""
+        for environment in self._idle:
+            environment.close()
+        self._idle.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _make(self) -> Environment:
+        config = self._config
+        if config.host == "inline":
+            make = partial(build_environment, config.name, config.options)
+        else:
+            make = partial(
+                ProcessEnvironment,
+                config.name,
+                config.options,
+                start_timeout_s=config.start_timeout_s,
+                reset_timeout_s=config.reset_timeout_s,
+                step_s=config.step_timeout_s,
+            )
+        return await self._run(make, config.start_timeout_s, "start")
+
+    async def _run(self, call: Callable[[], T], timeout_s: float, what: str) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            return await asyncio.wait_for(running, timeout_s + GRACE_S)
+        except TimeoutError as error:
+            detail = f"waited {timeout_s:g} s for {what} of environment {self._config.name}"
+            raise EpisodeError("timed_out", detail) from error
+        except EpisodeError:
+            raise
+        except Exception as error:  # whatever an environment raises costs its episode, never the run
+            detail = f"environment {self._config.name} raised in {what}: {type(error).__name__}: {error}"
+            raise EpisodeError("raised", detail) from error

@@ -1,0 +1,42 @@
+"""The environments by name, and how a name and its options become an environment."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from actors.environments.base import Environment
+
+ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
+    "calculator": "actors.environments.tasks.calculator:Calculator",
+    "gymnasium": "actors.environments.tasks.gymnasium_adapter:GymnasiumEnvironment",
+    "pixel_maze": "actors.environments.tasks.pixel_maze:PixelMaze",
+}
+
+
+def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """The environment of `name`, a built-in one or `module:Class`, made with `options`.
+
+    Raises:
+        ValueError: there is none of this name, a library is missing, or an option is unknown or unfit.
+    """
+    target = ENVIRONMENTS.get(name, name)
+    if ":" not in target:
+        raise ValueError(
+            f"environment.name={name!r} is unknown: use {', '.join(ENVIRONMENTS)}, or module:Class of your own"
+        )
+    module, _, attribute = target.partition(":")
+    try:
+        made_by = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        hint = "pip install 'mobula[environments]'" if name in ENVIRONMENTS else "put it on the PYTHONPATH"
+        raise ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}") from error
+    except AttributeError as error:
+        raise ValueError(f"environment.name={name}: {module} has no {attribute}: name a class of it") from error
+    try:
+        inspect.signature(made_by).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"environment.options of {name}: {error}; it takes {inspect.signature(made_by)}") from error
+    return made_by(**options)

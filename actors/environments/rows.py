@@ -1,0 +1,75 @@
+"""The prompts of an environment: a row for each seed, made of its first observation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from actors.datasets.pictures import EncodedPicture
+from actors.datasets.rows import Row, Split, Turn
+from actors.environments.base import EpisodeError, Message, Observation, Reset, observation_hash
+from actors.environments.hosts.pool import EnvironmentPool
+from cluster.errors import DatasetError
+from configs.schema.environment import EnvironmentConfig
+
+ENVIRONMENT = "environment"  # the key of a row's metadata
+SEEDS_A_SPLIT = 1_000_000
+SPLITS = ("train", "validation", "test")
+
+
+def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split:
+    """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
+
+    Raises:
+        DatasetError: the split is unknown, a reset failed, or the environment ignores its seed.
+    """
+    counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
+    if name not in counts:
+        raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")
+    first = SPLITS.index(name) * SEEDS_A_SPLIT
+    seeds = range(first, first + counts[name])
+    try:
+        with ThreadPoolExecutor(1) as thread:  # whether or not a loop runs in this one
+            rows = thread.submit(asyncio.run, _rows(config, seeds, takes_pictures=takes_pictures)).result()
+    except EpisodeError as error:
+        raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
+    return Split(name, rows, ())
+
+
+async def _rows(config: EnvironmentConfig, seeds: range, *, takes_pictures: bool) -> tuple[Row, ...]:
+    pool = EnvironmentPool(config, takes_pictures=takes_pictures)
+    try:
+        async with pool.session() as session:
+            again = observation_hash((await session.reset(seeds[0])).observation)
+            rows = tuple([_row(config.name, seed, await session.reset(seed)) for seed in seeds])
+    finally:
+        pool.close()
+    if rows[0].metadata[ENVIRONMENT]["hash"] != again:
+        raise DatasetError(
+            f"environment.name={config.name} gives two observations for seed {seeds[0]}, so siblings would get "
+            "different tasks: make its reset a function of the seed"
+        )
+    return rows
+
+
+def _row(name: str, seed: int, start: Reset) -> Row:
+    *history, question = start.observation or (Message("", ""),)
+    if question.role != "user":
+        raise DatasetError(f"environment.name={name} begins with no user message: let the last message of reset be one")
+    answer, solution = str(start.info.get("answer", "")), str(start.info.get("solution", ""))
+    pictures = [picture for message in start.observation for picture in message.pictures]
+    return Row(
+        sample_id=f"{name}-{seed}",
+        question=question.text,
+        answer=answer,
+        solution=solution,
+        images=tuple(EncodedPicture(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
+        metadata={ENVIRONMENT: episode_of(seed, start.observation)},
+        history=tuple(Turn(message.role, message.text) for message in history),
+    )
+
+
+def episode_of(seed: int, observation: Observation) -> Mapping[str, int | str]:
+    """What a prompt carries so that rollout actors begin the same episode, and can check that they did."""
+    return {"seed": seed, "hash": observation_hash(observation)}

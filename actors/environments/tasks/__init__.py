@@ -1,0 +1,1 @@
+"""The built-in environments and the adapters of libraries, one file each."""

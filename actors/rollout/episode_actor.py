@@ -1,0 +1,60 @@
+"""EpisodeActor: a rollout actor whose responses are episodes with an environment."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from actors.processors.chat import ChatProcessor
+from actors.rollout.actor import RolloutActor
+from actors.rollout.episodes import EpisodeRunner
+from actors.samplers.base import EngineSettings
+from cluster.records.media import MediaStore
+from cluster.records.partial_response import Attempt
+from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
+from cluster.roles import SamplingSettings
+from configs.schema.data import DataConfig
+from configs.schema.environment import EnvironmentConfig
+from configs.schema.rollout import SamplerConfig
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """What episodes need besides the engine; the same for every actor of a run."""
+
+    environment: EnvironmentConfig
+    data: DataConfig
+    sampler: SamplerConfig
+    keeps_files: bool  # of pictures, for reward functions that look at them
+
+
+class EpisodeActor(RolloutActor):
+    """Pictures of observations travel inside their group, each once: what an actor puts into the object store would die
+    with it.
+    """
+
+    def __init__(
+        self, sampler: str, settings: EngineSettings, episodes: EpisodeSettings, *, object_timeout_s: float
+    ) -> None:
+        super().__init__(sampler, settings, object_timeout_s=object_timeout_s)
+        store = MediaStore(lambda media: media, episodes.data.media_cache_bytes)
+        chat = ChatProcessor(settings.model, episodes.data, episodes.sampler, store, keep_files=episodes.keeps_files)
+        self._episodes = EpisodeRunner(
+            episodes.environment,
+            chat,
+            self._sampler,
+            self._media,
+            model=settings.model,
+            max_images=episodes.sampler.max_images_per_prompt,
+        )
+
+    async def generate(
+        self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
+    ) -> tuple[TrajectoryGroup, GroupReport]:
+        """One episode a sibling, from its start: an earlier attempt leaves nothing."""
+        group = await self._episodes.generate(prompt, settings, attempt)
+        return group, (group.summary(), group.small_responses())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._episodes.close)
+        await super().close()

@@ -1,0 +1,53 @@
+"""StopStrings: where a response ends because of what its text says."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from cluster.records.actions import TokenActions
+from cluster.records.partial_response import SampledSequence
+from cluster.records.trajectory import FinishReason
+
+
+class StopStrings:
+    """Ends a response with the token that completes a stop string; token ids stay as the engine sampled them.
+
+    A stop string is looked for in the whole text of a response, without special tokens, so one that began before an
+    attempt was interrupted counts too.
+    """
+
+    def __init__(self, model: str, strings: Sequence[str]) -> None:
+        """`model` is the checkpoint whose tokenizer reads the responses; it is not read without `strings`."""
+        self._model = model
+        self._strings = tuple(strings)
+
+    @property
+    def are_on(self) -> bool:
+        return bool(self._strings)
+
+    def cut(self, sequence: SampledSequence) -> SampledSequence:
+        """The response up to the token with which some stop string is complete; itself where there is none."""
+        if not self._strings:
+            return sequence
+        assert isinstance(sequence.actions, TokenActions), "only tokens have a text"
+        ids = sequence.actions.token_ids
+        if not self._has_one(ids):
+            return sequence
+        length = 1 + bisect_left(range(1, len(ids) + 1), True, key=lambda num: self._has_one(ids[:num]))
+        return replace(sequence.until(length), finish_reason=FinishReason.STOP_STRING)
+
+    def _has_one(self, ids: np.ndarray) -> bool:
+        text = _tokenizer(self._model).decode(ids, skip_special_tokens=True)
+        return any(string in text for string in self._strings)
+
+
+@cache
+def _tokenizer(model: str) -> Any:
+    return AutoTokenizer.from_pretrained(model)

@@ -1,0 +1,50 @@
+"""Episodes of several turns in place of one response: which environment, where it runs, its limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from configs.schema.base import NOT_EMPTY, Section
+
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+
+
+class EnvironmentConfig(Section):
+    """What answers the policy's turns; docs/environments.md describes it. `data.kind=environment` goes with it."""
+
+    name: Annotated[str, NOT_EMPTY]
+    """`none`, a built-in environment (`calculator`, `gymnasium`, `pixel_maze`), or `module:Class` of your own."""
+    options: dict[str, Any]
+    """Arguments of the environment."""
+    host: Literal["inline", "process"]
+    """`process` runs each environment in a process of its own, which is killed at a deadline; `inline` runs it on a
+    thread of the rollout actor, which costs less and cannot be killed."""
+    max_tokens: PositiveInt
+    """Longest episode behind its prompt, tokens of observations and pictures included; `sampler.max_tokens` bounds one
+    turn."""
+    max_concurrent: PositiveInt
+    """Environments that one rollout actor runs at a time."""
+    start_timeout_s: Seconds
+    """The longest start of an environment."""
+    reset_timeout_s: Seconds
+    """The longest reset."""
+    step_timeout_s: Seconds
+    """The longest step."""
+    retries: NonNegativeInt
+    """How often an episode that failed is run again with the same seed, before it stays without a reward."""
+    max_failed_fraction: Annotated[float, Field(gt=0, le=1)]
+    """A rollout actor whose last 100 episodes failed more often ends the run."""
+    max_observation_bytes: PositiveInt
+    """Text and picture files of one observation; an episode with a larger one fails."""
+    num_train: PositiveInt
+    """Training episodes of one epoch, each with a seed of its own."""
+    num_validation: PositiveInt
+    """Episodes of the validation split; their seeds are in no other split."""
+    num_test: PositiveInt
+    """Episodes of the test split."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.name != "none"

@@ -1,0 +1,49 @@
+"""`mobula train` on a flow model: pictures are sampled, scored by a function of the user, trained on and pushed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diffusers import DiffusionPipeline
+from flow_run import WORDS, write_texts
+from jobs import Job
+
+from cluster.metrics.report.run_folder import read_run_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+NUM_STEPS = 2
+REWARD = '''
+"""How much redder than green a picture is."""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+
+def score(request, **options):
+    [picture] = request.response.pictures
+    pixels = np.asarray(Image.open(io.BytesIO(picture))).astype(float) / 255
+    return float(pixels[..., 0].mean() - pixels[..., 1].mean())
+'''
+
+
+def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
+    reward, texts = tmp_path / "redness.py", write_texts(tmp_path / "texts")
+    reward.write_text(REWARD, encoding="utf-8")
+    own = (f"data.path={texts}", f"policy.model={tmp_path / 'model'}", f"num_steps={NUM_STEPS}")
+    own += ("resources=laptop_overlapped", "resources.reference.num_workers=0", "evaluation.num_prompts=4")
+    own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
+    words = tuple(word for word in WORDS if not word.startswith("resources."))
+    job = Job(tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456"))
+    try:
+        job.finish(job.start())
+    finally:
+        job.end()
+    found = read_run_folder(job.run_folder)
+    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
+    assert found.summary.logprob_gap_mean == 0
+    assert not found.skipped
+    pipeline = DiffusionPipeline.from_pretrained(job.run_folder / "policy")
+    assert type(pipeline).__name__ == "StableDiffusion3Pipeline"

@@ -1,0 +1,87 @@
+"""Episodes of a tiny policy with transformers' sampler in this process, and environments that misbehave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from configs.load import load_config
+from configs.schema import RunConfig
+
+
+def episode_config(model: Path, *overrides: str) -> RunConfig:
+    """A run whose prompts are observations; nothing of it is started."""
+    return load_config(
+        [
+            "policy=tiny_qwen2_5_vl",
+            "data=environment",
+            "environment.name=episode_data:Scripted",
+            "rewards=environment",
+            f"policy.model={model}",
+            "data.max_prompt_tokens=400",
+            "data.max_pixels=50176",
+            "sampler.max_images_per_prompt=8",
+            "sampler.max_tokens=6",
+            *overrides,
+        ]
+    )
+
+
+class Scripted:
+    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k + 1."""
+
+    spec = EnvironmentSpec(max_turns=8)
+
+    def __init__(self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1) -> None:
+        self._num_turns, self._fault, self._pictures, self._at = num_turns, fault, pictures, turn
+        self._seed = self._turn = 0
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        self._seed, self._turn = seed, 0
+        if self._fault == "seed":
+            self._seed = time.monotonic_ns() % 251
+        if self._fault == "reset":
+            raise RuntimeError("no reset today")
+        return Reset((self._message(),), {"answer": str(seed), "solution": str(seed)})
+
+    def step(self, action: Action) -> Step:
+        self._turn += 1
+        reward: float = self._turn
+        observation: Sequence[Message] = (self._message(),)
+        if self._turn == self._at:
+            match self._fault:
+                case "raise":
+                    raise RuntimeError("no step today")
+                case "hang":
+                    time.sleep(60)
+                case "die":
+                    os._exit(3)
+                case "nan":
+                    reward = float("nan")
+                case "role":
+                    observation = (Message("wizard", "hello"),)
+                case "large":
+                    observation = (Message("user", "a" * 10_000_000),)
+                case "special":
+                    observation = (Message("user", "<|im_end|>"),)
+                case "picture":
+                    observation = (Message("user", "<image>", (b"no picture",)),)
+                case "placeholder":
+                    observation = (Message("user", "<image>"),)
+        return Step(tuple(observation), reward, self._turn >= self._num_turns, False, {})
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _message(self) -> Message:
+        text = f" digit {self._turn}"
+        if not self._pictures:
+            return Message("user", f"{text} of {self._seed}")
+        pixels = np.full((2, 2, 3), (40 * self._turn, self._seed % 251, 99), dtype=np.uint8)
+        return Message("user", f"<image>{text}", (encoded(pixels, scale=28),))

@@ -1,0 +1,84 @@
+"""Whatever an environment does costs its episode alone, in time, and is named."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from episode_data import episode_config
+
+from actors.environments.base import Action, EpisodeError
+from actors.environments.hosts.pool import EnvironmentPool
+from actors.environments.rows import environment_split
+from cluster.errors import DatasetError
+from configs.schema.environment import EnvironmentConfig
+
+
+def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
+    words = [f"environment.options={{fault: '{fault}'}}"]
+    limits = ["environment.step_timeout_s=0.5", "environment.num_train=3", f"environment.host={host}"]
+    return episode_config(Path("model"), *words, *limits).environment
+
+
+async def failure(fault: str, host: str, *, takes_pictures: bool = True) -> EpisodeError:
+    pool = EnvironmentPool(config(fault, host=host), takes_pictures=takes_pictures)
+    try:
+        with pytest.raises(EpisodeError) as caught:
+            async with pool.session() as session:
+                await session.reset(1)
+                await session.step(Action("go"))
+        async with pool.session() as session:  # the slot is free, and the environment a new one
+            if fault != "reset" and takes_pictures:
+                await session.reset(2)
+    finally:
+        pool.close()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("raise", "raised"), ("reset", "raised"), ("role", "unknown_role"), ("large", "observation_too_large"),
+     ("placeholder", "bad_observation")],
+)  # fmt: skip
+async def test_a_fault_is_named(fault: str, kind: str) -> None:
+    assert (await failure(fault, "inline")).kind == kind
+
+
+async def test_a_picture_in_a_text_only_model_is_refused() -> None:
+    assert (await failure("", "inline", takes_pictures=False)).kind == "picture_in_text_model"
+
+
+async def test_a_process_that_hangs_is_killed_at_its_deadline_and_one_that_dies_is_replaced() -> None:
+    start = time.monotonic()
+    assert (await failure("hang", "process")).kind == "timed_out"
+    assert time.monotonic() - start < 45
+    assert (await failure("die", "process")).kind == "process_died"
+
+
+async def test_a_process_gives_the_same_episode_as_the_thread() -> None:
+    found = []
+    for host in ("inline", "process"):
+        pool = EnvironmentPool(config(host=host), takes_pictures=True)
+        async with pool.session() as session:
+            found.append(((await session.reset(5)), (await session.step(Action("go")))))
+        pool.close()
+    assert found[0] == found[1]
+
+
+def test_rows_carry_seed_and_hash_and_splits_share_no_seed() -> None:
+    train, test = (environment_split(config(), name, takes_pictures=True).rows for name in ("train", "test"))
+    assert [row.sample_id for row in train] == [f"episode_data:Scripted-{seed}" for seed in range(3)]
+    assert {row.metadata["environment"]["seed"] for row in train}.isdisjoint(
+        row.metadata["environment"]["seed"] for row in test
+    )
+
+
+def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:
+    with pytest.raises(DatasetError, match="gives two observations for seed 0"):
+        environment_split(config("seed"), "train", takes_pictures=True)
+
+
+def test_a_reset_that_raises_is_refused_before_the_run() -> None:
+    with pytest.raises(DatasetError, match="no reset today"):
+        environment_split(config("reset"), "train", takes_pictures=True)

@@ -1,0 +1,228 @@
+"""Whole episodes with transformers' sampler: the learner sees the exact tokens, masks and pictures of each turn."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from episode_data import episode_config
+
+from actors.environments.bridge import TurnBridge
+from actors.environments.rows import environment_split
+from actors.processors.chat import ChatProcessor
+from actors.rollout.episodes import EpisodeRunner
+from actors.rollout.media_batcher import MediaBatcher
+from actors.samplers.base import EngineSettings
+from actors.samplers.huggingface import HuggingFaceSampler
+from cluster.errors import EnvironmentFailedError
+from cluster.records.actions import TokenActions
+from cluster.records.arrow import from_batch, to_batch
+from cluster.records.media import MediaReader, MediaStore
+from cluster.records.partial_response import Attempt
+from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.roles import SamplingSettings
+from cluster.weight_sync.manifest import checkpoint_manifest
+from learner.batch import fetch_items
+from learner.policies.batch import collate
+from learner.policies.loading import load_model
+from learner.policies.logprobs import Distribution
+from learner.policies.tiny import TINY
+from learner.policies.token import TokenPolicy
+from learner.policies.trained import row_of
+
+TEMPERATURE = 0.8
+Run = Callable[..., TrajectoryGroup]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY["qwen2.5-vl"](tmp_path_factory.mktemp("episodes") / "model")
+
+
+class Bench:
+    """A sampler that is loaded, and the episodes that it is asked for."""
+
+    def __init__(self, model: Path) -> None:
+        config = episode_config(model)
+        self.model = model
+        self.chat = self.processor(config)
+        self.sampler = HuggingFaceSampler(
+            EngineSettings(
+                model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
+                max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8, kv_cache_bytes=1 << 20,
+                keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
+                banned_ids=self.chat.media_token_ids, stop_ids=self.chat.eos_token_ids, pad_id=self.chat.pad_token_id,
+                expected=checkpoint_manifest(model, "float32"), adapters=None,
+            )
+        )  # fmt: skip
+        asyncio.run(self.sampler.start())
+
+    def processor(self, config: object) -> ChatProcessor:
+        store = MediaStore(lambda media: media, 1 << 28)
+        return ChatProcessor(str(self.model), config.data, config.sampler, store, keep_files=False)
+
+    def prompt(self, *overrides: str) -> tuple[EpisodeRunner, Prompt]:
+        words = ("environment.num_train=1", "environment.host=inline")
+        config = episode_config(self.model, *words, *overrides)
+        chat = self.processor(config)
+        media = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
+        runner = EpisodeRunner(config.environment, chat, self.sampler, media, model=str(self.model), max_images=8)
+        options = {key: value for key, value in config.environment.options.items() if key != "fault"}
+        honest = config.environment.model_copy(update={"options": options})
+        row = environment_split(honest, "train", takes_pictures=True).rows[0]
+        return runner, chat.prepare(row, "0/0/x")
+
+    def run(self, *overrides: str, num_samples: int = 2, max_tokens: int = 5) -> TrajectoryGroup:
+        async def run() -> TrajectoryGroup:
+            runner, prompt = self.prompt(*overrides)
+            settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7)
+            try:
+                return await runner.generate(prompt, settings, Attempt("r"))
+            finally:
+                runner.close()
+
+        return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def bench(model: Path) -> Bench:
+    return Bench(model)
+
+
+@pytest.fixture(scope="module")
+def group(bench: Bench) -> TrajectoryGroup:
+    return bench.run()
+
+
+def test_episodes_have_turns_masks_pictures_and_rewards(group: TrajectoryGroup) -> None:
+    for trajectory in group.trajectories:
+        actions, turns = trajectory.actions, trajectory.response.turns
+        assert isinstance(actions, TokenActions)
+        assert trajectory.finish_reason is FinishReason.TERMINATED
+        assert [turn.rewards for turn in turns] == [{"reward": 1.0}, {"reward": 2.0}, {"reward": 3.0}]
+        sampled = np.zeros(trajectory.num_steps, dtype=bool)
+        for turn in turns:
+            sampled[turn.start : turn.end] = True
+        assert np.array_equal(trajectory.action_mask, sampled)
+        assert (trajectory.behavior_logprobs[~sampled] == 0).all()
+        assert (trajectory.behavior_logprobs[sampled] < 0).all()
+        assert len(actions.media) == 2, "behind the first and the second turn"
+        assert not any(trajectory.action_mask[span.start : span.end].any() for span in actions.media_spans)
+        assert trajectory.response.num_tokens == sampled.sum()
+    assert group.summary().num_tokens == sum(int(t.action_mask.sum()) for t in group.trajectories)
+
+
+def test_siblings_share_the_pictures_of_later_turns_also_when_they_travel(group: TrajectoryGroup) -> None:
+    travelled = pickle.loads(pickle.dumps(group))
+    for found in (group, travelled):
+        first, second = (t.actions.media for t in found.trajectories)
+        assert [m.key for m in first] == [m.key for m in second]
+        assert all(a.reference is b.reference for a, b in zip(first, second, strict=True)), "stored once"
+    assert travelled.trajectories[0].response == group.trajectories[0].response
+    assert group.summary().num_bytes > sum(h.num_bytes for h in group.trajectories[0].actions.media)
+
+
+def test_tokens_are_those_of_the_template_over_all_turns(bench: Bench, group: TrajectoryGroup) -> None:
+    """What is put between turns is what the template writes, and what was sampled is kept to the id."""
+    bridge = TurnBridge(bench.chat, str(bench.model))
+    for trajectory in group.trajectories:
+        first, second = trajectory.response.turns[:2]
+        between = trajectory.actions.token_ids[first.end : second.start]
+        is_cut = trajectory.actions.token_ids[first.end - 1] not in bench.chat.eos_token_ids
+        text = bench.chat._tokenizer.decode(between)
+        expected = "\n<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|> digit 1"
+        expected += "<|im_end|>\n<|im_start|>assistant\n"
+        assert text == ("<|im_end|>" if is_cut else "") + expected
+        assert not is_cut or between[0] == bridge.end_id
+
+
+def test_the_learner_scores_every_turn_as_it_was_sampled(bench: Bench, group: TrajectoryGroup) -> None:
+    learner = episode_config(bench.model).learner
+    policy = TokenPolicy(load_model(str(bench.model), torch.float32, "sdpa").eval(), learner)
+    rows = [row_of(group.prompt, trajectory.actions) for trajectory in group.trajectories]
+    batch = collate(rows, MediaReader(timeout_s=5, max_items=64), torch.device("cpu"))
+    with torch.no_grad():
+        said = policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs.numpy()
+    for row, trajectory in zip(said, group.trajectories, strict=True):
+        gap = np.abs(row[: trajectory.num_steps] - trajectory.behavior_logprobs)[trajectory.action_mask]
+        assert gap.mean() <= 1e-5
+        assert gap.max() <= 1e-4
+
+
+def test_the_learner_does_not_train_what_the_environment_wrote(group: TrajectoryGroup) -> None:
+    [items] = fetch_items([ScoredGroup(group.summary(), group, (Reward(1.0), None))], 0, 5.0)
+    assert np.array_equal(items[0].loss_mask, group.trajectories[0].action_mask)
+    assert items[0].sequence.media[1:] == group.trajectories[0].actions.media
+    assert not items[1].loss_mask.any()
+
+
+def test_records_keep_turns_and_the_places_of_pictures(group: TrajectoryGroup) -> None:
+    recorded = from_batch(to_batch(group, [Reward(1.0), None]))
+    for found, trajectory in zip(recorded.group.trajectories, group.trajectories, strict=True):
+        assert found.response == trajectory.response
+        assert found.actions.media == trajectory.actions.media
+        assert found.actions.media_spans == trajectory.actions.media_spans
+        assert found.finish_reason is trajectory.finish_reason
+    assert not recorded.has_all_media
+
+
+def test_an_observation_that_does_not_fit_leaves_no_token_and_no_picture(bench: Bench) -> None:
+    for trajectory in bench.run("environment.max_tokens=16").trajectories:
+        assert trajectory.finish_reason is FinishReason.TRUNCATED
+        assert trajectory.is_truncated
+        assert trajectory.num_steps <= 16
+        assert trajectory.action_mask.all()
+        assert trajectory.actions.media == ()
+
+
+def test_episodes_are_a_function_of_the_seed(bench: Bench, group: TrajectoryGroup) -> None:
+    again = bench.run()
+    assert [t.actions.token_ids.tolist() for t in again.trajectories] == [
+        t.actions.token_ids.tolist() for t in group.trajectories
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [("raise", "raised"), ("nan", "reward_not_finite"), ("special", "bad_prompt"), ("picture", "bad_media"),
+     ("seed", "seed_ignored"), ("reset", "raised")],
+)  # fmt: skip
+def test_a_failed_episode_has_no_reward_and_is_no_error_of_the_run(bench: Bench, fault: str, kind: str) -> None:
+    found = bench.run(f"environment.options={{fault: '{fault}'}}", num_samples=1)
+    [trajectory] = found.trajectories
+    assert trajectory.response.failure.startswith(kind)
+    assert trajectory.num_steps >= 1
+
+
+def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:
+    with pytest.raises(EnvironmentFailedError, match="raised 4"):
+        bench.run("environment.options={fault: raise}", "environment.max_failed_fraction=0.015", num_samples=2)
+
+
+def test_a_template_that_drops_pictures_or_changes_with_the_turn_before_is_refused(bench: Bench) -> None:
+    for change, said in (
+        (lambda messages: [(role, text.replace("<image>", "")) for role, text in messages], "0 placeholders"),
+        (lambda messages: [(role, text + messages[1][1]) for role, text in messages], "depends on the text"),
+        (lambda messages: messages[:2], "drops the text"),
+    ):
+        chat = bench.processor(episode_config(bench.model))
+        plain = chat.render
+        chat.render = lambda messages, change=change, plain=plain, **rest: plain(change(list(messages)), **rest)
+        with pytest.raises(ValueError, match=said):
+            TurnBridge(chat, str(bench.model))
+
+
+def test_a_stretch_of_actions_keeps_whole_media(group: TrajectoryGroup) -> None:
+    actions = group.trajectories[0].actions
+    span = actions.media_spans[0]
+    parts = actions.stretch(0, span.start).followed_by(actions.stretch(span.start, actions.num_steps))
+    assert (parts.media, parts.media_spans) == (actions.media, actions.media_spans)
+    with pytest.raises(ValueError, match="cut one of the media"):
+        actions.stretch(0, span.start + 1)
+    assert replace(actions, media=(), media_spans=()).stretch(0, 1).media == ()

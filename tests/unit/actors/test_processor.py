@@ -74,6 +74,7 @@ SAMPLER = SamplerConfig(
     max_model_len=512,
     max_images_per_prompt=3,
     max_videos_per_prompt=0,
+    flow=load_config(["experiment=digits"]).sampler.flow,
     max_num_seqs=8,
     max_num_batched_tokens=512,
     chunk_tokens=64,

@@ -73,7 +73,7 @@ class Learner:
         self._credit = Credit(config)
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
-            max_items=config.algorithm.prompts_per_step * config.sampler.max_images_per_prompt,
+            max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
         self.version = 0
 

@@ -14,6 +14,7 @@ from actors.datasets.readers import READERS
 from actors.datasets.readers.base import Opened
 from actors.datasets.rows import Split
 from actors.datasets.table_rows import TableRows
+from actors.datasets.videos import VideoInputs
 from cluster.errors import DatasetError
 from configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
 
@@ -64,11 +65,13 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root
     limits = DownloadLimits(data.max_image_bytes, data.max_redirects, data.download_timeout_s)
+    takes_absolute = source.media_path != ""
     downloads = PictureDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
     return TableRows(
         table,
         row_format,
-        PictureInputs(root, downloads, takes_absolute=source.media_path != ""),
+        PictureInputs(root, downloads, takes_absolute=takes_absolute),
+        VideoInputs(root, downloads, takes_absolute=takes_absolute),
         columns=source.columns,
         label_key=label_key,
         label=source.label,

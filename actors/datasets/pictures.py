@@ -27,8 +27,8 @@ NUM_SHOWN = 80  # characters of a value in an error message
 
 
 @dataclass(frozen=True)
-class EncodedPicture:
-    """The bytes of a picture file; `name` says where they came from."""
+class EncodedFile:
+    """The bytes of a picture or video file; `name` says where they came from."""
 
     content: bytes = field(repr=False)
     name: str
@@ -37,7 +37,7 @@ class EncodedPicture:
         return self.name
 
 
-Picture = Path | EncodedPicture
+Picture = Path | EncodedFile
 
 
 class PictureError(SkippedSample):
@@ -81,14 +81,14 @@ class PictureInputs:
 
     def _one(self, value: Any, name: str) -> Picture:
         match value:
-            case EncodedPicture():
+            case EncodedFile():
                 return value
             case str():
                 return self._named(value, name)
             case Path():
                 return self._named(str(value), name)
             case bytes() | bytearray() | memoryview():
-                return EncodedPicture(bytes(value), name)
+                return EncodedFile(bytes(value), name)
             case Mapping():
                 return self._from_mapping(value, name)
             case Image.Image():
@@ -99,7 +99,7 @@ class PictureInputs:
 
     def _named(self, text: str, name: str) -> Picture:
         if text.startswith("data:"):
-            return EncodedPicture(_from_data_url(text), name)
+            return EncodedFile(_from_data_url(text), name)
         if text.startswith(WEB):
             return self._downloads.fetch(text)
         if text.startswith("file://"):
@@ -110,6 +110,10 @@ class PictureInputs:
                 f"{text!r} is an absolute path: write it relative to {self._root}, or set data.media_path",
             )
         return self._path(text)
+
+    def _is_fit(self, path: Path) -> bool:
+        """Whether a path below the root is what can be read."""
+        return path.is_file()
 
     def _from_mapping(self, value: Mapping[str, Any], name: str) -> Picture:
         held = next((value[key] for key in KEYS if value.get(key) is not None), None)
@@ -126,7 +130,7 @@ class PictureInputs:
         try:
             path = (self._root / text).resolve()
             is_inside = path.is_relative_to(self._root)
-            is_file = is_inside and path.is_file()
+            is_file = is_inside and self._is_fit(path)
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
             raise PictureError(
                 "missing_file", f"the path {text[:NUM_SHOWN]!r} is unusable ({error}): fix `image`"
@@ -186,11 +190,11 @@ def _from_array(array: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(grey))
 
 
-def _encoded(image: Image.Image, name: str) -> EncodedPicture:
+def _encoded(image: Image.Image, name: str) -> EncodedFile:
     """The same pixels as a PNG file; a picture that was opened from a file keeps the file's own orientation mark."""
     buffer = BytesIO()
     try:
         image.save(buffer, format="PNG", exif=image.getexif())
     except Exception as error:  # modes that PNG does not have, and files that Pillow opened and cannot decode
         raise MediaError(f"{name} cannot be written as PNG ({error}): convert the picture to RGB") from error
-    return EncodedPicture(buffer.getvalue(), name)
+    return EncodedFile(buffer.getvalue(), name)

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.datasets.pictures import Picture
+from actors.datasets.videos import Video
 from cluster.errors import SkippedSample
 
 IMAGE_PLACEHOLDER = "<image>"
+VIDEO_PLACEHOLDER = "<video>"
 NUM_NAMED = 3  # skipped samples that an error message names
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation; `text` holds one `<image>` for each of its pictures."""
+    """One turn of a conversation; `text` holds one `<image>` for each of its pictures, one `<video>` for each video."""
 
     role: str  # system, user, assistant or tool
     text: str
@@ -26,8 +28,8 @@ class Turn:
 class Row:
     """One question with its answer.
 
-    `history` and `question`, in this order, hold one `<image>` for each of `images`. `chosen` and `rejected` are the
-    two responses of a preference pair.
+    `history` and `question`, in this order, hold one `<image>` for each of `images` and one `<video>` for each of
+    `videos`. `chosen` and `rejected` are the two responses of a preference pair.
     """
 
     sample_id: str
@@ -39,6 +41,7 @@ class Row:
     history: tuple[Turn, ...] = ()  # the turns before the question
     chosen: str | None = None
     rejected: str | None = None
+    videos: tuple[Video, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from actors.datasets.order import Shuffled, windowed_order
 from actors.datasets.pictures import PictureInputs
 from actors.datasets.readers.base import Table
 from actors.datasets.rows import Row
+from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
 
 NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
@@ -29,6 +30,7 @@ class TableRows(LazyRows):
         table: Table,
         row_format: RowFormat,
         pictures: PictureInputs,
+        videos: VideoInputs,
         *,
         columns: Mapping[str, str],
         label_key: str,
@@ -41,6 +43,7 @@ class TableRows(LazyRows):
         self._table = table
         self._format = row_format
         self._pictures = pictures
+        self._videos = videos
         self._columns = dict(columns)
         self._label_key = label_key
         self._label = label
@@ -80,7 +83,9 @@ class TableRows(LazyRows):
                 draft.label = self._label
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
-            return finish(draft, self._pictures, default_id=default_id, name=name, label_key=self._label_key)
+            return finish(
+                draft, self._pictures, self._videos, default_id=default_id, name=name, label_key=self._label_key
+            )
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
             raise named(error, sample) from error

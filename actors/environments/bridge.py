@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedPicture
+from actors.datasets.pictures import EncodedFile
 from actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message
 from actors.processors.chat import ChatProcessor, expand
 from cluster.errors import SkippedSample
@@ -24,7 +24,7 @@ class Delta:
 
     ids: np.ndarray  # int32 [D], one placeholder a vision embedding
     spans: tuple[MediaSpan, ...]
-    pictures: tuple[EncodedPicture, ...]
+    pictures: tuple[EncodedFile, ...]
 
 
 class TurnBridge:
@@ -84,7 +84,7 @@ class TurnBridge:
         for message in observation:
             for part in message.text.split(IMAGE_PLACEHOLDER):
                 self._chat.refuse_special_tokens(part)
-        pictures = tuple(EncodedPicture(p, "a picture of an observation") for m in observation for p in m.pictures)
+        pictures = tuple(EncodedFile(p, "a picture of an observation") for m in observation for p in m.pictures)
         text = self._rendered(self._merged(observation), MARK)
         end = self._chat.end_of_turn(text)
         assert end is not None, "the probe has found it"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from actors.datasets.pictures import EncodedPicture
+from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Split, Turn
 from actors.environments.base import EpisodeError, Message, Observation, Reset, observation_hash
 from actors.environments.hosts.pool import EnvironmentPool
@@ -64,7 +64,7 @@ def _row(name: str, seed: int, start: Reset) -> Row:
         question=question.text,
         answer=answer,
         solution=solution,
-        images=tuple(EncodedPicture(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
+        images=tuple(EncodedFile(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
         metadata={ENVIRONMENT: episode_of(seed, start.observation)},
         history=tuple(Turn(message.role, message.text) for message in history),
     )

@@ -23,19 +23,21 @@ from transformers import (
 )
 
 from actors.datasets.pictures import Picture
-from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, Turn
-from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
+from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
+from actors.processors.image import check_image, decode_image, measure_image, read_image
+from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
 from configs.schema.rollout import SamplerConfig
-from learner.policies.families import family_at
-from learner.policies.families.base import PictureFamily
+from learner.policies.families import VIDEO_TYPES, family_at, model_type_at
+from learner.policies.families.base import Clip, PictureFamily, VideoFamily
 
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
 NUM_CACHED_SIZES = 4096
+MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class _Layout:
     compact_ids: np.ndarray  # int32 [P_compact]
     expanded_ids: np.ndarray  # int32 [P]
     spans: tuple[MediaSpan, ...]
+    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos, stands in each span
 
 
 class ChatProcessor:
@@ -54,7 +57,8 @@ class ChatProcessor:
     Text is rendered and tokenised once, with one placeholder a picture; the placeholders are then expanded by number,
     so both token spaces agree by construction and equal what the model's processor makes of the same text and pictures.
     Processed pictures go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
-    as well, for reward functions that look at them.
+    as well, for reward functions that look at them. A video is decoded once into the frames that the prompt shows;
+    engine, learner and reward functions all have these.
 
     A text-only model has a tokenizer in the place of a processor, and takes prompts without pictures.
 
@@ -69,8 +73,11 @@ class ChatProcessor:
         self._data = data
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
+        self._max_videos = sampler.max_videos_per_prompt
+        self.takes_videos = self._max_videos > 0
         self._media = media
-        self._limits = ImageLimits(data.max_image_bytes, data.max_decoded_pixels)
+        self._video_limits = VideoLimits.of(data)
+        self._limits = self._video_limits.frame
         self._family = family_at(model)
         self.takes_pictures = self._family.takes_pictures
         self._processor = _load(self._family, model, data) if self.takes_pictures else _load_tokenizer(model)
@@ -81,7 +88,10 @@ class ChatProcessor:
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         if isinstance(self._family, PictureFamily):
             self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
+        if self._max_videos:
+            self._refuse_videos(model)
         self.fingerprint = _fingerprint(self._processor, self._tokenizer)
+        self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
         self.image_token_id: int | None = self._processor.image_token_id if self.takes_pictures else None
@@ -97,14 +107,17 @@ class ChatProcessor:
         """
         self._check_row(row)
         contents, sizes = self.read_pictures(row.images)
-        layout = self._lay_out(row, sizes)
+        videos = [load_video(video, self._video_limits) for video in row.videos]
+        layout = self._lay_out(row, sizes, [video.clip for video in videos])
+        stored = [self.store_picture(content, path) for content, path in zip(contents, row.images, strict=True)]
+        stored += [self._store_video(video) for video in videos]
         return Prompt(
             prompt_id=prompt_id,
             sample_id=row.sample_id,
             text=layout.text,
             compact_ids=layout.compact_ids,
             expanded_ids=layout.expanded_ids,
-            media=tuple(self.store_picture(content, path) for content, path in zip(contents, row.images, strict=True)),
+            media=tuple(stored[number] for number in layout.order),
             media_spans=layout.spans,
             references=row.references,
             metadata=row.metadata,
@@ -117,7 +130,8 @@ class ChatProcessor:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
         self._check_row(row)
-        layout = self._lay_out(row, self.picture_sizes(row.images))
+        clips = [check_video(video, self._video_limits) for video in row.videos]
+        layout = self._lay_out(row, self.picture_sizes(row.images), clips)
         return int(layout.expanded_ids.shape[0])
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
@@ -190,6 +204,7 @@ class ChatProcessor:
 
         Raises:
             PromptError: there is not one placeholder a picture.
+            MediaError: a picture has a size that cannot be used.
         """
         expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
         places = np.flatnonzero(compact_ids == self.image_token_id)
@@ -200,28 +215,59 @@ class ChatProcessor:
             )
         return places, expansions
 
+    def _video_expansions(
+        self, compact_ids: np.ndarray, row: Row, clips: Sequence[Clip]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Where the placeholders of videos stand in `compact_ids`, and the ids that each video becomes."""
+        if not clips or not isinstance(self._family, VideoFamily):
+            return np.empty(0, dtype=np.int64), []
+        expansions = []
+        for clip, source in zip(clips, row.videos, strict=True):
+            try:
+                expansions.append(self._family.video_expansion(self._processor, clip, self._data.video))
+            except ValueError as error:
+                shown = f"{len(clip.timestamps)} frames of {clip.width} x {clip.height}"
+                raise MediaError(f"{source} gives {shown}: {error}; change the video or remove its row") from error
+        places = np.flatnonzero(compact_ids == self._processor.video_token_id)
+        if len(places) != len(expansions):
+            raise PromptError(
+                f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(places)} placeholders: the "
+                "chat template of policy.model has no place for videos, use another template"
+            )
+        return places, expansions
+
     def _check_row(self, row: Row) -> None:
         self.check_pictures(row.images, row.sample_id)
+        if len(row.videos) > self._max_videos:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self._max_videos}: "
+                "raise it or remove the row"
+            )
         self.refuse_special_tokens(row.solution)  # supervised steps encode it
 
-    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]]) -> _Layout:
-        """The row's tokens, given its pictures' (width, height)."""
+    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip]) -> _Layout:
+        """The row's tokens, given its pictures' (width, height) and its videos."""
         text, compact_ids = self._encode(row.history, row.question)
         places, expansions = self.expansions(compact_ids, row.images, sizes, row.sample_id)
-        expanded_ids, spans = expand(compact_ids, places, expansions)
+        video_places, video_expansions = self._video_expansions(compact_ids, row, clips)
+        places, expansions = np.concatenate([places, video_places]), [*expansions, *video_expansions]
+        order = np.argsort(places)
+        expanded_ids, spans = expand(compact_ids, places[order], [expansions[number] for number in order])
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
-                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures), "
-                f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels"
+                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures and "
+                f"videos), data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower "
+                "data.max_pixels or data.video.max_tokens"
             )
-        return _Layout(text, compact_ids, expanded_ids, spans)
+        return _Layout(text, compact_ids, expanded_ids, spans, order)
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
         turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
         for _, turn_text in turns:
-            for part in turn_text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
-                self.refuse_special_tokens(part)
+            for part in MEDIA_PLACEHOLDERS.split(turn_text):
+                if not MEDIA_PLACEHOLDERS.fullmatch(part):  # which are special tokens of some families
+                    self.refuse_special_tokens(part)
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         text = self.render(turns, is_open=True)
@@ -248,7 +294,23 @@ class ChatProcessor:
             modality="image",
             inputs=self._family.process(self._processor, image),
             thumbnail=_thumbnail(image),
-            file=content if self._keep_files else b"",
+            files=(content,) if self._keep_files else (),
+        )
+
+    def _store_video(self, video: LoadedVideo) -> MediaHandle:
+        """Where the processed video is; equal files are decoded and processed once."""
+        key = content_key(b"".join(video.contents) + repr(video.clip).encode(), self._video_fingerprint)
+        return self._media.get_or_add(key, str(video.source), partial(self._process_video, video))
+
+    def _process_video(self, video: LoadedVideo) -> ProcessedMedia:
+        assert isinstance(self._family, VideoFamily)
+        frames = decode_video(video, self._video_limits)
+        pictures = [Image.fromarray(frame) for frame in (frames if self._keep_files else frames[:1])]
+        return ProcessedMedia(
+            modality="video",
+            inputs=self._family.process_video(self._processor, frames, video.clip, self._data.video),
+            thumbnail=_thumbnail(pictures[0]),
+            files=tuple(map(_png, pictures)) if self._keep_files else (),
         )
 
     def refuse_special_tokens(self, text: str) -> None:
@@ -260,12 +322,22 @@ class ChatProcessor:
                 "may write: remove it from the row"
             )
 
+    def _refuse_videos(self, model: str) -> None:
+        """Whether videos can be had of this model, on this machine."""
+        if not isinstance(self._family, VideoFamily):
+            raise ValueError(
+                f"sampler.max_videos_per_prompt={self._max_videos} asks for videos, which are not computed for "
+                f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
+                f"{', '.join(VIDEO_TYPES)}"
+            )
+        require_av()
+
     def _refuse_unfit_config(self) -> None:
         for key, text in (("prompt_suffix", self._data.prompt_suffix), ("system_prompt", self._data.system_prompt)):
-            if IMAGE_PLACEHOLDER in text or self._special.search(text):
+            if MEDIA_PLACEHOLDERS.search(text) or self._special.search(text):
                 raise ValueError(
-                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER} and special tokens from it, "
-                    "pictures stand in the question and turns are made by the chat template"
+                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER} and special tokens from "
+                    "it, pictures and videos stand in the question and turns are made by the chat template"
                 )
 
 
@@ -289,10 +361,10 @@ def expand(
 
 
 def _content(question: str) -> list[dict[str, str]]:
-    """The parts of a user turn: text and pictures in the order of the question."""
-    first, *rest = ({"type": "text", "text": text} for text in question.split(IMAGE_PLACEHOLDER))
-    parts = [first, *(part for text in rest for part in ({"type": "image"}, text))]
-    return [part for part in parts if part["type"] == "image" or part["text"]]
+    """The parts of a user turn: text, pictures and videos in the order of the question."""
+    kinds = {IMAGE_PLACEHOLDER: {"type": "image"}, VIDEO_PLACEHOLDER: {"type": "video"}}
+    pieces = (piece for piece in MEDIA_PLACEHOLDERS.split(question) if piece)
+    return [kinds.get(piece, {"type": "text", "text": piece}) for piece in pieces]
 
 
 def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin:
@@ -354,6 +426,7 @@ def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer:
     settings = {
         "processor": type(processor).__name__,
         "images": None if processor is tokenizer else processor.image_processor.to_dict(),
+        "videos": processor.video_processor.to_dict() if hasattr(processor, "video_processor") else None,
         "tokenizer": type(tokenizer).__name__,
         "vocabulary": len(tokenizer),
         "chat_template": processor.chat_template,
@@ -375,6 +448,10 @@ def _eos_token_ids(model: str, tokenizer_eos: int) -> tuple[int, ...]:
 def _thumbnail(image: Image.Image) -> bytes:
     small = image.copy()
     small.thumbnail(THUMBNAIL_SIZE)
+    return _png(small)
+
+
+def _png(image: Image.Image) -> bytes:
     png = BytesIO()
-    small.save(png, format="PNG")
+    image.save(png, format="PNG")
     return png.getvalue()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from typing import IO
 
 from PIL import Image
 
-from actors.datasets.pictures import EncodedPicture, Picture
+from actors.datasets.pictures import EncodedFile, Picture
 from cluster.errors import MediaError
 from cluster.records.rgb import FORMATS, to_rgb
 
@@ -68,31 +68,38 @@ def decode_image(content: bytes, source: Picture, limits: ImageLimits) -> Image.
             raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
 
+def _open_file(source: Picture, limits: ImageLimits) -> AbstractContextManager[IO[bytes]]:
+    return open_bounded(source, limits.max_image_bytes, "data.max_image_bytes")
+
+
 @contextmanager
-def _open_file(source: Picture, limits: ImageLimits) -> Iterator[IO[bytes]]:
-    """The open file, once its size is known to be in bounds."""
-    if isinstance(source, EncodedPicture):
-        _check_num_bytes(source, len(source.content), limits)
+def open_bounded(source: Picture, max_bytes: int, key: str) -> Iterator[IO[bytes]]:
+    """The open file, once its size is known to be in bounds; `key` is where `max_bytes` is set.
+
+    Raises:
+        MediaError: the file is missing, empty or too large.
+    """
+    if isinstance(source, EncodedFile):
+        _check_num_bytes(source, len(source.content), max_bytes, key)
         yield BytesIO(source.content)
         return
     path = source
     try:
         if not path.is_file():  # asked first, because opening a named pipe waits for ever
-            raise MediaError(f"{path} is missing or no regular file: add the picture or remove its row")
+            raise MediaError(f"{path} is missing or no regular file: add the file or remove its row")
         with path.open("rb") as file:
-            _check_num_bytes(path, os.fstat(file.fileno()).st_size, limits)
+            _check_num_bytes(path, os.fstat(file.fileno()).st_size, max_bytes, key)
             yield file
     except OSError as error:
         raise MediaError(f"{path} cannot be read ({error}): make it readable or remove its row") from error
 
 
-def _check_num_bytes(path: Picture, num_bytes: int, limits: ImageLimits) -> None:
+def _check_num_bytes(path: Picture, num_bytes: int, max_bytes: int, key: str) -> None:
     if num_bytes == 0:
         raise MediaError(f"{path} is empty: replace the file or remove its row")
-    if num_bytes > limits.max_image_bytes:
+    if num_bytes > max_bytes:
         raise MediaError(
-            f"{path} has {num_bytes:,} bytes, data.max_image_bytes is {limits.max_image_bytes:,}: "
-            "make the picture smaller or raise the limit"
+            f"{path} has {num_bytes:,} bytes, {key} is {max_bytes:,}: make the file smaller or raise the limit"
         )
 
 

@@ -20,20 +20,21 @@ from cluster.runtime.object_store import fetch, fetch_at_hand
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """One picture as the model takes it: forward() argument name -> array, e.g. `pixel_values` and `image_grid_thw`.
+    """One picture or video as the model takes it: forward() argument name -> array, e.g. `pixel_values` and
+    `image_grid_thw`.
 
-    `thumbnail` is the picture as a small PNG, for reports only; `file` the whole one as it was given, where some reward
-    function looks at it.
+    `thumbnail` is the picture (of a video, its first frame) as a small PNG, for reports only; `files` the whole picture
+    as it was given, or the frames that the model sees as PNG, where some reward function looks at them.
     """
 
     modality: str
     inputs: dict[str, np.ndarray]
     thumbnail: bytes = b""
-    file: bytes = b""
+    files: tuple[bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.inputs.values()) + len(self.thumbnail) + len(self.file)
+        return sum(array.nbytes for array in self.inputs.values()) + len(self.thumbnail) + sum(map(len, self.files))
 
 
 @dataclass(frozen=True)

@@ -257,6 +257,15 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
     )
 
 
+def _videos_have_an_engine(config: RunConfig) -> str | None:
+    if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
+        return None
+    return (
+        f"sampler.kind={config.sampler.kind.value} samples no prompts with videos, and sampler.max_videos_per_prompt="
+        f"{config.sampler.max_videos_per_prompt} asks for them: use sampler=vllm, or set it to 0"
+    )
+
+
 def _mixture_has_sources(config: RunConfig) -> str | None:
     data = config.data
     if data.kind is DataKind.MIXTURE and not data.sources:
@@ -576,6 +585,7 @@ RULES: tuple[Rule, ...] = (
     _engine_reports_what_it_keeps,
     _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
+    _videos_have_an_engine,
     _pixel_range_is_open,
     _mixture_has_sources,
     _services_have_workers,

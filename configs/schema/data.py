@@ -70,6 +70,33 @@ class CurriculumConfig(Section):
     """Epochs with stages; those behind are shuffled as a whole."""
 
 
+class VideoConfig(Section):
+    """What a video may be, and what a prompt shows of it."""
+
+    fps: PositiveFloat
+    """Frames that are taken of each second."""
+    min_frames: PositiveInt
+    """Frames that are taken of a short video, if it has so many."""
+    max_frames: PositiveInt
+    """Frames that are taken of a longer one, at equal distances."""
+    min_frame_pixels: PositiveInt
+    """Smaller frames are scaled up to this many pixels."""
+    max_frame_pixels: PositiveInt
+    """Larger frames are scaled down to this many pixels."""
+    max_tokens: PositiveInt
+    """Vision tokens of one video: frames are scaled down further where they would take more."""
+    frame_rate: PositiveFloat
+    """Frames a second of a video that comes as frames (a folder, a list, an array) and does not say."""
+    max_file_bytes: PositiveInt
+    """A larger file is refused before it is read."""
+    max_seconds: PositiveFloat
+    """A longer video is refused before it is decoded."""
+    max_file_frames: PositiveInt
+    """A video of more frames is refused before it is decoded."""
+    max_decoded_pixels: PositiveInt
+    """A video whose taken frames would decode to more pixels together is refused before it is decoded."""
+
+
 class DataConfig(SourceConfig):
     """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
 
@@ -109,7 +136,9 @@ class DataConfig(SourceConfig):
     """A larger file is refused before it is read."""
     max_decoded_pixels: PositiveInt
     """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
+    video: VideoConfig
+    """Videos: how frames are taken and scaled, and what is refused."""
     media_cache_bytes: PositiveInt
-    """Byte budget of processed pictures that are kept for later epochs."""
+    """Byte budget of processed pictures and videos that are kept for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
     """If a larger share of a split is unusable the run refuses to start."""

@@ -120,6 +120,8 @@ class SamplerConfig(Section):
     """Longest prompt and response together."""
     max_images_per_prompt: PositiveInt
     """Most pictures in one prompt."""
+    max_videos_per_prompt: Annotated[int, Field(ge=0)]
+    """Most videos in one prompt; 0 refuses rows with videos, and engines keep no memory for them."""
     max_num_seqs: PositiveInt
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: PositiveInt
@@ -143,3 +145,8 @@ class SamplerConfig(Section):
     @property
     def is_flow(self) -> bool:
         return self.kind is SamplerKind.FLOW
+
+    @property
+    def max_media_per_prompt(self) -> int:
+        """Most pictures and videos in one prompt."""
+        return self.max_images_per_prompt + self.max_videos_per_prompt

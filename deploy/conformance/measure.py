@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,13 +30,14 @@ from cluster.runtime.placement import PlacedWorker
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import SIZES, Case, cases
+from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, Case, cases
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
 from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
+from learner.policies.families.base import VideoFamily
 from learner.policies.loading import load_model, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.tiny import write_tiny
@@ -106,7 +108,7 @@ class Measurement:
         checkpoint = checkpoint_manifest(self.model, self.config.resources.dtype)
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
-        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES))
+        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1)
         model = load_policy_model(self.config.policy, torch.float32)
         self._weights = PolicyWeights(model, self.config)
         self._backend = SingleBackend(self._cpu, torch.float32, self.config.learner)
@@ -179,10 +181,17 @@ class Measurement:
             return self._policy(collate(rows, self._reader, self._cpu), distribution).logprobs.numpy()
 
     def _same_ids(self, case: Case) -> bool:
-        if not case.pictures:
+        media: dict[str, list[Any]] = {}
+        if case.pictures:
+            media["image"] = list(case.pictures)
+        if case.frames:
+            times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
+            whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
+            media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
+        if not media:
             return True
-        options = self.family.processor_options(self.config.data)
-        ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), list(case.pictures), options)
+        options = self.family.processor_options(self.config.data) if case.pictures else {}
+        ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
         return ids == case.prompt.expanded_ids.tolist()
 
     def _export_loads(self) -> bool:
@@ -228,6 +237,7 @@ def _config(model: Path) -> RunConfig:
             "learner=single",
             "resources.learner.num_workers=1",
             "sampler.max_images_per_prompt=3",
+            f"sampler.max_videos_per_prompt={int(isinstance(family_at(str(model)), VideoFamily))}",
             f"sampler.kv_cache_bytes={KV_CACHE_BYTES}",
             "sampler.max_num_seqs=16",
             "data.max_prompt_tokens=512",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deploy.conformance.measure import ALL, Gap, Report
-from deploy.wiring.parity_prompts import CASES
-from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
+from deploy.wiring.parity_prompts import CASES, VIDEO
+from learner.policies.families import TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.registry import BY_MODEL_TYPE
 
+COLUMNS = (*CASES, VIDEO)
 LIMIT = 1e-5  # nat, the mean of a case in float32
 
 
@@ -44,10 +45,10 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "names that it had, unless a note says otherwise."
     )
     yield ""
-    yield "| `model_type` | tiny model | embeddings | parameters | " + " | ".join((*CASES, "push")) + " |"
-    yield "|---" * (5 + len(CASES)) + "|"
+    yield "| `model_type` | tiny model | embeddings | parameters | " + " | ".join((*COLUMNS, "push")) + " |"
+    yield "|---" * (5 + len(COLUMNS)) + "|"
     for report in reports:
-        cells = [_cell(report.gaps.get(case)) for case in CASES] + [_cell(report.pushes[ALL])]
+        cells = [_cell(report.gaps.get(case)) for case in COLUMNS] + [_cell(report.pushes[ALL])]
         tied = "tied" if report.is_tied else "untied"
         size = f"{report.num_parameters / 1e6:.2f} M"
         yield f"| `{report.model_type}` | `{report.name}` | {tied} | {size} | " + " | ".join(cells) + " |"
@@ -64,6 +65,8 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "one picture and two before its first step, and is refused if they differ. So does every other model that "
         "transformers loads as image-text-to-text."
     )
+    yield ""
+    yield f"Videos are taken by {_names(VIDEO_TYPES)} alone; a run that asks for them of another model is refused."
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
 

@@ -27,7 +27,7 @@ class Microbatch:
     rows: int
     tokens: int  # padded
     targets: int  # tokens whose log-probs are computed
-    patches: int  # of all pictures that the vision tower encodes
+    patches: int  # of all pictures and videos that the vision tower encodes
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> Microbatch:
@@ -38,9 +38,16 @@ class Microbatch:
         groups = ceil(rows / config.algorithm.samples_per_prompt)
         patches = 0
         if shape.vision is not None:
-            one = ceil(config.data.max_pixels / shape.pixels_per_patch)
-            patches = groups * config.sampler.max_images_per_prompt * one
+            patches = groups * media_patches(config, shape)
         return cls(rows, rows * length, rows * min(config.sampler.max_tokens, length), patches)
+
+
+def media_patches(config: RunConfig, shape: ModelShape) -> int:
+    """Patches that the vision tower encodes for one prompt at most; a patch of a video is of two frames."""
+    one = ceil(config.data.max_pixels / shape.pixels_per_patch)
+    video = config.data.video
+    frames = ceil(video.max_frames / 2) * ceil(video.max_frame_pixels / shape.pixels_per_patch)
+    return config.sampler.max_images_per_prompt * one + config.sampler.max_videos_per_prompt * frames
 
 
 def step_rows(config: RunConfig) -> int:
@@ -105,8 +112,7 @@ def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
     widest = tokens * (3 * text.hidden + text.attention_width + 3 * text.intermediate) * value
     if shape.vision is not None:
         vision = shape.vision
-        one = ceil(config.data.max_pixels / shape.pixels_per_patch)
-        patches = config.sampler.max_images_per_prompt * one
+        patches = media_patches(config, shape)
         widest = max(widest, patches * (3 * vision.hidden + vision.attention_width + 3 * vision.intermediate) * value)
     return widest + config.sampler.max_num_seqs * shape.vocab * HEAD_COPIES * FLOAT32
 

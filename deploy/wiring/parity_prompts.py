@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from actors.datasets.rows import Row
+from actors.datasets.videos import FrameList
 from actors.processors.chat import ChatProcessor
 from cluster.records.trajectory import Prompt
 
@@ -23,12 +24,18 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the 
 }
 
 
+VIDEO = "video"  # the case that families with videos have beside those
+NUM_FRAMES = 6
+FRAME_RATE = 2.0  # as many as are taken: all of them are
+
+
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the pictures in it."""
+    """A prompt, and the pictures or the frames of the video in it."""
 
     prompt: Prompt
     pictures: tuple[Image.Image, ...]
+    frames: tuple[Image.Image, ...] = ()
 
 
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
@@ -41,7 +48,17 @@ def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dic
         row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
         pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
+    if processor.takes_videos:
+        found[VIDEO] = _video_case(processor, folder)
     return found
+
+
+def _video_case(processor: ChatProcessor, folder: Path) -> Case:
+    frames = tuple(_picture(folder / f"frame{n}.png", len(SIZES) + n, SIZES[0]) for n in range(NUM_FRAMES))
+    video = FrameList(frames, FRAME_RATE, "frames")
+    row = Row("case-video", "<video>Which digit is shown longest?", "7", "7", videos=(video,))
+    shown = tuple(Image.open(frame).convert("RGB") for frame in frames)
+    return Case(processor.prepare(row, f"0/{row.sample_id}"), (), shown)
 
 
 def _picture(path: Path, seed: int, size: tuple[int, int]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
-POSITION_INPUTS = ("image_grid_thw",)  # what M-RoPE positions depend on beside the places of pictures
+# what M-RoPE positions depend on beside the places of pictures and videos
+POSITION_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+VIDEO = "video"  # modality of videos; all other media of a token policy are pictures
 
 
 @dataclass(frozen=True)
@@ -62,19 +65,20 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """The unique pictures of a batch, and the order in which the batch holds them, row by row."""
+    """The unique pictures of a batch, or its videos, and the order in which the batch holds them, row by row."""
 
-    inputs: dict[str, Tensor]  # forward() argument -> all unique pictures along axis 0; empty without pictures
+    inputs: dict[str, Tensor]  # forward() argument -> all unique pictures along axis 0; empty without any
     num_parts: tuple[int, ...]  # of each unique picture (patches or tiles): its share of axis 0 of its pixels
     order: tuple[int, ...]  # the unique picture of each recorded span, by row and place
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """What M-RoPE positions depend on. Rows whose pictures have equal sizes and places share one layout."""
+    """What M-RoPE positions depend on. Rows whose media have equal sizes and places share one layout."""
 
     rows: Tensor  # int64 [L]: one row of each layout
     pictures: Tensor  # int64 [K]: the unique pictures of these rows, in order
+    videos: Tensor  # int64 [V]: their unique videos, in order
     row_layouts: Tensor  # int64 [B]
 
 
@@ -91,7 +95,8 @@ class TokenBatch:
     hidden_columns: Tensor  # int64 [N]
     kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, one after the other
     kept_ends: Tensor  # int64 [N]: where each of them ends; an empty one stands for all tokens
-    media: MediaBatch
+    media: MediaBatch  # pictures
+    videos: MediaBatch
     layout: PositionLayout
 
 
@@ -122,7 +127,8 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
         hidden_columns=_tensor(columns, device),
         kept_ids=_tensor(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
         kept_ends=_tensor(counts.cumsum(), device),
-        media=_media_batch(sequences, media, device),
+        media=_media_batch(sequences, media, device, is_video=False),
+        videos=_media_batch(sequences, media, device, is_video=True),
         layout=_layout(sequences, media, device),
     )
 
@@ -153,31 +159,41 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _media_batch(
-    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
+    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device, *, is_video: bool
 ) -> MediaBatch:
-    indices = {key: index for index, key in enumerate(media)}
-    names = next(iter(media.values())).inputs.keys() if media else ()
+    own = {key: medium for key, medium in media.items() if (medium.modality == VIDEO) == is_video}
+    indices = {key: index for index, key in enumerate(own)}
+    names = next(iter(own.values())).inputs.keys() if own else ()
     return MediaBatch(
-        inputs={n: _tensor(_own(joined([m.inputs[n] for m in media.values()])), device) for n in names},
-        num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in media.values()),
-        order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s)),
+        inputs={n: _tensor(_own(joined([m.inputs[n] for m in own.values()])), device) for n in names},
+        num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in own.values()),
+        order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s) if handle.key in own),
     )
 
 
 def _layout(
     sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
 ) -> PositionLayout:
-    indices = {key: index for index, key in enumerate(media)}
-    layouts: dict[tuple[tuple[int | bytes, ...], ...], int] = {}
-    rows, pictures, row_layouts = [], [], []
+    indices: dict[str, int] = {}  # among those of its kind
+    numbers = {True: count(), False: count()}
+    for key, medium in media.items():
+        indices[key] = next(numbers[medium.modality == VIDEO])
+    layouts: dict[tuple[tuple[int | str | bytes, ...], ...], int] = {}
+    rows, row_layouts = [], []
+    shown: dict[bool, list[int]] = {True: [], False: []}
     for row, sequence in enumerate(sequences):
-        key = tuple((span.start, span.end, *_sizes(media[handle.key])) for handle, span in _placed(sequence))
+        key = tuple(
+            (span.start, span.end, media[handle.key].modality, *_sizes(media[handle.key]))
+            for handle, span in _placed(sequence)
+        )
         if key not in layouts:
             layouts[key] = len(layouts)
             rows.append(row)
-            pictures += [indices[handle.key] for handle, _ in _placed(sequence)]
+            for handle, _ in _placed(sequence):
+                shown[media[handle.key].modality == VIDEO].append(indices[handle.key])
         row_layouts.append(layouts[key])
-    return PositionLayout(*(_tensor(np.array(a, dtype=np.int64), device) for a in (rows, pictures, row_layouts)))
+    columns = (rows, shown[False], shown[True], row_layouts)
+    return PositionLayout(*(_tensor(np.array(column, dtype=np.int64), device) for column in columns))
 
 
 def _sizes(medium: ProcessedMedia) -> list[bytes]:

@@ -130,7 +130,10 @@ class RewardWorker:
         self._isolated.close()
 
     def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
-        return tuple(media.file for media in self._media.read(prompt.media)) if self._needs_pictures else ()
+        """Those of the prompt; of a video, the frames that the policy saw."""
+        if not self._needs_pictures:
+            return ()
+        return tuple(file for media in self._media.read(prompt.media) for file in media.files)
 
     def _score(self, asked: Sequence[_Asked], pictures: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
         """All responses of all groups together: what a model scores as one batch."""

@@ -20,11 +20,24 @@ from actors.datasets.formats.base import (
     present,
     refuse_other_media,
     text_of,
+    videos_of,
 )
 from actors.datasets.formats.turns import response_of
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("id", "instruction", "input", "output", "system", "history", "images", "answer", "chosen", "rejected")
+COLUMNS = (
+    "id",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "history",
+    "images",
+    "videos",
+    "answer",
+    "chosen",
+    "rejected",
+)
 
 
 def read(record: Record) -> Draft:
@@ -46,6 +59,7 @@ def read(record: Record) -> Draft:
         sample_id=present(record, "id"),
         solution=solution,
         images=record.get("images"),
+        videos=videos_of(record, ()),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.datasets.pictures import PictureError, PictureInputs
-from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, RowError, Turn
+from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
+from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
 
 Record = Mapping[str, Any]
@@ -24,6 +25,7 @@ class Draft:
     sample_id: Any = None  # None: the record has none
     solution: Any = None  # None: the answer in a \\boxed{}
     images: Any = None
+    videos: Any = None
     label: Any = None
     chosen: str | None = None
     rejected: str | None = None
@@ -41,20 +43,20 @@ class RowFormat:
     """A row and its pictures as the target names them -> a record that `read` makes the same row of."""
 
 
-def finish(draft: Draft, pictures: PictureInputs, *, default_id: str, name: str, label_key: str) -> Row:
+def finish(
+    draft: Draft, pictures: PictureInputs, videos: VideoInputs, *, default_id: str, name: str, label_key: str
+) -> Row:
     """The draft as a row.
 
     Raises:
-        RowError: a text is missing, or pictures and placeholders do not match.
+        RowError: a text is missing, or media and placeholders do not match.
         MediaError: a web URL is not allowed or cannot be fetched.
     """
     *history, last = draft.turns
     answer = text_of(draft.answer, "answer")
-    images = pictures.resolve(draft.images, name)
-    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in draft.turns)
-    if num_placeholders != len(images):
-        detail = f"the text has {num_placeholders} {IMAGE_PLACEHOLDER} and the row {len(images)} pictures"
-        raise RowError("placeholder_mismatch", f"{detail}: write one {IMAGE_PLACEHOLDER} a picture")
+    images, shown = pictures.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
+    _check_placeholders(draft.turns, IMAGE_PLACEHOLDER, len(images), "picture")
+    _check_placeholders(draft.turns, VIDEO_PLACEHOLDER, len(shown), "video")
     label = {} if draft.label is None else {label_key: str(draft.label)}
     return Row(
         sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
@@ -66,7 +68,25 @@ def finish(draft: Draft, pictures: PictureInputs, *, default_id: str, name: str,
         history=tuple(history),
         chosen=draft.chosen,
         rejected=draft.rejected,
+        videos=shown,
     )
+
+
+def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int, what: str) -> None:
+    num = sum(turn.text.count(placeholder) for turn in turns)
+    if num != num_media:
+        detail = f"the text has {num} {placeholder} and the row {num_media} {what}s"
+        raise RowError("placeholder_mismatch", f"{detail}: write one {placeholder} a {what}")
+
+
+def in_front(draft: Draft) -> Draft:
+    """The draft with its media in front of the question, where no turn has a placeholder of theirs."""
+    for placeholder, media in ((VIDEO_PLACEHOLDER, draft.videos), (IMAGE_PLACEHOLDER, draft.images)):
+        if media is not None and not any(placeholder in turn.text for turn in draft.turns):
+            num = len(media) if isinstance(media, list | tuple) else 1
+            last = draft.turns[-1]
+            draft.turns = [*draft.turns[:-1], replace(last, text=placeholder * num + last.text)]
+    return draft
 
 
 def named(error: SkippedSample, sample: str) -> RowError:
@@ -144,7 +164,19 @@ def plain(value: Any) -> Any:
 
 
 def refuse_other_media(record: Record) -> None:
-    """Columns of video and audio must be empty: no policy takes them yet."""
-    for column in ("videos", "video", "audios", "audio"):
+    """Columns of audio must be empty: no policy takes it yet."""
+    for column in ("audios", "audio"):
         if first_of(record, column) is not None:
-            raise RowError("unsupported_media", f"the row has `{column}`, and pictures alone are read: remove the row")
+            raise RowError("unsupported_media", f"the row has `{column}`, which no policy takes: remove the row")
+
+
+def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
+    """The videos that stand in the turns, or in the columns `videos` and `video`; None if there are none.
+
+    Raises:
+        RowError: they stand in both.
+    """
+    beside = first_of(record, "videos", "video")
+    if in_turns and beside is not None:
+        raise RowError("bad_video", "the row has videos in its turns and in `videos`: keep one of them")
+    return in_turns or beside

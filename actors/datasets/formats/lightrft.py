@@ -3,7 +3,8 @@
     {"prompt": "Which digit?", "images": ["a.png"], "reference": "7", "label": "digit"}
 
 The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. A prompt
-without `<image>` has its pictures in front of the question. The reference is looked up in `reference`, `answer`,
+without `<image>` has its pictures in front of the question, one
+without `<video>` its videos. The reference is looked up in `reference`, `answer`,
 `extra_info.reference`, `reward_model.ground_truth`, `ground_truth` and `extra_info.constraints`; the label in `label`
 and `extra_info.label`.
 """
@@ -11,7 +12,6 @@ and `extra_info.label`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from actors.datasets.formats.base import (
@@ -19,14 +19,16 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     first_of,
+    in_front,
     only_one,
     others,
     plain,
     present,
     refuse_other_media,
+    videos_of,
 )
 from actors.datasets.formats.turns import split_response, turns_of
-from actors.datasets.rows import IMAGE_PLACEHOLDER, Row, RowError, Turn
+from actors.datasets.rows import Row, RowError, Turn
 
 REFERENCES = (
     "reference",
@@ -42,6 +44,8 @@ COLUMNS = (
     "input",
     "images",
     "image",
+    "videos",
+    "video",
     "reference",
     "answer",
     "ground_truth",
@@ -56,22 +60,21 @@ def read(record: Record) -> Draft:
     prompt = first_of(record, "input", "prompt")
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")
-    turns, pictures = ([Turn("user", prompt)], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    asked_in = ([Turn("user", prompt)], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, pictures, videos = asked_in
     asked, _ = split_response(turns, "prompt")
-    images = pictures or first_of(record, "images", "image")
-    if images is not None and not any(IMAGE_PLACEHOLDER in turn.text for turn in asked):
-        num = len(images) if isinstance(images, list | tuple) else 1
-        asked[-1] = replace(asked[-1], text=IMAGE_PLACEHOLDER * num + asked[-1].text)
     info = record.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
-    return Draft(
+    draft = Draft(
         turns=asked,
         answer=only_one(first_of(record, *REFERENCES)),
         sample_id=present(record, "id"),
-        images=images,
+        images=pictures or first_of(record, "images", "image"),
+        videos=videos_of(record, videos),
         label=first_of(record, "label", "extra_info.label"),
         metadata={**others(record, *COLUMNS), **plain(info)},
     )
+    return in_front(draft)
 
 
 def write(row: Row, images: list[str]) -> dict[str, Any]:

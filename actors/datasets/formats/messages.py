@@ -21,16 +21,29 @@ from actors.datasets.formats.base import (
     plain,
     present,
     refuse_other_media,
+    videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
 from actors.datasets.rows import Row, RowError
 
-COLUMNS = ("id", "messages", "answer", "solution", "image", "images", "chosen", "rejected", "metadata")
+COLUMNS = (
+    "id",
+    "messages",
+    "answer",
+    "solution",
+    "image",
+    "images",
+    "video",
+    "videos",
+    "chosen",
+    "rejected",
+    "metadata",
+)
 
 
 def read(record: Record) -> Draft:
     refuse_other_media(record)
-    turns, pictures = turns_of(record.get("messages"), "messages")
+    turns, pictures, videos = turns_of(record.get("messages"), "messages")
     asked, response = split_response(turns, "messages")
     beside = first_of(record, "images", "image")
     if pictures and beside is not None:
@@ -44,6 +57,7 @@ def read(record: Record) -> Draft:
         sample_id=present(record, "id"),
         solution=solution,
         images=pictures or beside,
+        videos=videos_of(record, videos),
         chosen=chosen,
         rejected=rejected,
         metadata={**others(record, *COLUMNS), **(plain(metadata) if isinstance(metadata, dict) else {})},

@@ -21,17 +21,18 @@ from actors.datasets.formats.base import (
     present,
     refuse_other_media,
     text_of,
+    videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
 from actors.datasets.rows import Row, Turn
 
-COLUMNS = ("id", "conversations", "system", "tools", "images", "answer", "chosen", "rejected")
+COLUMNS = ("id", "conversations", "system", "tools", "images", "videos", "answer", "chosen", "rejected")
 NAMES = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
 
 
 def read(record: Record) -> Draft:
     refuse_other_media(record)
-    turns, pictures = turns_of(record.get("conversations"), "conversations")
+    turns, pictures, videos = turns_of(record.get("conversations"), "conversations")
     asked, response = split_response(turns, "conversations")
     system = first_of(record, "system")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
@@ -42,6 +43,7 @@ def read(record: Record) -> Draft:
         sample_id=present(record, "id"),
         solution=solution,
         images=pictures or record.get("images"),
+        videos=videos_of(record, videos),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.datasets.formats.base import ROLES
-from actors.datasets.rows import IMAGE_PLACEHOLDER, RowError, Turn
+from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Turn
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
-OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio", "input_video")
+VIDEO_PARTS = ("video", "video_url", "input_video")
+OTHER_MEDIA = ("audio", "audio_url", "input_audio")
 FROM_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -20,37 +21,37 @@ FROM_ROLES = {
 }
 
 
-def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any]]:
-    """The turns, and the pictures that stand in their parts, in order.
+def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any]]:
+    """The turns, and the pictures and the videos that stand in their parts, in order.
 
     A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A picture part without
-    a picture is a placeholder for one of the row's own pictures.
+    a picture is a placeholder for one of the row's own pictures, and so is one of a video.
 
     Raises:
-        RowError: something else stands there, or a medium that is no picture.
+        RowError: something else stands there, or a medium that is not read.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
     turns: list[Turn] = []
-    pictures: list[Any] = []
+    held: dict[str, list[Any]] = {IMAGE_PLACEHOLDER: [], VIDEO_PLACEHOLDER: []}
     for message in messages:
         role, content = _role_and_content(message, column)
         texts = []
         for part in content if isinstance(content, list | tuple) else [content]:
-            text, picture = _part(part, column)
+            text, medium = _part(part, column)
             texts.append(text)
-            if picture is not None:
-                pictures.append(picture)
+            if medium is not None:
+                held[text].append(medium)
         turns.append(Turn(role, "".join(texts)))
-    return turns, pictures
+    return turns, held[IMAGE_PLACEHOLDER], held[VIDEO_PLACEHOLDER]
 
 
 def response_of(value: Any, column: str) -> str | None:
     """The text of one response: a text, a turn, or a list of one turn; None for None."""
     if value is None or isinstance(value, str):
         return value or None
-    turns, pictures = turns_of(value if isinstance(value, list | tuple) else [value], column)
-    if len(turns) != 1 or pictures:
+    turns, pictures, videos = turns_of(value if isinstance(value, list | tuple) else [value], column)
+    if len(turns) != 1 or pictures or videos:
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
     return turns[0].text or None
 
@@ -78,7 +79,7 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
 
 
 def _part(part: Any, column: str) -> tuple[str, Any]:
-    """The text of a part, which for a picture is its placeholder, and the picture if it stands there."""
+    """The text of a part, which for a medium is its placeholder, and the medium if it stands there."""
     if isinstance(part, str):
         return part, None
     if not isinstance(part, Mapping):
@@ -89,9 +90,12 @@ def _part(part: Any, column: str) -> tuple[str, Any]:
     if kind in IMAGE_PARTS:
         held = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
         return IMAGE_PLACEHOLDER, held
+    if kind in VIDEO_PARTS:
+        held = next((part[key] for key in ("video", "video_url", "url", "path", "bytes") if part.get(key)), None)
+        return VIDEO_PLACEHOLDER, {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
     if kind in OTHER_MEDIA:
-        raise RowError("unsupported_media", f"`{column}` has a part of type {kind}, and pictures alone are read")
-    raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image or image_url")
+        raise RowError("unsupported_media", f"`{column}` has a part of type {kind}, which no policy takes")
+    raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image, image_url or video")
 
 
 def _shown(value: Any) -> str:

@@ -21,6 +21,7 @@ from actors.datasets.formats.base import (
     others,
     plain,
     refuse_other_media,
+    videos_of,
 )
 from actors.datasets.formats.turns import split_response, turns_of
 from actors.datasets.rows import Row, RowError, Turn
@@ -31,7 +32,8 @@ COLUMNS = ("prompt", "images", "videos", "reward_model", "data_source", "extra_i
 def read(record: Record) -> Draft:
     refuse_other_media(record)
     prompt = record.get("prompt")
-    turns, pictures = ([Turn("user", prompt)], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    asked_in = ([Turn("user", prompt)], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, pictures, videos = asked_in
     asked, response = split_response(turns, "prompt")
     truth = only_one(first_of(record, "reward_model.ground_truth"))
     info = record.get("extra_info") or {}
@@ -47,6 +49,7 @@ def read(record: Record) -> Draft:
         sample_id=info.get("id"),
         solution=response,
         images=pictures or record.get("images"),
+        videos=videos_of(record, videos),
         label=record.get("data_source"),
         metadata=metadata,
     )

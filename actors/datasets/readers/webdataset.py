@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedPicture
+from actors.datasets.pictures import EncodedFile
 from actors.datasets.readers.base import Opened, Record, Table, files_of, read_one_by_one
 from actors.datasets.readers.json_records import parse_object
 from actors.datasets.rows import RowError
@@ -66,7 +66,7 @@ class ShardTable:
 
     def record(self, place: int) -> Record:
         record: dict[str, object] = {}
-        pictures: list[EncodedPicture] = []
+        pictures: list[EncodedFile] = []
         for member in range(self._first[place], self._first[place + 1]):
             extension = self._extensions[self._kinds[member]]
             last = extension.rpartition(".")[2].lower()
@@ -74,7 +74,7 @@ class ShardTable:
                 raise RowError("unsupported_media", f"the sample has a .{extension}, and pictures alone are read")
             content = os.pread(self._descriptors[self._shards[place]], self._sizes[member], self._starts[member])
             if last in PICTURES:
-                pictures.append(EncodedPicture(content, f"{self.name(place)} .{extension}"))
+                pictures.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
             elif last == "json":
                 record.update(parse_object(content, f".{extension} of the sample"))
             else:

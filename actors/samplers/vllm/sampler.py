@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from transformers import BatchFeature
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
@@ -51,6 +50,7 @@ from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.families import family_of
+from learner.policies.families.base import VideoFamily
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +97,9 @@ class VLLMSampler:
             self._fields_of = processor._get_mm_fields_config
             self._model = self._engine.model_config.hf_config
             self._family = family_of(self._model, self._settings.model)
-            self._placeholder_id = self._family.placeholder_id(self._model)
+            self._placeholder_ids = {"image": self._family.placeholder_id(self._model)}
+            if isinstance(self._family, VideoFamily):
+                self._placeholder_ids["video"] = self._family.video_placeholder_id(self._model)
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
@@ -329,31 +331,39 @@ class VLLMSampler:
         salt = self._cache_salt()
         if not media:
             return tokens_input(ids, cache_salt=salt)
-        arrays = self._family.engine_inputs(self._model, [m.inputs for m in media])
+        places = list(zip(media, prompt.media, prompt.media_spans, strict=True))
+        kinds = {kind: [place for place in places if place[0].modality == kind] for kind in self._placeholder_ids}
+        kinds = {kind: found for kind, found in kinds.items() if found}
+        arrays: dict[str, np.ndarray] = {}
+        for found in kinds.values():
+            arrays |= self._family.engine_inputs(self._model, [medium.inputs for medium, _, _ in found])
         features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
         return mm_input(
             ids,
             MultiModalKwargsItems.from_hf_inputs(features, self._fields(features, arrays)),
-            mm_hashes={"image": [handle.key for handle in prompt.media]},
-            mm_placeholders={"image": [self._placeholder(prompt, span) for span in prompt.media_spans]},
+            mm_hashes={kind: [handle.key for _, handle, _ in found] for kind, found in kinds.items()},
+            mm_placeholders={
+                kind: [self._placeholder(prompt, span, kind) for _, _, span in found] for kind, found in kinds.items()
+            },
             cache_salt=salt,
         )
 
     def expanded_by_engine(
-        self, compact_ids: list[int], pictures: Sequence[Image.Image], options: Mapping[str, int]
+        self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """What vLLM's own processing makes of a compact prompt; `options` are settings of the image processor.
+        """What vLLM's own processing makes of a compact prompt; `media` has pictures (`image`) and videos (`video`,
+        each frames and metadata), `options` are settings of the image processor.
 
         Requests do not use it: they bring expanded ids and processed pictures.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
-        items = processor.info.parse_mm_data({"image": list(pictures)})
+        items = processor.info.parse_mm_data(dict(media))
         inputs = ProcessorInputs(compact_ids, items, hf_processor_mm_kwargs=dict(options))
         return list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
 
-    def _placeholder(self, prompt: Prompt, span: MediaSpan) -> PlaceholderRange:
-        """The place of a picture; its embeddings take those of its ids that are placeholders."""
-        is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_id)
+    def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
+        """The place of a picture or video; its embeddings take those of its ids that are placeholders."""
+        is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_ids[kind])
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray]) -> Any:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup
+from PIL import Image
 from rich.console import Console
 
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import Picture
 from actors.datasets.prompts import RowChecker, checked_rows
 from actors.datasets.rows import Row, Skipped, count_by_reason
+from actors.datasets.videos import Video
 from actors.processors.chat import ChatProcessor
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from actors.processors.video import VideoLimits, check_video, decode_video, load_video
 from cluster.errors import MediaError, PreflightError
 from cluster.metrics.report.chart_scales import write_number
 from cluster.metrics.report.page import STYLE, environment
@@ -41,6 +45,7 @@ class Measured:
     lengths: list[int] = field(default_factory=list)
     pictures: Counter[int] = field(default_factory=Counter)  # pictures of a row -> rows
     labels: Counter[str] = field(default_factory=Counter)
+    num_videos: int = 0
 
 
 class MeasuringChecker:
@@ -55,19 +60,22 @@ class MeasuringChecker:
         length = self._checker.check(row)
         self.measured.lengths.append(length)
         self.measured.pictures[len(row.images)] += 1
+        self.measured.num_videos += len(row.videos)
         self.measured.labels[self._label_of(row.metadata)] += 1
         return length
 
 
 class HeaderChecker:
-    """Checks the headers of pictures where no model is named; a length is then in characters."""
+    """Checks the headers of pictures and videos where no model is named; a length is then in characters."""
 
-    def __init__(self, limits: ImageLimits) -> None:
+    def __init__(self, limits: VideoLimits) -> None:
         self._limits = limits
 
     def check(self, row: Row) -> int:
         for picture in row.images:
-            check_image(picture, self._limits)
+            check_image(picture, self._limits.frame)
+        for video in row.videos:
+            check_video(video, self._limits)
         return sum(len(turn.text) for turn in row.history) + len(row.question)
 
 
@@ -164,7 +172,7 @@ def histogram(lengths: Sequence[int]) -> Histogram | None:
 def _checker(config: RunConfig) -> tuple[RowChecker, str]:
     """The processor of the model where one is named, and the unit of lengths."""
     if config.policy.model == UNKNOWN_MODEL:
-        return HeaderChecker(ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)), "characters"
+        return HeaderChecker(VideoLimits.of(config.data)), "characters"
     ensure_model(config)
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
     return ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False), "tokens"
@@ -172,18 +180,27 @@ def _checker(config: RunConfig) -> tuple[RowChecker, str]:
 
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[Sample]:
     """`num` of the rows that were checked, evenly spread over them."""
-    limits = ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)
+    limits = VideoLimits.of(config.data)
     found = []
     for position in range(num):
         row = rows[position * num_usable // num]
-        pictures = [_thumbnail(picture, limits) for picture in row.images]
+        pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
+        pictures += [_thumbnail(partial(_first_frame, video, limits)) for video in row.videos]
         found.append(Sample(row, config.rewards.label_of(row.metadata), pictures))
     return found
 
 
-def _thumbnail(picture: Picture, limits: ImageLimits) -> str:
+def _picture(picture: Picture, limits: ImageLimits) -> Image.Image:
+    return decode_image(read_image(picture, limits), picture, limits)
+
+
+def _first_frame(video: Video, limits: VideoLimits) -> Image.Image:
+    return Image.fromarray(decode_video(load_video(video, limits), limits)[0])
+
+
+def _thumbnail(decode: Callable[[], Image.Image]) -> str:
     try:
-        image = decode_image(read_image(picture, limits), picture, limits)
+        image = decode()
     except MediaError:  # damaged behind its header, which a check does not read
         return ""
     image.thumbnail(THUMBNAIL_SIZE)
@@ -201,6 +218,7 @@ def _facts(measured: Measured, skipped: Sequence[Skipped], num_rows: int, unit: 
         ("usable", f"{len(lengths):,}", f"of {num_checked:,} that were checked"),
         ("skipped", f"{len(skipped):,}", f"{100 * len(skipped) / max(1, num_checked):.1f} %"),
         ("pictures", f"{num_pictures:,}", "of usable rows"),
+        ("videos", f"{measured.num_videos:,}", "of usable rows"),
         ("shortest", f"{min(lengths):,}" if lengths else "–", f"prompt, in {unit}"),
         ("median", f"{int(np.median(lengths)):,}" if lengths else "–", unit),
         ("longest", f"{max(lengths):,}" if lengths else "–", unit),

@@ -2,6 +2,7 @@
 
 from learner.policies.families.registry import (
     TEXT_FAMILIES,
+    VIDEO_TYPES,
     VISION_FAMILIES,
     family_at,
     family_of,
@@ -13,6 +14,7 @@ from learner.policies.families.registry import (
 
 __all__ = [
     "TEXT_FAMILIES",
+    "VIDEO_TYPES",
     "VISION_FAMILIES",
     "family_at",
     "family_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
@@ -12,9 +13,20 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from configs.schema import DataConfig
+from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of a picture as it is in its file
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a prompt shows of a video: frames of one size, when each is shown, and how long the whole video lasts."""
+
+    width: int
+    height: int
+    timestamps: tuple[float, ...]  # seconds from the first frame of the video
+    duration_s: float
 
 
 class Family(ABC):
@@ -99,3 +111,26 @@ class PictureFamily(Family):
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         """What forward() wants beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
         return {}
+
+
+class VideoFamily(PictureFamily):
+    """A family whose prompts hold videos as well."""
+
+    def video_placeholder_id(self, config: PreTrainedConfig) -> int:
+        """The token whose places the embeddings of videos take."""
+        return int(config.video_token_id)
+
+    @abstractmethod
+    def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
+        """int32 [N]: what a video becomes in a prompt, in the place of its one compact placeholder.
+
+        Raises:
+            ValueError: videos of this size or length cannot be used.
+        """
+
+    @abstractmethod
+    def process_video(
+        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
+    ) -> dict[str, np.ndarray]:
+        """The tensors of one video, of `frames` uint8 [T, H, W, 3], by the names that the model's forward() gives them;
+        videos join along axis 0."""

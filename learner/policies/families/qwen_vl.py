@@ -1,16 +1,27 @@
-"""Qwen2-VL and Qwen2.5-VL: one placeholder an embedding, M-RoPE positions from the grids of pictures."""
+"""Qwen2-VL and Qwen2.5-VL: one placeholder an embedding, M-RoPE positions from the grids of pictures and videos."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from itertools import groupby
+from math import ceil
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+from transformers.utils import ModelOutput
+from transformers.video_processing_utils import BaseVideoProcessor
+from transformers.video_utils import VideoMetadata
 
 from configs.schema import DataConfig
+from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch
-from learner.policies.families.base import Size
-from learner.policies.families.vision import VisionFamily
+from learner.policies.families.base import Clip, Size, VideoFamily
+from learner.policies.families.vision import VisionFamily, place
 
 MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
 
@@ -42,7 +53,8 @@ class GridFamily(VisionFamily):
         layout = batch.layout
         types = token_types[layout.rows]  # [L, S]
         grids = batch.media.inputs["image_grid_thw"][layout.pictures] if batch.media.inputs else None
-        positions, _ = core.get_rope_index(types, mm_token_type_ids=types, image_grid_thw=grids)
+        videos = batch.videos.inputs["video_grid_thw"][layout.videos] if batch.videos.inputs else None
+        positions, _ = core.get_rope_index(types, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=videos)
         return {"position_ids": positions[:, layout.row_layouts]}
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
@@ -55,9 +67,148 @@ class GridFamily(VisionFamily):
         }
 
 
-class QwenVL(GridFamily):
+class QwenVideos(GridFamily, VideoFamily):
+    """Videos as pictures whose grids have a time axis: the vision tower encodes both in one call."""
+
+    def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
+        return self.placeholder_id(config), self.video_placeholder_id(config)
+
+    def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
+        videos = processor.video_processor
+        height, width = self.frame_size(videos, clip, limits)
+        grid = [_num_grids(videos, clip), height // videos.patch_size, width // videos.patch_size]
+        made = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [_metadata(clip)]}
+        text = processor.replace_video_token(made, 0)
+        return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    def process_video(
+        self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
+    ) -> dict[str, np.ndarray]:
+        videos = processor.video_processor
+        made = videos(
+            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+            video_metadata=[_metadata(clip)],
+            do_sample_frames=False,
+            size=self.video_size(videos, clip, limits),
+            cap_pixels_per_frame=False,
+            return_tensors="pt",
+        )
+        inputs = {name: made[name].numpy() for name in ("pixel_values_videos", "video_grid_thw")}
+        if "second_per_grid_ts" in processor.model_input_names:
+            seconds = videos.temporal_patch_size * clip.duration_s / len(clip.timestamps)
+            inputs["second_per_grid_ts"] = np.array([seconds], dtype=np.float32)
+        return inputs
+
+    @abstractmethod
+    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+        """(height, width) that the video processor scales frames to.
+
+        Raises:
+            ValueError: it takes no such frames, or not so few.
+        """
+
+    @abstractmethod
+    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+        """The bounds of pixels as the video processor takes them."""
+
+    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+        if not batch.videos.inputs:
+            return super().encode_all(core, config, batch)
+        pixels, grids = batch.videos.inputs["pixel_values_videos"], batch.videos.inputs["video_grid_thw"]
+        found = {"video": batch.videos}
+        if batch.media.inputs:
+            found = {"image": batch.media, "video": batch.videos}
+            pixels = torch.cat([batch.media.inputs["pixel_values"], pixels])
+            grids = torch.cat([batch.media.inputs["image_grid_thw"], grids])
+        together = self.encode(core, {"pixel_values": pixels, "image_grid_thw": grids})
+        encoded, start = {}, 0
+        for modality, media in found.items():
+            encoded[modality] = _part_of(together, start, start + len(media.num_parts))
+            place(encoded[modality], media)
+            start += len(media.num_parts)
+        return encoded
+
+
+class QwenVL(QwenVideos):
     """Source: arXiv:2409.12191, arXiv:2502.13923."""
+
+    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+        size = self.video_size(videos, clip, limits)
+        factor = videos.patch_size * videos.merge_size
+        return smart_resize(clip.height, clip.width, factor, size["shortest_edge"], size["longest_edge"])
+
+    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+        least, most = frame_pixels(videos, clip, limits)
+        return {"shortest_edge": least, "longest_edge": most}
+
+    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+        """As released: what follows a video begins behind its largest position, which for a long one is its last time.
+
+        transformers 5 goes on behind the larger side of a frame, engines do not; with pictures the two are one.
+        """
+        if not batch.videos.inputs:
+            return super().decoder_inputs(core, batch, token_types)
+        vision, layout = core.config.vision_config, batch.layout
+        inputs = {1: batch.media.inputs, 2: batch.videos.inputs}
+        pictures = [(grid, 1.0) for grid in _rows(inputs[1].get("image_grid_thw"), layout.pictures)]
+        seconds = inputs[2].get("second_per_grid_ts")
+        steps = [1.0] * len(layout.videos) if seconds is None else seconds[layout.videos].tolist()
+        a_second = getattr(vision, "tokens_per_second", 1.0)  # Qwen2-VL counts grids, not seconds
+        grids = _rows(inputs[2]["video_grid_thw"], layout.videos)
+        videos = [(grid, step * a_second) for grid, step in zip(grids, steps, strict=True)]
+        media = {1: iter(pictures), 2: iter(videos)}
+        rows = [_positions(row, media, vision.spatial_merge_size) for row in token_types[layout.rows].tolist()]
+        positions = torch.from_numpy(np.stack(rows, axis=1)).to(token_types.device)  # [3, L, S]
+        return {"position_ids": positions[:, layout.row_layouts]}
 
     model_types = ("qwen2_vl", "qwen2_5_vl")
     media_tokens = MEDIA_TOKENS
     parts = {"vision": ("visual.",), "connector": ("visual.merger.",), "language": ("model.", "lm_head.")}
+
+
+def frame_pixels(videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+    """The fewest and the most pixels of a frame, so that a video takes `limits.max_tokens` at most."""
+    token = (videos.patch_size * videos.merge_size) ** 2
+    most = max(token, min(limits.max_frame_pixels, limits.max_tokens * token // _num_grids(videos, clip)))
+    return min(max(token, limits.min_frame_pixels), most), most
+
+
+def _num_grids(videos: BaseVideoProcessor, clip: Clip) -> int:
+    return ceil(len(clip.timestamps) / videos.temporal_patch_size)
+
+
+def _metadata(clip: Clip) -> VideoMetadata:
+    """A clip as video processors take it: one unit a second, so that frames stand at their times."""
+    return VideoMetadata(total_num_frames=clip.duration_s, fps=1.0, frames_indices=list(clip.timestamps))
+
+
+def _part_of(encoded: ModelOutput, start: int, end: int) -> ModelOutput:
+    """The features of the media [start, end)."""
+    part = copy(encoded)
+    part.pooler_output = encoded.pooler_output[start:end]
+    if "deepstack_features" in encoded:
+        part.deepstack_features = [layer[start:end] for layer in encoded.deepstack_features]
+    return part
+
+
+def _rows(grids: Tensor | None, places: Tensor) -> list[list[int]]:
+    return [] if grids is None else grids[places].tolist()
+
+
+def _positions(
+    types: Sequence[int], media: Mapping[int, Iterator[tuple[list[int], float]]], merge_size: int
+) -> np.ndarray:
+    """int64 [3, S]: time, row and column of each token; `media` gives the grids of pictures (1) and videos (2) with the
+    positions from one time to the next."""
+    parts, start = [], 0
+    for kind, run in groupby(types):
+        num = len(list(run))
+        if kind == 0:
+            places = np.broadcast_to(np.arange(num), (3, num))
+        else:
+            (times, height, width), step = next(media[kind])
+            places = np.indices((times, height // merge_size, width // merge_size)).reshape(3, -1)
+            places[0] = (places[0] * step).astype(np.int64)
+        parts.append(places + start)
+        start = int(parts[-1].max()) + 1
+    return np.concatenate(parts, axis=1)

@@ -6,7 +6,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from configs.schema import PolicyConfig
-from learner.policies.families.base import Family
+from learner.policies.families.base import Family, VideoFamily
 from learner.policies.families.gemma3 import Gemma3
 from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
@@ -31,6 +31,7 @@ FAMILIES: tuple[Family, ...] = (
 UNKNOWN = UnknownFamily()
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
+VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
 TEXT_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if not family.takes_pictures)
 
 

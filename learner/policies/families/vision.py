@@ -15,6 +15,8 @@ from transformers.utils import ModelOutput
 from learner.policies.batch import MediaBatch, TokenBatch
 from learner.policies.families.base import PictureFamily, Size
 
+MODALITIES = ("image", "video")  # the n-th of them is n in token types
+
 
 class VisionFamily(PictureFamily):
     """A model whose base takes `mm_encoder_outputs`: what `get_image_features` returned, once for each placeholder run.
@@ -38,23 +40,40 @@ class VisionFamily(PictureFamily):
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         core, ids = self.core(model), batch.input_ids
-        placeholder = self.placeholder_id(model.config)
-        is_placeholder = (ids == placeholder) & batch.in_media  # [B, S]
-        _refuse_stray(ids, is_placeholder, placeholder, batch)
-        if batch.media.inputs:
-            encoded = self.encode(core, batch.media.inputs)
-            place(encoded, batch.media)
-        else:
-            # Nothing of it is placed. Modules are entered and inputs have gradients as in a batch with pictures, since
-            # ZeRO-3 gathers parameters in the order of both passes, which has to be one order on all ranks.
-            encoded = self.encode(core, self.blank_picture(model.config, ids.device))
-            place_nothing(encoded)
-        _check_count(encoded, int(is_placeholder.sum()))
-        extra = self.decoder_inputs(core, batch, is_placeholder.long())
-        # The last token of a row is never looked at: it may be any but a placeholder outside of pictures.
-        ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
-        pictures = {"mm_encoder_outputs": {"image": encoded}}
-        return core(input_ids=ids, **pictures, **extra, use_cache=False).last_hidden_state
+        types = torch.zeros_like(ids)  # [B, S]
+        for number, placeholder in enumerate(self.placeholder_ids(model.config), start=1):
+            is_placeholder = (ids == placeholder) & batch.in_media
+            _refuse_stray(ids, is_placeholder, placeholder, batch)
+            # The last token of a row is never looked at: it may be any but a placeholder outside of media.
+            ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
+            types = types.masked_fill(is_placeholder, number)
+        encoded = self.encode_all(core, model.config, batch)
+        for number, modality in enumerate(MODALITIES, start=1):
+            _check_count(encoded.get(modality), int((types == number).sum()))
+        extra = self.decoder_inputs(core, batch, types)
+        return core(input_ids=ids, mm_encoder_outputs=encoded, **extra, use_cache=False).last_hidden_state
+
+    def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
+        """Those of pictures and, where the family takes them, of videos."""
+        return (self.placeholder_id(config),)
+
+    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+        """Modality -> the features of a batch at all their places, of exactly one call of the vision tower."""
+        if not batch.media.inputs:
+            return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
+        encoded = self.encode(core, batch.media.inputs)
+        place(encoded, batch.media)
+        return {"image": encoded}
+
+    def encode_nothing(self, core: nn.Module, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
+        """Features of a blank picture, of which nothing is placed.
+
+        Modules are entered and inputs have gradients as in a batch with pictures, since ZeRO-3 gathers parameters in
+        the order of both passes, which has to be one order on all ranks.
+        """
+        encoded = self.encode(core, self.blank_picture(config, device))
+        place_nothing(encoded)
+        return encoded
 
     def core(self, model: PreTrainedModel) -> nn.Module:
         """The model without its output embeddings."""
@@ -65,7 +84,8 @@ class VisionFamily(PictureFamily):
         return core.get_image_features(**self.forward_inputs(inputs), return_dict=True)
 
     def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
-        """Positions and masks that the model would work out otherwise; `token_types` [B, S] is 1 at placeholders."""
+        """Positions and masks that the model would work out otherwise; `token_types` [B, S] is 1 at placeholders of
+        pictures and 2 at those of videos."""
         return {}
 
     @abstractmethod
@@ -99,8 +119,8 @@ def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor 
     return torch.cat([parts[i] for i in media.order])
 
 
-def _check_count(encoded: ModelOutput, num_placeholders: int) -> None:
-    features = encoded.pooler_output
+def _check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
+    features = () if encoded is None else encoded.pooler_output
     rows = [features] if isinstance(features, Tensor) else features
     num_embeddings = sum(tensor.numel() // tensor.shape[-1] for tensor in rows)
     if num_embeddings != num_placeholders:
@@ -117,6 +137,6 @@ def _refuse_stray(ids: Tensor, is_placeholder: Tensor, placeholder: int, batch: 
     is_seen = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] - 1
     if (is_stray & is_seen).any():
         raise ValueError(
-            f"a row holds the picture placeholder {placeholder} outside of its recorded pictures: it is banned from "
+            f"a row holds the placeholder {placeholder} outside of its recorded pictures and videos: it is banned from "
             "sampling, so remove it from the responses of your data"
         )

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from actors.datasets.pictures import EncodedPicture
+from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Turn
 from actors.processors import chat
 from actors.processors.chat import ChatProcessor
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaStore, ProcessedMedia
 from cluster.records.trajectory import Prompt
+from configs.load import load_config
 from configs.schema.data import CurriculumConfig, DataConfig, DataKind
 from configs.schema.rollout import SamplerConfig, SamplerKind
 from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
@@ -48,6 +49,7 @@ def data_config(**changes: object) -> DataConfig:
         temperature=1.0,
         weight_by_rows=False,
         curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
+        video=load_config(["experiment=digits"]).data.video,
         prompt_suffix=r" Answer in \boxed{}.",
         system_prompt="",
         max_prompt_tokens=512,
@@ -71,6 +73,8 @@ SAMPLER = SamplerConfig(
     max_tokens=8,
     max_model_len=512,
     max_images_per_prompt=3,
+    max_videos_per_prompt=0,
+    flow=load_config(["experiment=digits"]).sampler.flow,
     max_num_seqs=8,
     max_num_batched_tokens=512,
     chunk_tokens=64,
@@ -144,10 +148,10 @@ TINY, SMALL, WIDE, BIG = (5, 3), (56, 56), (120, 33), (480, 380)
 def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(model: str, pictures: Pictures) -> None:
     paths = pictures((56, 56))
     row = Row("r", "<image>Which?", "7", "7", paths, {"label": "digits"})
-    for keep_files, expected in ((True, paths[0].read_bytes()), (False, b"")):
+    for keep_files, expected in ((True, (paths[0].read_bytes(),)), (False, ())):
         store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
         prompt = ChatProcessor(model, data_config(), SAMPLER, store, keep_files=keep_files).prepare(row, "0/0/r")
-        assert prompt.media[0].reference.file == expected
+        assert prompt.media[0].reference.files == expected
         assert prompt.metadata == {"label": "digits"}
 
 
@@ -193,7 +197,7 @@ def test_turns_before_the_question_are_part_of_the_prompt_and_their_pictures_com
 ) -> None:
     first, second = pictures((56, 56), (84, 56))
     history = (Turn("system", "Be brief."), Turn("user", "<image>Which?"), Turn("assistant", "A 7."))
-    row = Row("r", "And<image>?", "8", "8", (first, EncodedPicture(second.read_bytes(), "second")), history=history)
+    row = Row("r", "And<image>?", "8", "8", (first, EncodedFile(second.read_bytes(), "second")), history=history)
     processor, _ = build(model, system_prompt="Be kind.")
     prompt = processor.prepare(row, "0/0/r")
     turns = [("system", "Be brief."), ("user", "Which?"), ("assistant", "A 7."), ("user", "And")]

@@ -217,7 +217,7 @@ def test_groups_of_one_call_get_each_their_own(make_worker: Callable[..., OneWor
 
 
 def test_pictures_come_to_the_components_that_look_at_them(make_worker: Callable[..., OneWorker], plugin: str) -> None:
-    media = ProcessedMedia("image", {}, file=b"12345")
+    media = ProcessedMedia("image", {}, files=(b"12345",))
     handle = MediaHandle("key", "image", media.num_bytes, media)
     asked = group("0")
     asked = replace(asked, prompt=replace(asked.prompt, media=(handle,)))

@@ -19,7 +19,7 @@ from data_rows import read_split
 from PIL import Image
 
 from actors.datasets.downloads import DownloadLimits, PictureDownloads
-from actors.datasets.pictures import EncodedPicture, PictureError, PictureInputs
+from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs
 from actors.datasets.rows import count_by_reason
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from cluster.errors import MediaError
@@ -256,4 +256,4 @@ def test_the_name_of_a_picture_is_that_of_its_row_or_its_path(root: Path) -> Non
     [named] = inputs(root).resolve({"bytes": png(), "path": "orig/a.png"}, "train.parquet:3")
     [other] = inputs(root).resolve(png(), "train.parquet:3")
     assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")
-    assert isinstance(named, EncodedPicture) and "content" not in repr(named)
+    assert isinstance(named, EncodedFile) and "content" not in repr(named)

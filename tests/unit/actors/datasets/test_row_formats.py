@@ -7,18 +7,23 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_rows import data_config, read_split
 from PIL import Image
 
+from actors.datasets.downloads import DownloadLimits, PictureDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.open_split import open_split
+from actors.datasets.pictures import PictureError
 from actors.datasets.rows import Row, Turn, count_by_reason
+from actors.datasets.videos import VideoInputs
 from cluster.errors import DatasetError
 from configs.schema import DataConfig
 
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}
+NO_DOWNLOADS = PictureDownloads(Path("unused"), (), DownloadLimits(1, 0, 1.0))
 ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same picture
     "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
     "messages": {"messages": [{"role": "user", "content": [PICTURE_PART, TEXT_PART]}], "answer": "7"},
@@ -39,6 +44,7 @@ ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same pi
 
 def folder_of(folder: Path, *records: dict[str, Any]) -> Path:
     Image.new("L", (4, 4)).save(folder / "a.png")
+    Image.new("L", (4, 4)).save(folder / "a.gif")
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -184,7 +190,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         ("messages", {"messages": "Which?"}, "bad_messages"),
         (
             "messages",
-            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}]},
             "unsupported_media",
         ),
         ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
@@ -193,7 +199,10 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         ("messages", {"messages": [{"role": "user", "content": "Which?"}], "answer": None}, "missing_answer"),
         ("verl", {"reward_model": None}, "missing_answer"),
         ("verl", {"images": []}, "placeholder_mismatch"),
-        ("verl", {"videos": ["a.mp4"]}, "unsupported_media"),
+        ("verl", {"videos": ["a.mp4"]}, "missing_file"),
+        ("verl", {"videos": ["a.gif"]}, "placeholder_mismatch"),
+        ("verl", {"audios": ["a.wav"]}, "unsupported_media"),
+        ("question", {"question": "<image><video>Which?", "videos": 7}, "bad_image"),
         ("verl", {"extra_info": "text"}, "bad_extra_info"),
         ("lightrft", {"prompt": ""}, "missing_prompt"),
         ("alpaca", {"output": ""}, "missing_output"),
@@ -228,3 +237,52 @@ def test_a_column_that_the_format_does_not_have_is_refused(tmp_path: Path) -> No
 def test_the_label_of_a_source_is_the_label_of_all_its_rows(tmp_path: Path) -> None:
     [row] = read(tmp_path, "verl", ONE_PICTURE["verl"] | {"data_source": "geo3k"}, label="maths")
     assert row.metadata["label"] == "maths"
+
+
+VIDEO_PART = {"type": "video", "video": "a.gif"}
+ONE_VIDEO: dict[str, dict[str, Any]] = {  # the same question with the same video
+    "question": {"question": "<video>Which?", "answer": 7, "video": "a.gif"},
+    "messages": {"messages": [{"role": "user", "content": [VIDEO_PART, TEXT_PART]}], "answer": "7"},
+    "verl": {
+        "prompt": [{"role": "user", "content": "<video>Which?"}],
+        "videos": [{"video": "a.gif"}],
+        "reward_model": {"ground_truth": "7", "style": "rule"},
+    },
+    "lightrft": {"prompt": "Which?", "videos": ["a.gif"], "reference": "7"},
+    "alpaca": {"instruction": "<video>Which?", "input": "", "output": r"\boxed{7}", "answer": "7", "videos": ["a.gif"]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "<video>Which?"}, {"from": "gpt", "value": r"\boxed{7}"}],
+        "answer": "7",
+        "videos": ["a.gif"],
+    },
+}
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_every_format_has_videos(tmp_path: Path, row_format: str) -> None:
+    [row] = read(tmp_path, row_format, ONE_VIDEO[row_format])
+    assert (row.question, row.answer, row.images) == ("<video>Which?", "7", ())
+    assert row.videos == (tmp_path / "a.gif",)
+
+
+def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    (tmp_path / "clip").mkdir()
+    for name in ("b.png", "a.png", "notes.txt"):
+        (tmp_path / "clip" / name).write_bytes((tmp_path / "a.png").read_bytes())
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    frames = ["clip/a.png", "clip/b.png"]
+    expected = (tmp_path / "clip" / "a.png", tmp_path / "clip" / "b.png")
+    for value in ("clip", frames, {"video": frames}, [frames], [{"frames": frames, "fps": 8}]):
+        [video] = inputs.resolve_videos(value, "row")
+        assert video.frames == expected
+    assert video.frame_rate == 8
+    [video] = inputs.resolve_videos(np.zeros((3, 4, 4, 3), dtype=np.uint8), "row")
+    assert len(video.frames) == 3
+    assert len(inputs.resolve_videos([frames, "a.gif", "clip"], "row")) == 3
+    for value in ([[]], {"video": frames, "fps": -1}, np.zeros((4, 4)), Image.new("L", (4, 4))):
+        with pytest.raises(PictureError) as found:
+            inputs.resolve_videos(value, "row")
+        assert found.value.reason == "bad_video"
+    with pytest.raises(PictureError, match="leads out of the data folder"):
+        inputs.resolve_videos(["../a.png"], "row")

@@ -1,0 +1,103 @@
+"""Videos as datasets name them: files as pictures are named, and frames as folders, lists of pictures and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs
+
+FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
+FRAME_KEYS = ("video", "frames")  # under which a mapping holds frames, or a video in any form
+
+
+@dataclass(frozen=True)
+class FrameList:
+    """A video as pictures in order; `frame_rate` is how many are shown a second, None for `data.video.frame_rate`."""
+
+    frames: tuple[Picture, ...]
+    frame_rate: float | None
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Video = Path | EncodedFile | FrameList
+
+
+class VideoInputs(PictureInputs):
+    """Resolves what rows name as videos; a path may be a file or a folder of frames."""
+
+    def resolve_videos(self, value: Any, name: str) -> tuple[Video, ...]:
+        """The videos of one value, in order: none for None, one for a list of pictures, several for any other list.
+
+        `name` says whose videos they are, for those that have no name of their own.
+
+        Raises:
+            PictureError: a value is no video, or a path is missing or leads out of the root.
+            MediaError: a web URL is not allowed or cannot be fetched.
+        """
+        if value is None:
+            return ()
+        if not isinstance(value, list | tuple) or (value and all(_is_frame(item) for item in value)):
+            return (self._video(value, name),)
+        names = [name] if len(value) == 1 else [f"{name}, video {number}" for number in range(1, len(value) + 1)]
+        return tuple(self._video(item, item_name) for item, item_name in zip(value, names, strict=True))
+
+    def _video(self, value: Any, name: str) -> Video:
+        if isinstance(value, list | tuple):
+            return self._frames(value, name)
+        if isinstance(value, Mapping) and (held := [value[key] for key in FRAME_KEYS if value.get(key) is not None]):
+            video, rate = self._video(held[0], name), value.get("fps")
+            return replace(video, frame_rate=_rate(rate)) if isinstance(video, FrameList) and rate else video
+        if isinstance(value, Image.Image):
+            raise PictureError("bad_video", "one picture is no video: write a list of frames, or the column `images`")
+        if hasattr(value, "__array__"):
+            return self._frames(list(_four_axes(np.asarray(value))), name)
+        file = self._one(value, name)
+        if isinstance(file, Path) and file.is_dir():
+            found = sorted(path for path in file.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
+            return self._frame_list([self._path(str(path.relative_to(self._root))) for path in found], str(file))
+        return file
+
+    def _frames(self, frames: Sequence[Any], name: str) -> FrameList:
+        return self._frame_list([self._one(f, f"{name}, frame {n}") for n, f in enumerate(frames, start=1)], name)
+
+    def _frame_list(self, found: Sequence[Picture], name: str) -> FrameList:
+        if not found:
+            raise PictureError("bad_video", f"{name} has no frames: add pictures to the folder or list, or a file")
+        return FrameList(tuple(found), None, name)
+
+    def _is_fit(self, path: Path) -> bool:
+        return path.is_file() or path.is_dir()
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether an item of a list is a picture, so that the list is one video."""
+    if isinstance(value, str | Path):
+        return str(value).lower().endswith(FRAME_SUFFIXES)
+    return isinstance(value, Image.Image) or (hasattr(value, "__array__") and np.ndim(value) <= 3)
+
+
+def _four_axes(array: np.ndarray) -> np.ndarray:
+    if array.ndim != 4:
+        raise PictureError(
+            "bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give uint8 [T, H, W, C]"
+        )
+    return array
+
+
+def _rate(value: Any) -> float:
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise PictureError("bad_video", f"`fps` is {value!r}: write how many frames are shown a second")
+    return rate

@@ -1,0 +1,228 @@
+"""Videos to frames and times, safely: nothing is decoded before size, length and number of frames are in bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from typing import IO, Any
+
+import numpy as np
+
+from actors.datasets.videos import FrameList, Video
+from actors.processors.image import ImageLimits, check_image, decode_image, open_bounded, read_image
+from cluster.errors import MediaError
+from configs.schema.data import DataConfig, VideoConfig
+from learner.policies.families.base import Clip
+
+# Formats that hold their frames themselves: a playlist would have FFmpeg open other files and web addresses.
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,ogg,flv,asf"
+MICROSECONDS = 1_000_000  # what containers count their length in
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """What a video may cost, and how frames are taken of it."""
+
+    video: VideoConfig
+    frame: ImageLimits  # of a video that comes as pictures
+
+    @classmethod
+    def of(cls, data: DataConfig) -> VideoLimits:
+        return cls(data.video, ImageLimits(data.max_image_bytes, data.max_decoded_pixels))
+
+
+@dataclass(frozen=True)
+class LoadedVideo:
+    """A video that was read and not decoded."""
+
+    source: Video
+    clip: Clip
+    contents: tuple[bytes, ...]  # the file, or the picture files of the frames that are taken
+    taken: tuple[int, ...]  # presentation times of the frames that are taken of a file, in its own unit
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The frames that are taken: by presentation time of a file, or by place in a list."""
+
+    clip: Clip
+    taken: tuple[int, ...]
+
+
+def check_video(source: Video, limits: VideoLimits) -> Clip:
+    """What a prompt would show of the video, from headers and packets alone; for checks of a whole dataset.
+
+    Raises:
+        MediaError: the video is missing, empty, too large, too long, or no video.
+    """
+    if isinstance(source, FrameList):
+        return _plan_frames(source, limits).clip
+    with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        return _plan_file(file, source, limits).clip
+
+
+def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
+    """The video's bytes, and what a prompt shows of it.
+
+    Raises:
+        MediaError: as `check_video`.
+    """
+    if isinstance(source, FrameList):
+        plan = _plan_frames(source, limits)
+        contents = tuple(read_image(source.frames[place], limits.frame) for place in plan.taken)
+        return LoadedVideo(source, plan.clip, contents, ())
+    with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        content = file.read()
+    plan = _plan_file(BytesIO(content), source, limits)
+    return LoadedVideo(source, plan.clip, (content,), plan.taken)
+
+
+def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
+    """uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`, decoded once. Marks of rotation are not applied.
+
+    Raises:
+        MediaError: a frame is corrupt or missing.
+    """
+    source, clip = video.source, video.clip
+    if isinstance(source, FrameList):
+        pictures = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
+        _check_frames(pictures, source, clip)
+        return np.stack(pictures)
+    wanted, frames = set(video.taken), dict[int, np.ndarray]()
+    with _opened(BytesIO(video.contents[0]), source) as (container, stream):
+        for frame in container.decode(stream):
+            if frame.pts in wanted and not frame.is_corrupt:
+                frames[frame.pts] = frame.to_ndarray(format="rgb24")
+            if len(frames) == len(wanted):
+                break
+    if len(frames) < len(wanted):
+        raise MediaError(
+            f"{source} is corrupt ({len(wanted) - len(frames)} of {len(wanted)} frames do not decode): replace the "
+            "file or remove its row"
+        )
+    found = [frames[pts] for pts in video.taken]
+    _check_frames(found, source, clip)
+    return np.stack(found)
+
+
+def sampled(times: np.ndarray, duration_s: float, video: VideoConfig) -> np.ndarray:
+    """int64 [T]: which of the frames at `times` float64 [N] (seconds, ascending) are taken.
+
+    As many as `fps` gives for the duration, within `min_frames` and `max_frames`, at equal distances in time from the
+    first to the last; no frame is taken twice.
+    """
+    num = min(max(int(duration_s * video.fps), video.min_frames), video.max_frames, len(times))
+    targets = np.linspace(times[0], times[-1], num)
+    right = np.searchsorted(times, targets).clip(1, len(times) - 1) if len(times) > 1 else np.zeros(num, dtype=int)
+    left = (right - 1).clip(0)
+    return np.unique(np.where(targets - times[left] <= times[right] - targets, left, right))
+
+
+def _plan_frames(source: FrameList, limits: VideoLimits) -> _Plan:
+    rate = source.frame_rate or limits.video.frame_rate
+    _check_length(source, len(source.frames) / rate, limits)
+    _check_number(source, len(source.frames), limits)
+    times = np.arange(len(source.frames)) / rate
+    taken = sampled(times, len(times) / rate, limits.video)
+    sizes = [check_image(source.frames[place], limits.frame) for place in taken]
+    if len(set(sizes)) > 1:
+        raise MediaError(f"{source} has frames of {len(set(sizes))} sizes, {sizes[0]} first: make them one size")
+    (width, height) = sizes[0]
+    _check_pixels(source, len(taken), width, height, limits)
+    return _Plan(Clip(width, height, tuple(times[taken].tolist()), len(times) / rate), tuple(taken.tolist()))
+
+
+def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
+    with _opened(file, source) as (container, stream):
+        _check_length(source, (container.duration or 0) / MICROSECONDS, limits)
+        _check_number(source, stream.frames, limits)
+        found = []
+        for packet in container.demux(stream):
+            if packet.pts is not None:
+                found.append(packet.pts)
+                _check_number(source, len(found), limits)
+        if len(found) < stream.frames:  # which is 0 where the header does not say
+            raise MediaError(
+                f"{source} has {len(found)} of the {stream.frames} frames that its header names: replace the file or "
+                "remove its row"
+            )
+        width, height, unit = stream.width, stream.height, stream.time_base
+    if not found or unit is None or width * height == 0:
+        raise MediaError(f"{source} has no frames with a size and a time: replace the file or remove its row")
+    places = np.unique(np.array(found))
+    times = (places - places[0]) * float(unit)
+    duration = float(times[-1]) + (float(np.median(np.diff(times))) if len(times) > 1 else 1 / limits.video.frame_rate)
+    _check_length(source, duration, limits)
+    taken = sampled(times, duration, limits.video)
+    _check_pixels(source, len(taken), width, height, limits)
+    return _Plan(Clip(width, height, tuple(times[taken].tolist()), duration), tuple(places[taken].tolist()))
+
+
+def _check_frames(frames: list[np.ndarray], source: Video, clip: Clip) -> None:
+    """Pictures that EXIF marks as lying on their side have another size than their header says."""
+    if any(frame.shape != (clip.height, clip.width, 3) for frame in frames):
+        raise MediaError(
+            f"{source} has frames of another size than {clip.width} x {clip.height}, as its header says: write it again"
+        )
+
+
+@contextmanager
+def _opened(file: IO[bytes], source: Video) -> Iterator[tuple[Any, Any]]:
+    """The container and its first video stream."""
+    av = require_av()
+    options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}
+    try:
+        with av.open(file, options=options, metadata_errors="ignore") as container:
+            if not container.streams.video:
+                raise MediaError(f"{source} has no video stream: replace the file or remove its row")
+            stream = container.streams.video[0]
+            stream.codec_context.options = {
+                "err_detect": "crccheck+bitstream+buffer+explode"
+            }  # a damaged frame is none
+            stream.codec_context.thread_count = 1  # pools of workers decode several at a time
+            yield container, stream
+    except av.FFmpegError as error:
+        raise MediaError(f"{source} is corrupt or no video ({error}): replace the file or remove its row") from error
+
+
+def require_av() -> Any:
+    """The library that decodes videos.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(
+            "sampler.max_videos_per_prompt asks for videos, which need PyAV: install mobula[video], or set it to 0"
+        ) from error
+    return av
+
+
+def _check_length(source: Video, seconds: float, limits: VideoLimits) -> None:
+    if seconds > limits.video.max_seconds:
+        raise MediaError(
+            f"{source} lasts {seconds:,.0f} s, data.video.max_seconds is {limits.video.max_seconds:g}: cut the video "
+            "or raise the limit"
+        )
+
+
+def _check_number(source: Video, num_frames: int, limits: VideoLimits) -> None:
+    if num_frames > limits.video.max_file_frames:
+        raise MediaError(
+            f"{source} has {num_frames:,} frames or more, data.video.max_file_frames is "
+            f"{limits.video.max_file_frames:,}: cut the video or raise the limit"
+        )
+
+
+def _check_pixels(source: Video, num_frames: int, width: int, height: int, limits: VideoLimits) -> None:
+    num_pixels = num_frames * width * height
+    if num_pixels > limits.video.max_decoded_pixels:
+        raise MediaError(
+            f"{source} decodes to {num_frames} frames of {width} x {height} = {num_pixels:,} pixels, "
+            f"data.video.max_decoded_pixels is {limits.video.max_decoded_pixels:,}: lower data.video.max_frames or "
+            "raise the limit"
+        )

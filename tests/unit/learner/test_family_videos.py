@@ -1,0 +1,191 @@
+"""Families with videos: ids and tensors equal their own processor's, log-probs their own forward's, one tower call."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clips import noise_frames, write_clip
+from transformers import AutoProcessor
+from transformers.video_utils import VideoMetadata
+
+from actors.datasets.rows import Row
+from actors.processors.chat import ChatProcessor
+from cluster.records.media import MediaReader, MediaStore
+from cluster.records.trajectory import Prompt
+from configs.load import load_config
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import family_at
+from learner.policies.loading import load_model
+from learner.policies.logprobs import PLAIN
+from learner.policies.tiny import write_tiny
+from learner.policies.token import TokenPolicy
+
+CPU = torch.device("cpu")
+ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
+NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+RATE = 4
+FRAMES = noise_frames(24, (70, 50))
+PICTURE = noise_frames(1, (101, 133), seed=1)[0]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    return {name: write_tiny(name, tmp_path_factory.mktemp("tiny") / name, seed=1) for name in NAMES}
+
+
+@pytest.fixture(params=NAMES)
+def folder(request, models) -> Path:
+    return models[request.param]
+
+
+def processor_of(folder: Path, *words: str, keep_files: bool = False) -> ChatProcessor:
+    config = load_config([
+        "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_videos_per_prompt=2",
+        "data.max_prompt_tokens=1024", "sampler.max_model_len=2048", *words,
+    ])  # fmt: skip
+    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
+    return ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=keep_files)
+
+
+@pytest.fixture
+def prompts(folder: Path, tmp_path: Path) -> list[Prompt]:
+    """A video, a picture, both in one prompt with the video first, the video twice, and text."""
+    clip = write_clip(tmp_path / "clip.mkv", FRAMES, rate=RATE)
+    picture = tmp_path / "picture.png"
+    PICTURE.save(picture)
+    rows = [
+        Row("video", "<video>Which?", "7", "7", videos=(clip,)),
+        Row("picture", "<image>Which?", "7", "7", (picture,)),
+        Row("both", "First <video> and <image>Which?", "7", "7", (picture,), videos=(clip,)),
+        Row("twice", "<video> and <video>Which?", "7", "7", videos=(clip, clip)),
+        Row("text", "Which?", "7", "7"),
+    ]
+    chat = processor_of(folder)
+    return [chat.prepare(row, f"0/{row.sample_id}") for row in rows]
+
+
+def policy_of(folder: Path) -> TokenPolicy:
+    return TokenPolicy(
+        load_model(str(folder), torch.float32, "sdpa").eval(), load_config(["experiment=digits"]).learner
+    )
+
+
+def batch_of(prompts: list[Prompt]):
+    rows = [TokenSequence.of_response(prompt, ANSWER) for prompt in prompts]
+    return collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+
+
+def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """By the checkpoint's own processor, of frames that were taken as `data.video` says: 12 of 24, 2 a second."""
+    config = load_config(["experiment=digits"]).data
+    processor = AutoProcessor.from_pretrained(folder, min_pixels=config.min_pixels, max_pixels=config.max_pixels)
+    taken = np.linspace(0, 23, 12).round().astype(int)  # no target is in the middle of two frames
+    meta = VideoMetadata(total_num_frames=24, fps=RATE, frames_indices=taken.tolist())
+    num_videos = sum(handle.modality == "video" for handle in prompt.media)
+    videos = [np.stack([np.asarray(FRAMES[i]) for i in taken])] * num_videos
+    pictures = [PICTURE] * (len(prompt.media) - num_videos)
+    most = config.video.max_frame_pixels, config.video.min_frame_pixels
+    per = 12 if "qwen3" in str(folder) else 1  # its bounds are those of the whole video
+    made = processor(
+        text=[prompt.text], images=pictures or None, videos=videos or None, return_tensors="pt",
+        add_special_tokens=False,
+        videos_kwargs={
+            "video_metadata": [meta] * num_videos, "do_sample_frames": False, "cap_pixels_per_frame": False,
+            "size": {"shortest_edge": most[1] * per, "longest_edge": most[0] * per}, "return_metadata": True,
+        } if videos else {},
+    )  # fmt: skip
+    return {name: value for name, value in made.items() if name != "video_metadata"}
+
+
+def released_positions(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """M-RoPE as in the papers' code, in float64: each block begins behind the largest position before it."""
+    ids, types = inputs["input_ids"][0].tolist(), inputs["mm_token_type_ids"][0].tolist()
+    images, videos = ([*inputs.get(name, [])] for name in ("image_grid_thw", "video_grid_thw"))
+    found, place, start = np.zeros((3, len(ids)), dtype=np.int64), 0, 0
+    while place < len(ids):
+        if types[place] == 0:
+            found[:, place], place, start = start, place + 1, start + 1
+            continue
+        t, h, w = (videos if types[place] == 2 else images).pop(0).tolist()
+        step = 1.0
+        if types[place] == 2 and "second_per_grid_ts" in inputs:
+            step = float(inputs["second_per_grid_ts"][0]) * 4  # tokens_per_second of the tiny checkpoint
+        block = [(int(a * step), b, c) for a in range(t) for b in range(h // 2) for c in range(w // 2)]
+        found[:, place : place + len(block)] = np.array(block).T + start
+        start, place = start + max(max(axes) for axes in block) + 1, place + len(block)
+    return torch.from_numpy(found)[:, None]
+
+
+@torch.no_grad()
+def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: list[Prompt]) -> None:
+    policy = policy_of(folder)
+    found = policy(batch_of(prompts), PLAIN).logprobs
+    plain = load_model(str(folder), torch.float32, "sdpa").eval()
+    if "second_per_grid_ts" in own_inputs(folder, prompts[0]):
+        assert plain.config.vision_config.tokens_per_second == 4
+    answer = torch.from_numpy(ANSWER).long()[None]
+    for row, prompt in enumerate(prompts):
+        inputs = own_inputs(folder, prompt)
+        assert inputs["input_ids"][0].tolist() == prompt.expanded_ids.tolist(), prompt.sample_id
+        for handle in prompt.media:
+            for name, array in handle.reference.inputs.items():
+                expected = np.asarray(inputs[name], dtype=np.float64)[: len(array)]
+                np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=name)
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
+        inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], answer * 0], dim=1)
+        inputs.pop("attention_mask")
+        if "qwen3" not in str(folder):  # transformers 5 places text behind a long video elsewhere than engines do
+            inputs["position_ids"] = released_positions(folder, inputs)
+        logits = plain(**inputs).logits[0, -len(ANSWER) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, answer[0][:, None])[:, 0]
+        named = partial("{}: {}".format, prompt.sample_id)
+        torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0, msg=named)
+
+
+def test_one_tower_call_encodes_pictures_and_videos_and_gradients_add_up(folder: Path, prompts: list[Prompt]) -> None:
+    policy, calls = policy_of(folder), []
+    policy.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    policy(batch_of(prompts), PLAIN).logprobs.sum().backward()
+    assert len(calls) == 1
+    together = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    for prompt in prompts:
+        policy(batch_of([prompt]), PLAIN).logprobs.sum().backward()
+    assert set(together) == {name for name, p in policy.named_parameters() if p.grad is not None}
+    for name, grad in together.items():
+        torch.testing.assert_close(grad, policy.get_parameter(name).grad, atol=5e-4, rtol=1e-3, msg=f"{name} differs")
+
+
+@pytest.mark.parametrize("folder", ["qwen2.5-vl"], indirect=True)
+def test_a_video_is_stored_once_and_rewards_get_the_frames_of_the_policy(folder: Path, tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "clip.mkv", FRAMES, rate=RATE)
+    row = Row("twice", "<video> and <video>Which?", "7", "7", videos=(clip, clip))
+    prompt = processor_of(folder, keep_files=True).prepare(row, "0/twice")
+    first, second = prompt.media
+    assert first.key == second.key and first.reference is second.reference
+    assert len(first.reference.files) == 12
+    other = processor_of(folder, "data.video.fps=1").prepare(row, "0/twice").media[0]
+    assert other.key != first.key
+
+
+@pytest.mark.parametrize("folder", ["qwen2.5-vl", "qwen3-vl"], indirect=True)
+def test_budgets_bound_the_tokens_of_a_video(folder: Path, tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "clip.mkv", noise_frames(24, (280, 280)), rate=RATE)
+    row = Row("video", "<video>Which?", "7", "7", videos=(clip,))
+    family, most = family_at(str(folder)), 60
+    video_id = processor_of(folder)._processor.video_token_id
+    prompt = processor_of(folder, f"data.video.max_tokens={most}").prepare(row, "0/video")
+    num = int((prompt.expanded_ids == video_id).sum())
+    assert 0.5 * most < num <= most
+    fewer = processor_of(folder, "data.video.max_frames=4").prepare(row, "0/video")
+    assert family.media_tokens and fewer.media[0].reference.inputs["video_grid_thw"].tolist()[0][0] == 2
+
+
+def test_a_family_without_videos_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_tiny("internvl3", tmp_path / "internvl3", seed=1)
+    with pytest.raises(ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type internvl: set it to 0"):
+        processor_of(folder)

@@ -49,6 +49,7 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
         "sampler.temperature": (config.sampler.temperature != 1, "sampler.temperature=1"),
         "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
         "warm_start.num_steps": (config.warm_start.num_steps > 0, "warm_start=none"),
+        "environment.name": (config.environment.is_on, "environment=none"),
         "offline.job": (config.offline.is_on, "offline.job=none"),
         "resources.reference.num_workers": (
             config.resources.reference.num_workers > 0,

@@ -54,6 +54,8 @@ def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:
         )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
+    if config.sampler.is_flow and config.policy.lora.is_on and not merge:
+        raise PreflightError(f"{folder} trained adapters of a flow model, which are only written merged: use --merge")
     if ema and config.learner.ema_decay == 0:
         raise PreflightError(
             f"{folder} kept no average of its weights (learner.ema_decay=0): leave out --ema, or train with "

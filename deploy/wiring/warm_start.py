@@ -27,6 +27,8 @@ ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that
 async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
     """Take supervised steps until the validation accuracy reaches the target; returns the last one measured, else 0."""
     config, processor = prepared.config.warm_start, prepared.processor
+    if config.num_steps == 0:
+        return 0.0
     seed = prepared.config.seed + ORDER_SEED_OFFSET
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
     source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)

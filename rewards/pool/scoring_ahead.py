@@ -22,7 +22,9 @@ Said = Mapping[str, Outcome]
 
 def response_digest(response: Response) -> bytes:
     """Equal for responses that no reward function can tell apart."""
-    digest = hashlib.sha256(json.dumps([response.text, response.num_tokens, response.is_truncated]).encode())
+    turns = [[turn.action, turn.observation, dict(turn.rewards)] for turn in response.turns]
+    parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
+    digest = hashlib.sha256(json.dumps(parts).encode())
     for picture in response.pictures:
         digest.update(hashlib.sha256(picture).digest())
     return digest.digest()

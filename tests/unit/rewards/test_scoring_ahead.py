@@ -19,7 +19,7 @@ from actors.rollout.media_batcher import MediaBatcher
 from actors.rollout.server import PromptServer
 from cluster.errors import LostObjectError, RewardError, WorkerDiedError
 from cluster.records.media import MediaReader
-from cluster.records.trajectory import Answers, EndedResponse, Response, TrajectoryGroup
+from cluster.records.trajectory import Answers, EndedResponse, EpisodeTurn, Response, TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.rollout.dispatcher import RetryingRollouts
 from cluster.rollout.in_flight import InFlightRequests
@@ -338,3 +338,9 @@ async def test_closing_gives_up_what_was_begun(bench: Bench) -> None:
 def test_pictures_are_part_of_what_a_response_is() -> None:
     found = {response_digest(Response("a", 1, False, pictures)) for pictures in ((), (b"1",), (b"2",), (b"1", b"2"))}
     assert len(found) == 4
+
+
+def test_turns_and_failures_are_part_of_what_a_response_is() -> None:
+    turns = [(EpisodeTurn(0, 1, "a", "seen", {"task": reward}, "none"),) for reward in (0.0, 1.0)]
+    found = {response_digest(Response("a", 1, False, turns=own)) for own in ((), *turns)}
+    assert len(found | {response_digest(Response("a", 1, False, failure="hung: 30 s"))}) == 4

@@ -15,6 +15,7 @@ from cluster.roles import SamplingSettings
 from learner.policies.logprobs import BAN_BIAS
 
 WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
+MAX_TEMPERATURE = 2.0  # that SamplingParams is made with; its samplers take any
 SPARE_LOGPROBS = 16  # beyond top_k: tokens whose logits equal the k-th are kept too
 
 
@@ -54,9 +55,9 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
     Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
     """
     is_reported = settings.max_tokens > engine.chunk_tokens
-    return SamplingParams(
+    params = SamplingParams(
         n=settings.num_samples,
-        temperature=settings.temperature,
+        temperature=min(settings.temperature, MAX_TEMPERATURE),
         top_p=settings.top_p,
         top_k=settings.top_k,
         min_p=settings.min_p,
@@ -73,3 +74,6 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         stream_interval=engine.chunk_tokens,
         skip_clone=True,  # made for this request alone
     )
+    if settings.temperature > MAX_TEMPERATURE:
+        params.temperature = settings.temperature  # FIRE's are higher than what vLLM accepts from a server's clients
+    return params

@@ -50,7 +50,7 @@ from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.families import family_of
-from learner.policies.families.base import VideoFamily
+from learner.policies.families.base import PictureFamily, VideoFamily
 
 _logger = logging.getLogger(__name__)
 
@@ -97,7 +97,9 @@ class VLLMSampler:
             self._fields_of = processor._get_mm_fields_config
             self._model = self._engine.model_config.hf_config
             self._family = family_of(self._model, self._settings.model)
-            self._placeholder_ids = {"image": self._family.placeholder_id(self._model)}
+            self._placeholder_ids: dict[str, int] = {}  # none where a family takes text alone
+            if isinstance(self._family, PictureFamily):
+                self._placeholder_ids["image"] = self._family.placeholder_id(self._model)
             if isinstance(self._family, VideoFamily):
                 self._placeholder_ids["video"] = self._family.video_placeholder_id(self._model)
         self._fields_by_layout: dict[Any, Any] = {}

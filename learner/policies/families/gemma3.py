@@ -13,7 +13,6 @@ class Gemma3(TextFamily):
     """
 
     model_types = ("gemma3",)
-    needs_gate = True  # no conformance run has measured it
     media_tokens = r"<start_of_image>|<end_of_image>|<image_soft_token>"
     parts = {"vision": ("vision_tower.",), "connector": ("multi_modal_projector.",), "language": ("language_model.",)}
     without_pictures = (

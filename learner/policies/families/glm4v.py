@@ -9,7 +9,6 @@ class Glm4v(GridFamily):
     """Source: arXiv:2507.01006."""
 
     model_types = ("glm4v",)
-    needs_gate = True  # no conformance run has measured it
     media_tokens = r"<\|(image|video|begin_of_image|end_of_image|begin_of_video|end_of_video)\|>"
     parts = {
         "vision": ("model.visual.",),

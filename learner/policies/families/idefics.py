@@ -22,7 +22,6 @@ class Idefics(VisionFamily):
     """
 
     model_types = ("idefics3", "smolvlm")
-    needs_gate = True  # no conformance run has measured it
     media_tokens = r"<fake_token_around_image>|<image>|<global-img>|<row_\d+_col_\d+>|<video>"
     parts = {
         "vision": ("model.vision_model.",),

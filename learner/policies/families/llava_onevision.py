@@ -21,7 +21,6 @@ class LlavaOneVision(VisionFamily):
     """
 
     model_types = ("llava_onevision",)
-    needs_gate = True  # no conformance run has measured it
     media_tokens = r"<image>|<video>"
     parts = {
         "vision": ("vision_tower.",),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 # How long an example takes says nothing about what it shows, and a busy machine takes longer.
@@ -22,8 +23,8 @@ DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # fi
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """`make test` has two workers. Their tests share the room, but one that is marked `alone` has it to itself; whoever
-    waits at the door keeps it closed for those behind."""
+    """`make test` has two workers. Their tests share the room, but one that is marked `alone` has it to itself; a
+    worker that waits at the door keeps it closed for those behind."""
     share = fcntl.LOCK_SH if item.get_closest_marker("alone") is None else fcntl.LOCK_EX
     with DOOR.open() as door, ROOM.open() as room:
         fcntl.flock(door, fcntl.LOCK_EX)
@@ -33,6 +34,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             return (yield)
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # said aloud: a child that a test forked may still have the file
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread of torch, as each role has on CPU: with more, the rounding of a product depends on its batch size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -277,7 +277,17 @@ class AlgorithmConfig(Section):
     """Times that a step's groups are trained; from the second on, minibatches are drawn in another order."""
     num_minibatches: PositiveInt
     """Optimizer steps that one step's groups are split into, in each epoch."""
-    loss: Literal["ppo_clip", "dual_clip", "cpg", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "reinforce"]
+    loss: Literal[
+        "ppo_clip",
+        "dual_clip",
+        "cpg",
+        "gspo",
+        "gspo_token",
+        "gmpo",
+        "cispo",
+        "sapo",
+        "reinforce",
+    ]
     """The policy loss: docs/algorithms.md has the formulas."""
     losses: LossesConfig
     """Parameters of each policy loss."""

@@ -105,7 +105,7 @@ def _vitals(workers: tuple[WorkerStatus, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "node"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens/s", "KV", "runs", "queue", "busy", "memory", "GPU", "GPU memory"):
+    for name in ("tokens/s", "KV", "runs", "queue", "busy", "RSS", "GPU", "GPU mem"):
         table.add_column(name, justify="right", no_wrap=True)
     for worker in workers:
         if (vitals := worker.vitals) is None:

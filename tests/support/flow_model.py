@@ -68,6 +68,8 @@ async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: An
             "max_num_batched_tokens": 1,
             "chunk_tokens": 1,
             "max_images_per_prompt": 2,
+            "max_videos_per_prompt": 0,
+            "tensor_parallel": 1,
             "kv_cache_bytes": 1,
             "keeps_kv_cache": False,
             "sleep_level": 0,

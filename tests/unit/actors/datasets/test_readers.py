@@ -71,7 +71,7 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 
 
 def test_every_kind_of_the_configuration_has_a_reader() -> None:
-    read_otherwise = (*WRITTEN, DataKind.MIXTURE, DataKind.CHAT)
+    read_otherwise = (*WRITTEN, DataKind.MIXTURE, DataKind.CHAT, DataKind.ENVIRONMENT)
     assert list(READERS) == [kind.value for kind in DataKind if kind not in read_otherwise]
 
 

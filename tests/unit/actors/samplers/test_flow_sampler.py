@@ -27,6 +27,8 @@ from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.tiny import write_tiny_flow
 from learner.policies.trained import collate_rows, row_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -99,7 +99,7 @@ class Actor(RolloutActor):
     """A rollout actor around a `Denoiser`, without a tokenizer."""
 
     def __init__(self) -> None:
-        self._sampler = Denoiser()
+        self._sampler, self._tokenizer = Denoiser(), None
         self._media = MediaBatcher(MediaReader(timeout_s=1, max_items=2))
 
 

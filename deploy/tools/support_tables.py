@@ -9,6 +9,7 @@ from typing import get_args
 
 from actors.datasets.formats import FORMATS
 from actors.datasets.readers import READERS
+from actors.environments.registry import ENVIRONMENTS
 from configs.document import with_block
 from configs.groups import groups
 from configs.load import load_config
@@ -23,6 +24,7 @@ from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.optim.optimizers import OPTIMIZERS
 from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
+from learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
 from rewards.functions import BUILT_IN, EXTRAS
 
 TARGET = Path(__file__).parents[2] / "README.md"
@@ -72,6 +74,8 @@ def _models() -> Iterator[Row]:
     yield "data", groups()["data"], "`data=`, `data.path`"
     yield "dataset readers", READERS, "`data.kind`"
     yield "row formats", FORMATS, "`data.row_format`"
+    yield "environments of several turns", ENVIRONMENTS, "`environment=`"
+    yield "flow models of diffusers", FLOW_PIPELINES, "`sampler=flow`, `policy.model`"
 
 
 def _algorithms() -> Iterator[Row]:

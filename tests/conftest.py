@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-# How long an example takes says nothing about what it shows, and a busy machine takes longer.
+# The time of an example is no part of what it tests, and a busy machine takes longer.
 settings.register_profile("mobula", deadline=None)
 settings.load_profile("mobula")
 
@@ -33,7 +33,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         try:
             return (yield)
         finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # said aloud: a child that a test forked may still have the file
+            fcntl.flock(room, fcntl.LOCK_UN)  # explicit, since a child that a test forked may still have the file
 
 
 @pytest.fixture

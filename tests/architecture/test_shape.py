@@ -34,7 +34,7 @@ def test_nothing_prints() -> None:
     assert [place for source in sources() for place in prints(source)] == []
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [source.path for source in sources() if source.text.strip() and not ast.get_docstring(source.tree)]
     assert silent == []
 

@@ -1,4 +1,4 @@
-"""The code is as `ruff format` writes it, and `ruff check` has nothing to say, with the settings of pyproject.toml."""
+"""The code is as `ruff format` writes it, and `ruff check` finds nothing, with the settings of pyproject.toml."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def of_another_rank(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 @pytest.mark.parametrize(
-    ("alter", "said"),
+    ("alter", "message"),
     [
         (dropped, "missing {third}"),
         (added, "unexpected lm_head.lora_A.weight"),
@@ -104,7 +104,7 @@ def of_another_rank(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 @pytest.mark.parametrize("adapted", ["adapters"], indirect=True)
 @pytest.mark.parametrize("engine_name", ["vllm-untied", "huggingface"])
 async def test_adapters_that_do_not_fit_are_refused_by_name_before_a_byte_is_sent(
-    engine: Engine, adapted: Learner, alter: Callable[..., tuple[TensorSpec, ...]], said: str
+    engine: Engine, adapted: Learner, alter: Callable[..., tuple[TensorSpec, ...]], message: str
 ) -> None:
     third = adapted.manifest().tensors[3].name
-    assert said.format(third=third) in await refusal(engine, AlteredManifest(adapted, alter))
+    assert message.format(third=third) in await refusal(engine, AlteredManifest(adapted, alter))

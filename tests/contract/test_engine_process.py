@@ -112,7 +112,7 @@ async def test_pushes_reach_it_a_slow_core_loses_nothing_and_one_that_hangs_is_n
         await engine.client.probe()
     os.kill(core.pid, signal.SIGCONT)
     await engine.client.probe()
-    assert await engine.handle.num_in_flight.remote() == 0, "what nobody waits for any more was broken off"
+    assert await engine.handle.num_in_flight.remote() == 0, "requests without a waiting caller were broken off"
     os.kill(core.pid, signal.SIGSTOP)
     await engine.client.close()
     await gone(actor, core)

@@ -35,7 +35,7 @@ def as_sampled(trajectory: Trajectory) -> SampledSequence:
 
 
 def leave(in_flight: InFlightRequest, siblings: Sequence[SampledSequence]) -> None:
-    """The in-flight request knows of each sibling what is before its cut; a sibling that was not cut is finished."""
+    """The in-flight request holds of each sibling what is before its cut; a sibling that was not cut is finished."""
     attempt = in_flight.next_attempt()
     for index, (whole, cut) in enumerate(zip(siblings, CUTS, strict=True)):
         known = whole if cut >= whole.num_tokens else whole.until(cut)
@@ -81,7 +81,7 @@ async def test_the_in_flight_request_gets_a_response_while_it_grows_with_the_ver
 ) -> None:
     """Two pushes arrive while the group is sampled; vLLM takes them in the middle, the other sampler afterwards.
 
-    Only what came with the group's last output is not heard of. That is a chunk and, where the actor's process did not
+    Only what came with the group's last output is not reported. That is a chunk and, where the actor's process did not
     get to read for a while, whatever vLLM put together with it (test_no_token_is_lost has the bound of one chunk).
     """
     prompt, settings = engine.model.probe, SamplingSettings(6, TEMPERATURE, 300, seed=5)

@@ -1,4 +1,4 @@
-"""Every engine samples from the very distribution that the learner computes, and says truly what it did."""
+"""Every engine samples from the very distribution that the learner computes, and reports exactly what it did."""
 
 from __future__ import annotations
 
@@ -42,20 +42,22 @@ def everything(groups: list[TrajectoryGroup]) -> list[Trajectory]:
 
 
 def rig(learner: Learner, engine: Engine, token_id: int) -> None:
-    """Make the model say `token_id` after every prompt: the token's output row is solved for that."""
+    """Make the model sample `token_id` after every prompt: the token's output row is solved for that."""
     head = learner._policy.model.get_output_embeddings()
     states: list[torch.Tensor] = []  # before the output layer, [1, H] a prompt
     hook = head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0].detach().double()))
     for prompt in engine.model.prompts:
-        say(learner, prompt, [token_id], PLAIN)
+        policy_output(learner, prompt, [token_id], PLAIN)
     hook.remove()
     loved = torch.full((len(states), 1), LOVE, dtype=torch.float64)
     with torch.no_grad():
         head.weight[token_id] = torch.linalg.lstsq(torch.cat(states), loved).solution[:, 0].float()
 
 
-def say(learner: Learner, prompt: Prompt, token_ids: Sequence[int], distribution: Distribution) -> PolicyOutput:
-    """What the learner's policy says of a response."""
+def policy_output(
+    learner: Learner, prompt: Prompt, token_ids: Sequence[int], distribution: Distribution
+) -> PolicyOutput:
+    """The output of the learner's policy for a response."""
     return score(learner, [TokenSequence.of_response(prompt, np.array(token_ids, dtype=np.int32))], distribution)
 
 
@@ -83,7 +85,7 @@ async def test_a_stop_string_ends_a_response_and_its_token_ids_are_those_without
     settings = SamplingSettings(4, TEMPERATURE, 24, seed=7)
     plain = await engine.generate(engine.model.probe, settings)
     [stop] = [t.response.text[6:8] for t in plain.trajectories if t.response.text[6:8].isascii()][:1]
-    for chosen in (replace(settings, stop_strings=(stop,)), replace(settings, stop_strings=("never said", stop))):
+    for chosen in (replace(settings, stop_strings=(stop,)), replace(settings, stop_strings=("never sampled", stop))):
         found = await engine.generate(engine.model.probe, chosen)
         assert FinishReason.STOP_STRING in {t.finish_reason for t in found.trajectories}
         for before, after in zip(plain.trajectories, found.trajectories, strict=True):
@@ -177,7 +179,7 @@ async def test_media_placeholders_are_never_sampled_however_much_the_model_loves
     banned = engine.model.processor.media_token_ids
     rig(learner, engine, banned[0])
     for prompt in engine.model.prompts:
-        unbanned = say(learner, prompt, banned[:1], PLAIN)
+        unbanned = policy_output(learner, prompt, banned[:1], PLAIN)
         assert unbanned.logprobs.item() > -1e-3, "without a ban nothing else would be sampled"
     await engine.serve(learner, version=1)
     groups = await sample_all(engine, num_samples=8)
@@ -197,7 +199,7 @@ async def test_the_same_seed_gives_the_same_samples_and_another_seed_others(engi
 async def test_temperature_zero_always_takes_the_likeliest_token(engine: Engine, learner: Learner) -> None:
     responses = await asyncio.gather(*(engine.decode(prompt) for prompt in engine.model.prompts))
     for prompt, response in zip(engine.model.prompts, responses, strict=True):
-        assert say(learner, prompt, response.actions.token_ids, engine.model.distribution).is_argmax.all()
+        assert policy_output(learner, prompt, response.actions.token_ids, engine.model.distribution).is_argmax.all()
 
 
 async def test_every_token_has_the_version_that_sampled_it(engine: Engine, learner: Learner) -> None:

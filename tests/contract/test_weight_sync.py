@@ -203,7 +203,7 @@ async def test_a_push_in_the_middle_of_a_response_leaves_an_exact_boundary_in_it
 def expected_logprobs(
     learner: Learner, engine: Engine, group: TrajectoryGroup, weights: dict[int, dict[str, torch.Tensor]]
 ) -> list[np.ndarray]:
-    """What the learner says of each token with the weights of the version that the token claims."""
+    """The learner's log-prob of each token with the weights of the version that the token claims."""
     expected = [np.full(t.num_steps, np.nan, dtype=np.float32) for t in group.trajectories]
     for version, tensors in weights.items():
         restore(learner, tensors)
@@ -286,7 +286,7 @@ def swapped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 @pytest.mark.parametrize(
-    ("alter", "said"),
+    ("alter", "message"),
     [
         (dropped, "missing {third}"),
         (added, "unexpected visual.merger.extra"),
@@ -298,11 +298,11 @@ def swapped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     ],
 )
 async def test_what_does_not_fit_is_refused_by_name_before_a_byte_is_sent(
-    engine: Engine, learner: Learner, alter: Callable[..., Any], said: str
+    engine: Engine, learner: Learner, alter: Callable[..., Any], message: str
 ) -> None:
     sender = AlteredManifest(learner, alter)
     before = await engine.client.prompt_logprobs(engine.model.probe)
-    assert said.format(third=learner.manifest().tensors[3].name) in await refusal(engine, sender)
+    assert message.format(third=learner.manifest().tensors[3].name) in await refusal(engine, sender)
     np.testing.assert_array_equal(await engine.client.prompt_logprobs(engine.model.probe), before)
 
 
@@ -357,7 +357,7 @@ async def test_a_receiver_that_never_comes_ends_the_push_in_time(engine: Engine,
 
 
 class Silent(LocalSender):
-    """Says that it has sent what never arrives."""
+    """Reports that it has sent what never arrives."""
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         return replace(await super().open_transfer(epoch, num_receivers), timeout_s=3.0)

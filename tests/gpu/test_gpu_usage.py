@@ -1,4 +1,4 @@
-"""What NVML says of a GPU that works, as the model benchmark and the lmms-eval wrapper record it."""
+"""What NVML reports of a GPU that works, as the model benchmark and the lmms-eval wrapper record it."""
 
 from __future__ import annotations
 

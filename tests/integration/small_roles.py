@@ -73,7 +73,7 @@ class SmallRollout(PromptServer):
         return group, (group.summary(), group.small_responses())
 
     async def _lose_the_reply(self) -> None:
-        """Until whoever waits gives up and breaks the call off."""
+        """Wait until the caller gives up and breaks the call off."""
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

@@ -35,8 +35,8 @@ class SmallReward:
 
 
 def _by_position(group: TrajectoryGroup | Answers) -> GroupOutcomes:
-    is_told = isinstance(group, Answers)
-    ids = group.trajectory_ids if is_told else tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+    is_by_value = isinstance(group, Answers)
+    ids = group.trajectory_ids if is_by_value else tuple(trajectory.trajectory_id for trajectory in group.trajectories)
     return GroupOutcomes("default", ids, tuple({"place": Score(float(i))} for i, _ in enumerate(ids)))
 
 

@@ -2,7 +2,7 @@
 
     python tests/integration/soak.py --minutes 30
 
-Somebody dies, hangs or is slow every few seconds, and the run is scaled up and down. Every step is checked as it is
+Every few seconds a process dies, hangs or is slow, and the run is scaled up and down. Every step is checked as it is
 trained: no group is missing, none comes twice. Memory of driver and buffer and the bytes in the object store have to
 stay where they are once the run is warm. The exit code is 1 if anything of this is violated.
 """
@@ -178,14 +178,14 @@ async def soak(folder: Path, seconds: float, seed: int) -> Outcome:
 
 
 def _check_weights(run: SmallRun, outcome: Outcome) -> None:
-    """The learner's own state says the same as the loop."""
+    """The learner's own state agrees with the loop."""
     trained = [group_id for step in run.trained for group_id in step]
     twice = [group_id for group_id, num in Counter(trained).items() if num > 1]
     outcome.ledger.violations += [f"the learner was trained on {group_id} twice" for group_id in twice]
 
 
 async def _sabotage(run: SmallRun, outcome: Outcome, rng: random.Random) -> None:
-    """Strike somebody, whatever anybody is doing."""
+    """Strike a random process, whatever the run is doing."""
     while outcome.ledger.num_steps == 0:
         await asyncio.sleep(0.1)
     while True:
@@ -221,7 +221,7 @@ async def _strike(run: SmallRun, victim: str, sign: signal.Signals) -> None:
 
 
 async def _look(run: SmallRun, outcome: Outcome) -> None:
-    """Measure memory, and say so when the run stands still."""
+    """Measure memory, and report a run that stands still."""
     while True:
         await asyncio.sleep(SAMPLE_S)
         if outcome.ledger.num_steps == 0:

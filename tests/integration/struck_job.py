@@ -38,7 +38,7 @@ PHASES = {"reference": "in_reference", "update": "in_update", "checkpoint": "in_
 
 
 class KnownRolloutPool(RolloutPool):
-    """The run's, for everybody to look at."""
+    """The run's, readable by every role."""
 
     only: KnownRolloutPool
 

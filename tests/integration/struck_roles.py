@@ -1,4 +1,4 @@
-"""Roles of a real run in which somebody reaches the moments of a `Saboteur`."""
+"""Roles of a real run that reach the moments of a `Saboteur`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an algorithm knows of a whole step is the same on two ranks and in one process: scores, selection, moments."""
+"""What is computed over a whole step is the same on two ranks and in one process: scores, selection, moments."""
 
 from __future__ import annotations
 

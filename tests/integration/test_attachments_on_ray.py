@@ -22,7 +22,7 @@ FEW, MANY = 1, BYTES // 8
 
 
 class Announcer:
-    """Says in each value how many follow; `size` is how many numbers those have."""
+    """Each value holds how many follow; `size` is how many numbers those have."""
 
     async def announce(self, numbers: list[int], size: int, pause_s: float) -> AsyncIterator[Any]:
         for place, number in enumerate(numbers):
@@ -47,7 +47,7 @@ def announced(value: tuple[int, int]) -> int:
     return value[1]
 
 
-async def heard(stream: Any) -> AsyncIterator[tuple[int, list[Any]]]:
+async def received(stream: Any) -> AsyncIterator[tuple[int, list[Any]]]:
     async for (place, _), references in with_attachments(stream, announced, what="what it announces"):
         yield place, references
 
@@ -65,7 +65,7 @@ async def test_each_value_comes_with_references_to_those_that_belong_to_it(
 ) -> None:
     numbers = [0, 3, 1, 0, 2]
     stream = announcer.announce.options(num_returns="streaming").remote(numbers, size, pause_s)
-    found = [(place, references) async for place, references in heard(stream)]
+    found = [(place, references) async for place, references in received(stream)]
     assert [place for place, _ in found] == list(range(len(numbers)))
     for place, references in found:
         values = await asyncio.to_thread(fetch, references, timeout_s=20, what="what belongs to a value")
@@ -76,14 +76,14 @@ async def test_each_value_comes_with_references_to_those_that_belong_to_it(
 @pytest.mark.parametrize(
     ("how", "error"), [("raises", RolloutError), ("returns", RuntimeError), ("dies", WorkerDiedError)]
 )
-async def test_an_actor_that_ends_before_all_has_come_is_told_from_one_that_goes_on(
+async def test_an_actor_that_ends_before_all_has_come_is_an_error(
     announcer: Any, how: str, error: type[Exception]
 ) -> None:
     stream = announcer.breaks_its_word.options(num_returns="streaming").remote(how)
     found = []
     with pytest.raises(error):
         async with asyncio.timeout(60):
-            async for place, references in heard(stream):
+            async for place, references in received(stream):
                 found.append((place, references))
     [(place, [reference])] = found
     assert (place, (await asyncio.to_thread(ray.get, reference, timeout=20))[0]) == (0, 0)

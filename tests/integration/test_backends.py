@@ -77,7 +77,7 @@ def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factor
     variants = VARIANTS[request.param]
     for name in variants:
         (out / name).mkdir()
-    # DeepSpeed keeps what it is told once a process: a variant there has processes of its own.
+    # DeepSpeed keeps its settings for the life of a process: a variant there has processes of its own.
     together = [{name: variant} for name, variant in variants.items()] if request.param == "deepspeed" else [variants]
     for some in together:
         mp.start_processes(_rank, args=(some, one_process, out), nprocs=2, start_method="forkserver")
@@ -172,6 +172,6 @@ def test_the_export_holds_the_weights_under_the_names_of_the_checkpoint(ran: Ran
 
 
 @pytest.mark.parametrize("two_ranks", ["deepspeed"], indirect=True)
-def test_a_checkpoint_says_for_which_ranks_it_is(two_ranks: Path) -> None:
+def test_a_checkpoint_holds_its_number_of_ranks(two_ranks: Path) -> None:
     for name in VARIANTS["deepspeed"]:
         assert json.loads((two_ranks / name / "state" / "deepspeed.json").read_text())["num_ranks"] == 2

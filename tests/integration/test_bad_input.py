@@ -208,24 +208,24 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_data_folder_without_use_is_refused_before_anything_starts(
     model: Path, tmp_path: Path, restored_logging: None, case: str
 ) -> None:
-    make, said = BAD_FOLDERS[case]
+    make, message = BAD_FOLDERS[case]
     runs = tmp_path / "runs"
-    assert said in refused(train(*overrides(model, make(tmp_path / "data"), runs)))
+    assert message in refused(train(*overrides(model, make(tmp_path / "data"), runs)))
     assert never_started(runs)
 
 
 def test_a_run_folder_that_cannot_be_written_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
     (tmp_path / "file").write_text("a file is no folder, not even for root")
-    said = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "file" / "runs")))
-    assert "runs/bad cannot be written" in said
-    assert "set folder or name to another" in said
+    message = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "file" / "runs")))
+    assert "runs/bad cannot be written" in message
+    assert "set folder or name to another" in message
 
 
 def test_a_preset_that_the_machine_cannot_hold_is_refused(model: Path, tmp_path: Path, restored_logging: None) -> None:
     words = [*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs"), "resources.rollout.num_workers=4000"]
-    said = refused(train(*words))
-    assert "resources.rollout asks for 4000 workers" in said
-    assert "lower resources.rollout.num_workers" in said
+    message = refused(train(*words))
+    assert "resources.rollout asks for 4000 workers" in message
+    assert "lower resources.rollout.num_workers" in message
     assert never_started(tmp_path / "runs")
 
 
@@ -254,9 +254,9 @@ def test_too_many_bad_rows_are_named_where_no_run_folder_could_name_them(
     model: Path, tmp_path: Path, restored_logging: None
 ) -> None:
     data = write_data(tmp_path / "data", *(named(f"nowhere-{n}.png") | {"id": f"lost-{n}"} for n in range(5)))
-    said = refused(train(*overrides(model, data, tmp_path / "runs")))
-    assert "5 of 25 samples of the split train are unusable: missing_file 5 (" in said
-    assert all(f"(lost-{n}): there is no file" in said for n in range(3))
+    message = refused(train(*overrides(model, data, tmp_path / "runs")))
+    assert "5 of 25 samples of the split train are unusable: missing_file 5 (" in message
+    assert all(f"(lost-{n}): there is no file" in message for n in range(3))
     assert never_started(tmp_path / "runs")
 
 
@@ -265,9 +265,9 @@ def test_a_finished_run_is_not_overwritten(model: Path, tmp_path: Path, restored
     step = tmp_path / "runs" / "bad" / "checkpoints" / "step-000005"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text('{"files": {}}')
-    said = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs")))
-    assert "already holds step 5" in said
-    assert "resume=auto" in said
+    message = refused(train(*overrides(model, write_data(tmp_path / "data"), tmp_path / "runs")))
+    assert "already holds step 5" in message
+    assert "resume=auto" in message
     assert sorted(path.name for path in (tmp_path / "runs").rglob("*")) == sorted(
         ["bad", "checkpoints", "step-000005", "manifest.json"]
     )

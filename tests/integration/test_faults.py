@@ -1,4 +1,4 @@
-"""The fault matrix: whoever dies, hangs or is slow, at whichever moment, the run trains what it would have trained.
+"""The fault matrix: a process dies, hangs or is slow at any moment, and the run trains what it would have trained.
 
 Each run takes several faults, one or two at a time, each at an exact moment (`sabotage`). Its final state holds the ids
 of all groups in the order in which they were trained; at staleness 0 it must be the state of the run without faults.
@@ -66,7 +66,7 @@ def assert_costs_nothing_but_time(folder: Path, rounds: Sequence[Sequence[Fault]
     planned = iter(rounds)
 
     async def plan_next(version: int) -> None:
-        """The next round waits until everybody is back: the run goes on meanwhile with those that are left."""
+        """The next round waits until every role is back: the run goes on meanwhile with those that are left."""
         if version % STEPS_PER_ROUND == 1:
             for faults in planned:
                 await until(lambda: run.is_whole, BACK_S)
@@ -87,7 +87,7 @@ def assert_costs_nothing_but_time(folder: Path, rounds: Sequence[Sequence[Fault]
 
 
 def left(folder: Path) -> list[str]:
-    """Roles of the run whose process is still there: Ray ends them a moment after it was told to."""
+    """Roles of the run whose process is still there: Ray ends them a moment after the call."""
     return [file.name for file in folder.glob("pid-*") if is_running(int(file.read_text()))]
 
 
@@ -104,7 +104,7 @@ def covering(victims: Sequence[str]) -> list[Fault]:
     ]
 
 
-def test_whoever_fails_at_whichever_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
+def test_a_failure_of_any_role_at_any_moment_costs_nothing_but_time(tmp_path: Path, local_ray: str) -> None:
     """Two at a time where it can be, at different moments: an interchangeable worker, and a learner rank."""
     workers, ranks = covering(VICTIMS[:3]), covering(VICTIMS[3:])
     half = len(ranks) // 2
@@ -155,7 +155,7 @@ def test_a_driver_that_is_killed_again_and_again_goes_on_where_it_was(
 @pytest.mark.matrix
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_driver_that_hangs_is_killed_and_goes_on_where_it_was(moment: str, tmp_path: Path, local_ray: str) -> None:
-    """Whoever started it does both: nobody watches a driver."""
+    """The test does both, as the user would: no process watches a driver."""
     num_steps = 10
     with driving(tmp_path, num_steps, (moment, HANG)) as driver:
         wait_until(lambda: Saboteur(tmp_path).struck, BACK_S, lambda: moment)
@@ -195,8 +195,8 @@ def drive(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> 
 @contextmanager
 def driving(folder: Path, num_steps: int, *faults: tuple[str, signal.Signals]) -> Iterator[subprocess.Popen[bytes]]:
     address = ray.get_runtime_context().gcs_address
-    told = (word for moment, kind in faults for word in (moment, str(int(kind))))
-    words = [str(folder), str(num_steps), address, *told]
+    planned = (word for moment, kind in faults for word in (moment, str(int(kind))))
+    words = [str(folder), str(num_steps), address, *planned]
     driver = subprocess.Popen([sys.executable, str(HERE / "small_driver.py"), *words], cwd=HERE.parents[1])
     try:
         yield driver
@@ -221,7 +221,7 @@ def test_nodes_that_are_lost_take_nothing_with_them(
     result = on_nodes(tmp_path, kind, moments)
     homes = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2, "learner/0": 2, "learner/1": 2}
     assert {name: home for name, home in result["homes"].items() if home} == homes
-    # An engine behind a node that is gone is dead, silent or cut off in the middle of a push: which is told is chance.
+    # An engine behind a node that is gone is dead, silent or cut off in the middle of a push: which one is chance.
     lost = {role: sum(n for kind, n in result["losses"].items() if kind.startswith(role)) for role in LOST_WITH_NODES}
     assert all(num >= LOST_WITH_NODES[role] for role, num in lost.items()), result["losses"]
     before, after = result["moved"]

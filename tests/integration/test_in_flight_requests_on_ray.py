@@ -70,7 +70,7 @@ async def test_a_killed_actor_costs_less_than_one_chunk_of_each_response(local_r
         assert trajectory.behavior_logprobs.tolist() == [-position for position in range(LENGTHS[index])]
         assert trajectory.finish_reason is FinishReason.STOP
     assert in_flight_requests.summary().num_prompts == 0
-    [first, *others] = ended  # the shortest one, before the actor was killed; it is not told of again
+    [first, *others] = ended  # the shortest one, before the actor was killed; it is not reported again
     assert (first.sibling, first.response) == (1, group.trajectories[1].response)
     assert [(it.sibling, it.response) for it in others] in ([], [(2, group.trajectories[2].response)])
 

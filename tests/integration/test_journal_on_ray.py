@@ -38,7 +38,7 @@ async def test_a_group_that_is_late_holds_up_nothing_and_is_written_once_it_is_t
     slow, once = start(Slow, "slow", options={}), tmp_path / "once"
     small, late, plain = (make_scored(f"0/{n}/s") for n in range(3))
     large = make_group(make_prompt("1/0/s"), versions=np.zeros(MANY_TOKENS, dtype=int).tolist())
-    told = {
+    groups = {
         "small": replace(small, group=ray.put(small.group)),
         "late": replace(late, group=slow.give.remote(late.group, once)),
         "large": replace(small, summary=large.summary(), group=ray.put(large)),
@@ -47,7 +47,7 @@ async def test_a_group_that_is_late_holds_up_nothing_and_is_written_once_it_is_t
     folder = tmp_path / "journal"
     writer = JournalWriter(Journal(folder, {}), timeout_s=120)
     try:
-        calls = {name: asyncio.ensure_future(writer.finished(group)) for name, group in told.items()}
+        calls = {name: asyncio.ensure_future(writer.finished(group)) for name, group in groups.items()}
         await asyncio.gather(calls["small"], calls["large"], calls["plain"])
         assert not calls["late"].done()
         assert written(folder) == ["0/0/s", "0/2/s", "1/0/s"]

@@ -1,4 +1,4 @@
-"""A judge behind vLLM's own server: texts and pictures go in, what the engine was made to say comes out as a score."""
+"""A judge behind vLLM's own server: texts and pictures go in, the forced output of the engine comes out as a score."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_placement_groups_of_dead_drivers_alone_are_leftovers(local_ray: str) ->
     """Ray removes a dead driver's groups itself; a detached one stands for one that it forgot."""
     address = ray.get_runtime_context().gcs_address
     living = ray.util.placement_group([{"CPU": 0.1}], name="living/reward/0/0123abcd")
-    for name in ("gone/reward/0/0123abcd", "somebody else's"):
+    for name in ("gone/reward/0/0123abcd", "another program's"):
         subprocess.run([sys.executable, "-c", FORGETFUL, address, name], cwd=REPOSITORY, check=True, timeout=120)
     assert living.wait(30)
     wait_until(lambda: len(groups_of_dead_drivers()) == 2, 30, groups_of_dead_drivers)
@@ -167,7 +167,7 @@ def test_placement_groups_of_dead_drivers_alone_are_leftovers(local_ray: str) ->
     assert (found.run, found.what) == ("gone", "what was reserved for reward/0")
     assert [refusal for _, refusal in free([found.id], [found], timeout_s=5)] == [""]
     wait_until(
-        lambda: [name for _, name in groups_of_dead_drivers()] == ["somebody else's"], 30, groups_of_dead_drivers
+        lambda: [name for _, name in groups_of_dead_drivers()] == ["another program's"], 30, groups_of_dead_drivers
     )
     for group_id, _ in groups_of_dead_drivers():
         remove_group(group_id)

@@ -1,7 +1,7 @@
 """Finished groups that are lost in the object store, at each moment of their life: none is missing, none comes twice.
 
-A lost object is one whose owner has died: whoever asks for it is told what it would be told of one that went with its
-node. `test_faults.py` kills real nodes.
+A lost object is one whose owner has died: a fetch of it raises what a fetch of an object of a lost node raises.
+`test_faults.py` kills real nodes.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def summary(report: RunFolder) -> Summary:
     return report.summary
 
 
-def test_the_summary_says_everything_about_the_run(on_policy: Job, summary: Summary) -> None:
+def test_the_summary_holds_everything_about_the_run(on_policy: Job, summary: Summary) -> None:
     written = json.loads((on_policy.run_folder / "summary.json").read_text())
     assert set(written) >= {
         "accuracy_before", "accuracy_after", "seed", "num_steps", "samples_per_s", "tokens_per_s", "seconds",
@@ -235,7 +235,7 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
 
 
 def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:
-    """Its journal told the truth, and its trajectory log has every step."""
+    """Its journal is correct, and its trajectory log has every step."""
     resumed.finish(resumed.start_command("replay", str(resumed.run_folder)))
     assert f"{RESUMED_STEPS} steps trained again" in resumed.output
     assert resumed.output.strip().endswith("largest difference of a weight from the run's own policy: 0")
@@ -247,9 +247,9 @@ def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(
 def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
     before = len(resumed.output)
     resumed.finish(resumed.start_command("replay", str(resumed.run_folder), "--score"))
-    told = resumed.output[before:]
-    assert f"{RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES} responses of {RESUMED_STEPS} steps" in told
-    rows = [line.split("│")[1:-1] for line in told.splitlines() if line.startswith("│")]
+    printed = resumed.output[before:]
+    assert f"{RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES} responses of {RESUMED_STEPS} steps" in printed
+    rows = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│")]
     assert {row[0].strip() for row in rows} == {"accuracy", "format", "reward"}
     assert {row[4].strip() for row in rows} == {"0"}
 

@@ -38,7 +38,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
         job.end()
 
 
-def test_the_report_says_how_well_how_fast_and_on_what(written: tuple[Path, dict[str, Any]]) -> None:
+def test_the_report_holds_quality_speed_and_hardware(written: tuple[Path, dict[str, Any]]) -> None:
     folder, matrix = written
     [run] = matrix["runs"]
     assert run["model"] == str(folder / "tiny")

@@ -1,4 +1,4 @@
-"""A private cluster: nobody else reaches it, and it outlives a signal to the whole process group of its driver."""
+"""A private cluster: no other process reaches it, and it outlives a signal to the whole process group of its driver."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_its_processes_listen_on_the_loopback_address_alone(driver: subprocess.P
 
 def test_the_driver_can_end_in_order_when_its_whole_process_group_is_signalled(driver: subprocess.Popen[str]) -> None:
     os.killpg(driver.pid, signal.SIGTERM)
-    said, _ = driver.communicate(timeout=120)
-    assert said == "stopped by a signal: True answer: 42\n"
+    printed, _ = driver.communicate(timeout=120)
+    assert printed == "stopped by a signal: True answer: 42\n"
     assert driver.returncode == 0

@@ -155,9 +155,9 @@ async def test_reward_workers_come_and_go_under_load_and_every_group_is_scored_o
             lambda: list(states(run.rewards.services["reward"].pool.status()).values()) == [WorkerState.SERVING] * 3
         )
         await until(lambda: all(worker.num_in_flight for worker in run.rewards.services["reward"].pool.status()))
-        everybody = {f"reward/{i}": WorkerState.SERVING for i in range(3)}
+        all_serving = {f"reward/{i}": WorkerState.SERVING for i in range(3)}
         async with asyncio.timeout(ASK_S):  # what is asked for was posted a while ago
-            while states((await run.status()).workers) != everybody:
+            while states((await run.status()).workers) != all_serving:
                 pass
         assert (config.run_folder / LOGS_FOLDER / "reward-2.log").read_text().startswith("===== process ")
         await run.rewards.check()

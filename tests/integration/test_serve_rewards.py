@@ -75,14 +75,14 @@ def _announced(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        assert selector.select(timeout=120), "the server does not say where it is"
+        assert selector.select(timeout=120), "the server does not print its address"
     line = process.stdout.readline()
     found = re.search(r"http://127\.0\.0\.1:\d+", line)
     assert found, line + process.stdout.read()
     return found[0]
 
 
-def test_a_served_file_scores_and_stops_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
     with served(tmp_path, "--token-env", "REWARD_TOKEN", "--timeout", "40") as (process, url):

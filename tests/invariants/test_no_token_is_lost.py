@@ -25,18 +25,18 @@ def settings(lengths: list[int]) -> SamplingSettings:
 
 
 async def attempt(
-    in_flight: InFlightRequest, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_heard: int
+    in_flight: InFlightRequest, lengths: list[int], chunk: int, dies_at: int | None, version: int, num_reports: int
 ) -> list[SampledSequence] | None:
-    """One try, on an engine that dies before its step `dies_at`; of what it reports the first `num_heard` arrive."""
-    attempt, heard = in_flight.next_attempt(), []
+    """One try, on an engine that dies before its step `dies_at`; of what it reports the first `num_reports` arrive."""
+    attempt, reports = in_flight.next_attempt(), []
 
     async def before_step(step: int) -> None:
         if step == dies_at:
             raise WorkerDiedError("SIGKILL")
 
     def emit(chunks: list[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
-        if len(heard) < num_heard:
-            heard.append(chunks)
+        if len(reports) < num_reports:
+            reports.append(chunks)
             for new_chunk in chunks:
                 in_flight.add(new_chunk)
 
@@ -61,9 +61,9 @@ def test_interrupted_groups_equal_the_uninterrupted_one(
         )
         in_flight_requests, group, version = InFlightRequests(chunk), None, 0
         with in_flight_requests.held(PROMPT, settings(lengths)) as in_flight:
-            for version, (dies_at, num_heard) in enumerate(deaths):
+            for version, (dies_at, num_reports) in enumerate(deaths):
                 known = in_flight.num_tokens
-                group = await attempt(in_flight, lengths, chunk, dies_at, version, num_heard)
+                group = await attempt(in_flight, lengths, chunk, dies_at, version, num_reports)
                 assert in_flight.num_tokens >= known
                 if group is not None:
                     break

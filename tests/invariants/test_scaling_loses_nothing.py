@@ -22,7 +22,7 @@ events = st.lists(st.tuples(turns, st.sampled_from(["scale", "kill"]), st.intege
 
 
 class Worker:
-    """Takes `num_turns` of the event loop over each piece of work, and dies when told to."""
+    """Takes `num_turns` of the event loop over each piece of work, and dies when the test ends it."""
 
     def __init__(self) -> None:
         self.is_dead = False
@@ -103,4 +103,4 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
     assert max(worker.max_load for worker in workers) <= MAX_LOAD
     serving = [worker for worker in work.pool.status() if worker.state is WorkerState.SERVING]
     assert len(serving) == len(work.pool.status()) == wanted
-    assert len(hosts.booked) == wanted, "a place was lost, or is booked for nobody"
+    assert len(hosts.booked) == wanted, "a place was lost, or is booked for no worker"

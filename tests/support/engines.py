@@ -129,7 +129,7 @@ class Engine:
         await stop(self.handle, timeout_s=30, what=self.client.name)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
-        """One group, from where the in-flight request of the prompt says that an earlier attempt left it."""
+        """One group, from where an earlier attempt left it, by the in-flight request of the prompt."""
         reference, summary, _ = await self.client.generate(prompt, settings)
         [group] = await asyncio.to_thread(fetch, [reference], timeout_s=30, what="a group")
         assert group.summary() == summary
@@ -258,7 +258,7 @@ def perturb(learner: Learner, seed: int, scale: float = 0.05, only: str = "") ->
 
 
 def perturb_adapters(learner: Learner, seed: int, scale: float = 0.1) -> None:
-    """Draw every A and B anew."""
+    """Draw every A and B again."""
     generator = torch.Generator().manual_seed(seed)
     for _, factor in learner._outgoing.adapters(learner._backend):
         factor.copy_(torch.randn(factor.shape, generator=generator) * scale)
@@ -285,7 +285,7 @@ def learner_logprobs(
 
 
 def score(learner: Learner, sequences: Sequence[TokenSequence], distribution: Distribution) -> PolicyOutput:
-    """What the learner's policy says of these rows, in one batch."""
+    """The output of the learner's policy for these rows, in one batch."""
     with learner._backend.inference():
         batch = collate(sequences, MediaReader(timeout_s=1, max_items=8), learner._device)
         return learner._policy(batch, distribution)
@@ -334,7 +334,7 @@ async def sampled_gap(engine: Engine, learner: Learner) -> float:
 
 
 async def refusal(engine: Engine, sender: LocalSender) -> str:
-    """What a push says that is refused for its manifest; nothing was opened or sent, and the engine is as it was."""
+    """The error of a push that is refused for its manifest; nothing was opened or sent, and the engine is as it was."""
     with pytest.raises(ManifestError) as refused:
         await weight_sync(engine, sender).publish(1)
     assert (sender.num_opened, sender.num_sent) == (0, 0)

@@ -201,19 +201,19 @@ class FakeWeights:
     def __init__(self, rollouts: FakeRollouts) -> None:
         self.published: list[int] = []
         self._rollouts = rollouts
-        self._heralds: list[Callable[[int], None]] = []
+        self._listeners: list[Callable[[int], None]] = []
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
-        self._heralds.append(listener)
+        self._listeners.append(listener)
 
     def settling(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     async def settled(self) -> None:
-        """Whoever publishes waits for every engine."""
+        """`publish` itself waits for every engine."""
 
     async def publish(self, version: int) -> int:
-        for announce in self._heralds:
+        for announce in self._listeners:
             announce(version)
         await turns(2)
         self._rollouts.version = version
@@ -265,7 +265,7 @@ class FakeEvaluator:
 
 
 class NoCheckpoints:
-    """Every run starts anew."""
+    """Every run starts at version 0."""
 
     async def resume(self) -> int:
         return 0

@@ -32,7 +32,7 @@ class Kind(StrEnum):
     DIE = "die"  # the process is lost; another one cannot start before the fault is over
     HANG = "hang"  # the process stands still, then goes on as if nothing had been
     SLOW = "slow"
-    LOSE_REPLY = "lose_reply"  # what it finishes meanwhile is never heard of
+    LOSE_REPLY = "lose_reply"  # the replies of what it finishes meanwhile are lost
 
 
 @dataclass(frozen=True)

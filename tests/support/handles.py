@@ -61,7 +61,7 @@ class LocalStream:
         self._death: Exception | None = None
 
     def die(self, error: Exception) -> None:
-        """Whoever makes the values dies of `error`; what was made has been sent."""
+        """The process that makes the values dies of `error`; the values made before have been sent."""
         self._death = error
         self._making.cancel()
 

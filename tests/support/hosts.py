@@ -1,4 +1,4 @@
-"""Hosts without processes: they make workers in this process, count places, and fail when told to."""
+"""Hosts without processes: they make workers in this process, count places, and fail when a test asks for it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ class FakeHosts:
 
 
 async def settle() -> None:
-    """Let everything that can go on without waiting for somebody go on."""
+    """Let everything that can go on without waiting for another task go on."""
     for _ in range(50):
         await asyncio.sleep(0)

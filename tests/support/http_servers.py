@@ -1,4 +1,4 @@
-"""Real HTTP servers on loopback: ours, and ones that misbehave as they are told to."""
+"""Real HTTP servers on loopback: ours, and ones that misbehave as the test asks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def token_at(prompt_id: str, sibling: int, position: int) -> int:
 class KnownSampler:
     """Decodes one token of every unfinished sibling in each step; `lengths[i]` is where sibling i ends.
 
-    `before_step(step)` may wait, or raise what befalls the engine.
+    `before_step(step)` may wait, or raise the failure of the engine.
     """
 
     def __init__(

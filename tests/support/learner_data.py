@@ -29,7 +29,7 @@ PATCH_VALUES = 3 * 2 * 14 * 14
 
 
 def tiny_config(model: Path, *overrides: str) -> RunConfig:
-    """A run of the tiny model at temperature 0.8, one learner process unless told otherwise."""
+    """A run of the tiny model at temperature 0.8, one learner process unless overridden."""
     words = ["experiment=digits", f"policy.model={model}", "learner=single", "resources.learner.num_workers=1"]
     words += ["sampler.temperature=0.8", "learner.learning_rate=0.001", "algorithm.kl.coef=0"]
     return load_config(overridden(words, overrides))

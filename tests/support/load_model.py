@@ -66,7 +66,7 @@ def _set(path: Path, keys: tuple[str, ...], value: int) -> None:
 
 
 def _end_after(folder: Path, mean_length: int) -> None:
-    """Make EOS about equally likely after whatever the model itself says: 1 / `mean_length` on average.
+    """Make EOS about equally likely after whatever the logits of the model: 1 / `mean_length` on average.
 
     One channel of the residual stream is the same at every token; the output row of EOS reads that channel alone.
     """

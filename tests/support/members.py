@@ -6,7 +6,7 @@ from typing import Any
 
 
 class FixedMembers:
-    """Loses whom it is told to lose, and replaces nobody."""
+    """Loses the members that it is asked to lose, and replaces none."""
 
     def __init__(self, *receivers: Any) -> None:
         self.lost: dict[str, Exception] = {}

@@ -39,7 +39,7 @@ REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
 
 
 class FakeClock:
-    """Time that moves only when told."""
+    """Time that moves only by `pass_s`."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -27,7 +27,7 @@ def pair(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def form_pair(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
-    """A pair that a small model tells apart soon: an answer in its box against the bare digit."""
+    """A pair that a small model separates soon: an answer in its box against the bare digit."""
     return {"messages": [_asked(picture)], "chosen": boxed(digit), "rejected": str(digit)}
 
 

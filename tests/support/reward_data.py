@@ -53,7 +53,7 @@ def pool_over(
 
 
 def answers(prompt_id: str, *texts: str, references: tuple[str, ...] = ()) -> TrajectoryGroup:
-    """A group whose responses say `texts`; nothing else of it matters to rewards."""
+    """A group whose responses are `texts`; nothing else of it matters to rewards."""
     ids = np.zeros(1, np.int32)
     prompt = Prompt(prompt_id, prompt_id.rpartition("/")[2], "?", ids, ids, references=references)
     return TrajectoryGroup(prompt, tuple(_answer(f"{prompt_id}#{i}", text) for i, text in enumerate(texts)))

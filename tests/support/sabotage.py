@@ -2,9 +2,9 @@
 
     saboteur.plan("in_broadcast", victim="rollout/0", signal=signal.SIGKILL)
 
-What no signal does, a role does to itself where it is told that a fault was planned: `plan("replying", ...)` with NONE.
+What no signal does, a role does to itself where `moment` returns True: `plan("replying", ...)` with NONE.
 
-The plan is a file in a folder that all processes share; whoever reaches the moment first takes the file and acts.
+The plan is a file in a folder that all processes share; the first process at the moment takes the file and acts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NONE = 0  # the signal that does nothing
 
 
 def is_running(process_id: int) -> bool:
-    """Whether the process computes or could; one that nobody has reaped yet does not."""
+    """Whether the process computes or could; one that is not reaped yet does not."""
     return _state(process_id) != "Z"
 
 
 def _state(process_id: int) -> str:
-    """As in /proc; one that is gone is like one that nobody has reaped yet."""
+    """As in /proc; one that is gone is like one that is not reaped yet."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

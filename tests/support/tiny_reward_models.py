@@ -53,7 +53,7 @@ def write_text_model(folder: Path, *, num_labels: int = 1, pad: bool = True) -> 
 
 
 def write_pair_model(folder: Path) -> Path:
-    """A BERT that tells three labels apart."""
+    """A BERT that classifies into three labels."""
     torch.manual_seed(2)
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *LETTERS.strip(), *(f"##{c}" for c in LETTERS.strip())]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 Found = TypeVar("Found")
 
-PATIENCE_S = 60.0  # says nothing about speed: what is well comes true long before
+PATIENCE_S = 60.0  # no measure of speed: what works comes true long before
 SHORTEST_S, LONGEST_S = 0.001, 0.1  # between two looks
 
 

@@ -149,7 +149,7 @@ def test_another_dataset_in_the_folder_is_refused(folders: dict[DigitsTask, Path
         write_digits(folders["digits"], task="digits", seed=1)
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
     with pytest.raises(ValueError, match=r"has no dataset\.json"):
         write_digits(tmp_path, task="digits")

@@ -400,6 +400,6 @@ def test_without_a_generation_config_the_tokenizers_eos_stops(tmp_path: Path) ->
     assert processor.encode_answer("7")[-1] == processor.eos_token_ids[0]
 
 
-def test_the_fingerprint_says_whether_two_processors_make_the_same(model: str, processor: ChatProcessor) -> None:
+def test_equal_fingerprints_mean_that_two_processors_make_the_same(model: str, processor: ChatProcessor) -> None:
     assert build(model)[0].fingerprint == processor.fingerprint
     assert build(model, max_pixels=MAX_PIXELS * 2)[0].fingerprint != processor.fingerprint

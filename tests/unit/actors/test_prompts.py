@@ -52,7 +52,7 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_prompt_ids_say_epoch_position_and_sample() -> None:
+def test_prompt_ids_are_of_epoch_position_and_sample() -> None:
     stream = source(3)
     prompts = [stream.next() for _ in range(4)]
     assert [p.prompt_id for p in prompts[::3]] == [f"0/0/{prompts[0].sample_id}", f"1/0/{prompts[3].sample_id}"]
@@ -115,14 +115,14 @@ def test_a_source_without_usable_rows_stops() -> None:
         stream.next()
 
 
-def test_whoever_listens_is_told_of_each_unusable_row_even_if_there_is_no_other() -> None:
-    told: list[Skipped] = []
+def test_the_listener_receives_each_unusable_row_even_if_there_is_no_other() -> None:
+    reported: list[Skipped] = []
     bad = FakeProcessor(bad_media={row.sample_id for row in rows(3)})
-    stream = PromptSource(rows(3), bad, seed=0, split_name="train", on_skipped=told.append)
+    stream = PromptSource(rows(3), bad, seed=0, split_name="train", on_skipped=reported.append)
     for _ in range(2):
         with pytest.raises(DatasetError):
             stream.next()
-    assert sorted(skipped.sample for skipped in told) == ["r0", "r1", "r2"]
+    assert sorted(skipped.sample for skipped in reported) == ["r0", "r1", "r2"]
 
 
 def test_a_source_without_rows_is_refused() -> None:

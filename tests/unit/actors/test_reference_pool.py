@@ -151,7 +151,7 @@ async def test_a_lost_scorer_is_replaced_and_its_groups_are_scored_by_another() 
 
 
 class LosesReplies(FakeScorer):
-    """The first `num` times nobody hears what it says of a group, and it is free again."""
+    """The first `num` replies are lost, and it is free again."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -172,8 +172,8 @@ async def test_a_scorer_that_loses_a_reply_is_not_replaced_and_its_groups_are_sc
 
 
 async def test_replies_that_are_lost_again_and_again_end_in_an_error_not_in_a_loop() -> None:
-    said = "waited 0.05 s for reference/0 to score 1 groups, which is done with it"
-    with pytest.raises(LostReplyError, match=said):
+    message = "waited 0.05 s for reference/0 to score 1 groups, which is done with it"
+    with pytest.raises(LostReplyError, match=message):
         await pool([LosesReplies(2)], timeout_s=0.05, max_attempts=2).score([make_scored("0/0/s0")])
 
 

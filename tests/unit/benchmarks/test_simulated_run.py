@@ -142,7 +142,7 @@ def test_the_same_run_is_simulated_the_same_twice() -> None:
 
 
 @pytest.mark.parametrize(("sigma", "balance"), [(0.0, 0.5), (1.0, 1.6)])
-def test_a_regime_keeps_the_mean_length_and_has_the_balance_it_says(sigma: float, balance: float) -> None:
+def test_a_regime_keeps_the_mean_length_and_has_the_balance_asked_for(sigma: float, balance: float) -> None:
     load = in_regime(replace(WORKLOAD, num_steps=10), sigma=sigma, balance=balance)
     assert (load.update_s + load.push_s) / load.decoding_s == pytest.approx(balance)
     assert load.decoding_s == pytest.approx(6600 * 2048 / (1024 * 50), rel=0.08)

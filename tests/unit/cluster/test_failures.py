@@ -33,7 +33,7 @@ def test_it_names_the_exception_and_the_innermost_frames_first() -> None:
     assert "\n" not in str(failure) and "RuntimeError: no" in failure.traceback
 
 
-def test_equal_causes_have_equal_fingerprints_whatever_their_message_says() -> None:
+def test_equal_causes_have_equal_fingerprints_whatever_their_message() -> None:
     first, second = Failure.of(raised("request 1")), Failure.of(raised("request 2"))
     assert first.fingerprint == second.fingerprint
     assert first.fingerprint != Failure.of(ValueError("request 1")).fingerprint
@@ -46,7 +46,7 @@ def test_a_long_message_and_a_long_traceback_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "said", "is_a_pattern"),
+    ("exit_code", "message", "is_a_pattern"),
     [
         (-9, "was ended by signal 9 (SIGKILL)", False),
         (-15, "was ended by signal 15 (SIGTERM)", False),
@@ -56,10 +56,10 @@ def test_a_long_message_and_a_long_traceback_are_cut() -> None:
     ],
 )
 def test_a_process_that_left_no_exception_is_named_by_how_it_ended(
-    exit_code: int | None, said: str, is_a_pattern: bool
+    exit_code: int | None, message: str, is_a_pattern: bool
 ) -> None:
     failure = Failure.of_exit(exit_code, "the engine's process 7")
-    assert str(failure) == f"the engine's process 7 {said}"
+    assert str(failure) == f"the engine's process 7 {message}"
     assert (failure.fingerprint is not None) == is_a_pattern
 
 

@@ -70,7 +70,7 @@ def test_faults_in_a_row_with_one_cause_are_one_row_of_the_report(screen: io.Str
     write_report(tmp_path)
 
 
-def test_a_report_without_faults_says_so(tmp_path: Path) -> None:
+def test_a_report_without_faults_states_that(tmp_path: Path) -> None:
     assert "No worker was lost." in render_report(read_run_folder(tmp_path))
 
 

@@ -116,7 +116,7 @@ def test_no_field_stays_behind() -> None:
         assert len(values) == len(fields(record)), record
 
 
-def test_responses_are_told_beside_their_group_where_they_are_few_bytes() -> None:
+def test_responses_are_sent_beside_their_group_where_they_are_few_bytes() -> None:
     def generated(*texts: str, pictures: tuple[bytes, ...] = ()) -> Generated:
         responses = [Response(text, 4, is_truncated=False, pictures=pictures) for text in texts]
         siblings = zip(responses, group(*[4] * len(texts)).trajectories, strict=True)
@@ -124,9 +124,9 @@ def test_responses_are_told_beside_their_group_where_they_are_few_bytes() -> Non
         return Generated.of(sampled.prompt, "a reference", (sampled.summary(), sampled.small_responses()))
 
     half = "x" * (MAX_CHARACTERS_BY_VALUE // 2)
-    told = generated(half, half).to_score
-    assert [response.text for response in told.responses] == [half, half]
-    assert told.trajectory_ids == tuple(f"{picture_prompt().prompt_id}#{i}" for i in (0, 1))
+    answers = generated(half, half).to_score
+    assert [response.text for response in answers.responses] == [half, half]
+    assert answers.trajectory_ids == tuple(f"{picture_prompt().prompt_id}#{i}" for i in (0, 1))
     assert generated(half, half + "x").to_score == "a reference"
     assert generated("a", pictures=(b"png",)).to_score == "a reference"
 

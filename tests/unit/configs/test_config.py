@@ -22,7 +22,7 @@ from configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
-# Overrides, and what the message must say: the key, the value or the reason, and what to do.
+# Overrides, and what the message must name: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # keys that are not there
     (["algorithm.kl.coeff=1"], ["algorithm.kl.coeff is unknown", "did you mean algorithm.kl.coef?"]),
@@ -143,16 +143,16 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "said"), MISTAKES, ids=lambda value: " ".join(value)[:60])
-def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: list[str]) -> None:
+@pytest.mark.parametrize(("overrides", "parts"), MISTAKES, ids=lambda value: " ".join(value)[:60])
+def test_mistake_names_its_key_and_the_next_action(overrides: list[str], parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["experiment=digits", *overrides])
-    for words in said:
+    for words in parts:
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["resources=laptop", "resources.rollout.tensor_parallel=2"], "needs vLLM on GPUs, got sampler.kind=vllm"),
         (
@@ -165,13 +165,13 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], said: l
         ),
     ],
 )
-def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(["experiment=digits", *overrides])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["algorithm.stragglers=overtake"], "algorithm.max_staleness=0 admits none"),
         (["concurrency.kind=aimd", "concurrency.min_groups=32"], "min_groups <= start_groups"),
@@ -180,8 +180,8 @@ def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], said: s
         (["resources=laptop_colocated", "learner=deepspeed"], "use learner=fsdp2"),
     ],
 )
-def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(["experiment=digits", *overrides])
 
 
@@ -192,7 +192,7 @@ def test_every_time_of_a_run_is_bounded() -> None:
     assert load_config(["experiment=digits", "timeouts.start_s=2592000"]).timeouts.start_s == MAX_SECONDS
 
 
-def test_every_contradiction_is_told_at_once() -> None:
+def test_every_contradiction_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
             [
@@ -333,7 +333,7 @@ KL = ["algorithm.kl={coef: 0.1}", "algorithm.kl.coef=0.2"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["seed=1", "seed=2"], "seed=1 and seed=2 contradict each other"),
         (["experiment=digit_sum"], "experiment=digits and experiment=digit_sum contradict each other"),
@@ -349,8 +349,8 @@ KL = ["algorithm.kl={coef: 0.1}", "algorithm.kl.coef=0.2"]
         ),
     ],
 )
-def test_a_word_that_does_not_stand_in_the_result_is_refused_by_name(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_word_that_does_not_stand_in_the_result_is_refused_by_name(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(["experiment=digits", *words])
 
 
@@ -363,9 +363,9 @@ def test_a_word_given_twice_or_equal_to_the_default_stands() -> None:
 def test_without_an_experiment_model_and_data_are_asked_for(words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(words)
-    said = str(caught.value)
+    message = str(caught.value)
     for part in ("policy.model is missing", "data.path is missing", "`experiment=own", "`experiment=digits`"):
-        assert part in said
+        assert part in message
     config = load_config([*words, "policy.model=m", "data.path=d"])
     assert (config.warm_start.num_steps, config.policy.tiny, config.data.kind) == (0, "none", DataKind.JSONL)
 
@@ -442,7 +442,7 @@ def test_dumped_config_loads_back_equal(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "cannot be read"),
         (b"- a\n- b\n", "expected a mapping"),
@@ -451,11 +451,11 @@ def test_dumped_config_loads_back_equal(
         (b"seed: 1\n", "policy is missing"),
     ],
 )
-def test_unusable_resolved_file_is_a_config_error(tmp_path: Path, content: bytes | None, said: str) -> None:
+def test_unusable_resolved_file_is_a_config_error(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "config.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_resolved(path)
 
 
@@ -478,7 +478,7 @@ def test_committed_documentation_is_the_generated_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("learner=single", "set single keys, as learner.KEY=VALUE"),
         ("algorithm.kl.coeff=1", "did you mean algorithm.kl.coef?"),
@@ -486,10 +486,10 @@ def test_committed_documentation_is_the_generated_one() -> None:
         ("rewards.components.7.weight=1", "rewards.components.7.weight=1: a value cannot be set there"),
     ],
 )
-def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Path, override: str, said: str) -> None:
+def test_over_a_runs_own_configuration_only_single_keys_can_be_set(tmp_path: Path, override: str, message: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(load_config(["experiment=digits"])), encoding="utf-8")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         load_resolved(path, [override])
     assert load_resolved(path, ["algorithm.kl.coef=0.5", "seed=9"]) == load_config(
         ["experiment=digits", "algorithm.kl.coef=0.5", "seed=9"]

@@ -119,20 +119,20 @@ def test_runtime_gets_the_config_and_gives_the_exit_code(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("raised", "exit_code", "said"),
+    ("raised", "exit_code", "message"),
     [
         (DatasetError("data/x holds no rows"), 2, "data/x holds no rows"),
         (DeadlineError("waited 3 s for rollout/0"), 1, "waited 3 s for rollout/0"),
         (KeyboardInterrupt(), 130, "resume=auto"),
     ],
 )
-def test_run_that_ends_on_purpose_says_why(
-    monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, said: str
+def test_run_that_ends_on_purpose_prints_why(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, exit_code: int, message: str
 ) -> None:
     with_runtime(monkeypatch, raised)
     result = CliRunner().invoke(app, ["train", "experiment=digits"])
     assert result.exit_code == exit_code
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.output
 
 
@@ -269,7 +269,7 @@ def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
     ],
     ids=lambda value: f"{value.name}-{value.detail[:20]}" if isinstance(value, doctor.Finding) else str(value),
 )
-def test_doctor_judges_one_thing_at_a_time_and_says_what_to_do(finding: doctor.Finding, verdict: Verdict) -> None:
+def test_doctor_judges_one_thing_at_a_time_and_names_what_to_do(finding: doctor.Finding, verdict: Verdict) -> None:
     assert finding.verdict is verdict
     assert finding.detail
     assert (finding.action == "") == (verdict is Verdict.OK)
@@ -367,7 +367,7 @@ def test_status_of_a_run_that_is_over_is_one_line_and_exit_code_1(
     assert len(result.stderr.splitlines()) == 1 and "run digits is not going on" in result.stderr
 
 
-def test_scale_sends_every_role_and_says_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scale_sends_every_role_and_prints_what_became_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 8, ""))
     result = CliRunner().invoke(app, ["scale", "rollout=4", "digits", "reward=8"])
     assert result.exit_code == 0
@@ -375,7 +375,7 @@ def test_scale_sends_every_role_and_says_what_became_of_it(monkeypatch: pytest.M
     assert "rollout=4 accepted" in result.stdout and "reward=8 accepted" in result.stdout
 
 
-def test_a_refused_role_is_told_why_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_role_is_printed_with_the_reason_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeRuns(monkeypatch, RoleOutcome("rollout", 4, ""), RoleOutcome("reward", 800, "no room on [any] node"))
     result = CliRunner().invoke(app, ["scale", "rollout=4", "reward=800"])
     assert result.exit_code == 1

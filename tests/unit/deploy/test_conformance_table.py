@@ -40,7 +40,7 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "message"),
     [
         ({"same_ids": {"one picture": False}}, "the engine expands 'one picture' otherwise"),
         ({"gaps": {"text": Gap(2e-2, 4e-2)}}, "text: the mean gap is 2.0e-02, more than 1e-05"),
@@ -49,7 +49,7 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
         ({"export_loads": False}, "the exported checkpoint does not load"),
     ],
 )
-def test_what_a_family_does_not_hold_is_named(own: dict[str, object], said: str) -> None:
+def test_what_a_family_does_not_hold_is_named(own: dict[str, object], message: str) -> None:
     [found] = failures(report(**own))
-    assert found.startswith(said)
+    assert found.startswith(message)
     assert f"- `internvl3`: {found}." in page([report(**{"pushes": {ALL: GOOD}} | own)])

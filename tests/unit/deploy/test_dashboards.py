@@ -138,7 +138,7 @@ def test_every_rule_has_a_case() -> None:
 @needs_promtool
 @pytest.mark.parametrize("alert", FIRING)
 def test_an_alert_fires_when_it_should_and_not_before(alert: str, tmp_path: Path) -> None:
-    """The expression of `ALERTS` says which alerts fire: whatever the text of their annotations."""
+    """The expression of `ALERTS` decides which alerts fire: whatever the text of their annotations."""
     fires, quiet, series, labels = FIRING[alert]
     chosen = ",".join(f'{key}="{value}"' for key, value in labels.items())
     expr = f'count(ALERTS{{alertname="{alert}",alertstate="firing",{chosen}}})'

@@ -88,16 +88,16 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
 
 
 def missing(values: Any, words: list[Word]) -> list[str]:
-    """What words say that the values do not, other words of the same command apart."""
-    said = {word: dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
+    """What words set and the values do not hold, other words of the same command apart."""
+    chosen = {word: dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
             for word in words}  # fmt: skip
     return [
         f"{word.text}: {name}"
         for word in words
-        for name, value in said[word].items()
+        for name, value in chosen[word].items()
         if value_at(values, name) != value
         and "${times:" not in str(value)  # computed: tests of presets
-        and not any(word.is_group and name in said[other] for other in words if other is not word)
+        and not any(word.is_group and name in chosen[other] for other in words if other is not word)
     ]
 
 

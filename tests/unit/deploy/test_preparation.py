@@ -1,4 +1,4 @@
-"""Before a process starts: run folder, model and data are there and checked, or one error says what to do."""
+"""Before a process starts: run folder, model and data are there and checked, or one error names what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
     return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
 
 
-def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_where_it_is_told(
+def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_through_the_given_function(
     shared: Path, tmp_path: Path
 ) -> None:
     stored: list[object] = []
@@ -170,7 +170,7 @@ def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("policy.freeze=[vision.]", r"policy\.freeze: no parameter .* 'vision\.'; the nearest are visual"),
         ("policy.lora.target_modules=[w_proj]", r"no matrix of the model is called w_proj"),
@@ -178,10 +178,10 @@ def test_the_screen_counts_what_the_learner_trains(shared: Path, tmp_path: Path,
     ],
 )
 def test_layers_that_the_checkpoint_does_not_have_are_refused_before_anything_starts(
-    shared: Path, tmp_path: Path, word: str, said: str
+    shared: Path, tmp_path: Path, word: str, message: str
 ) -> None:
     rank = 0 if "lm_head" in word else 4
-    with pytest.raises(PreflightError, match=said):
+    with pytest.raises(PreflightError, match=message):
         prepare(config(shared, tmp_path, f"policy.lora.rank={rank}", word), lambda media: media)
 
 
@@ -202,13 +202,15 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 
-@pytest.mark.parametrize("name", ["/nonexist/model", "nobody/nothing", "no name"])
+@pytest.mark.parametrize("name", ["/nonexist/model", "no-owner/no-model", "no name"])
 def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    said = rf"^policy\.model={name} is no folder, and no hub name that can be had \(.*\): set policy\.model to a folder"
-    with pytest.raises(PreflightError, match=said):
+    message = (
+        rf"^policy\.model={name} is no folder, and no hub name that can be had \(.*\): set policy\.model to a folder"
+    )
+    with pytest.raises(PreflightError, match=message):
         prepare(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), lambda media: media)
 
 
@@ -216,8 +218,8 @@ def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
 def test_a_broken_model_config_is_named_with_the_next_action(tmp_path: Path, content: bytes) -> None:
     run = config(tmp_path, tmp_path)
     (ensure_model(run) / "config.json").write_bytes(content)
-    said = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
-    with pytest.raises(PreflightError, match=said):
+    message = r"^policy\.model=.*model has a config\.json that cannot be used \(.*\): download it again, or set"
+    with pytest.raises(PreflightError, match=message):
         prepare(run, lambda media: media)
 
 
@@ -246,11 +248,11 @@ def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Pa
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
     edit(teacher / "tokenizer.json", swap)
-    said = (
+    message = (
         r"^algorithm\.distillation\.teacher=.*teacher has another vocabulary than policy\.model=.*model: 2 tokens "
         r"differ, e\.g\. 'a' is id \d+ in the policy and id \d+ in the teacher; set algorithm\.distillation\.teacher to"
     )
-    with pytest.raises(PreflightError, match=said):
+    with pytest.raises(PreflightError, match=message):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 
 
@@ -263,7 +265,7 @@ def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "section", "change", "said"),
+    ("name", "section", "change", "message"),
     [
         ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"pictures with image_mean=\[0\.1, "),
         ("config.json", "text_config", {"max_position_embeddings": 64}, r"more than the 64 positions of algorithm"),
@@ -271,11 +273,11 @@ def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_
     ],
 )
 def test_a_teacher_that_cannot_read_what_the_policy_reads_is_refused(
-    shared: Path, tmp_path: Path, name: str, section: str, change: dict, said: str
+    shared: Path, tmp_path: Path, name: str, section: str, change: dict, message: str
 ) -> None:
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
     edit(teacher / name, lambda content: content[section].update(change))
-    with pytest.raises(PreflightError, match=said):
+    with pytest.raises(PreflightError, match=message):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 
 

@@ -111,7 +111,7 @@ def test_an_autoscaler_is_asked_for_all_that_the_run_is_to_hold(monkeypatch: pyt
     assert asked[1:] == [[]], "a request stands until it is withdrawn, once"
 
 
-def test_a_cluster_without_an_autoscaler_is_said_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_an_autoscaler_is_reported_to_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = requests(monkeypatch, {"ray.io/node-id": "b"})
     autoscaler = Autoscaler()
     assert "has no autoscaler" in autoscaler.ask([{"CPU": 1}])

@@ -81,9 +81,7 @@ def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch
     assert "VLLM_HOST_IP" not in joined
 
 
-def test_nothing_is_reported_to_anybody_and_a_local_model_needs_no_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_usage_is_reported_and_a_local_model_needs_no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     local = started(monkeypatch, load_config(["experiment=digits", f"policy.model={tmp_path}"]))["env"]
     assert (local["VLLM_NO_USAGE_STATS"], local["DO_NOT_TRACK"], local["HF_HUB_OFFLINE"]) == ("1", "1", "1")
     hub = started(monkeypatch, load_config(["experiment=digits", "policy.model=someone/some-model"]))["env"]

@@ -59,7 +59,7 @@ async def test_it_ends_at_the_first_check_that_reaches_the_target(prepared: Prep
     assert (len(learner.batches), len(learner.checks)) == (6, 2)
 
 
-async def test_it_gives_up_after_its_last_step_and_says_how_far_it_came(prepared: Prepared) -> None:
+async def test_it_gives_up_after_its_last_step_and_returns_how_far_it_came(prepared: Prepared) -> None:
     learner = FakeLearner(gain=0.01)
     assert await warm_start(prepared, learner) == pytest.approx(0.1)
     assert (len(learner.batches), len(learner.checks)) == (10, 4)

@@ -26,7 +26,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def exists(text: str, beside: str) -> bool:
-    """Whether `text` (KEY, KEY=VALUE, GROUP=OPTION) says something that a run has, or the key `beside` it has."""
+    """Whether `text` (KEY, KEY=VALUE, GROUP=OPTION) names something that a run has, or the key `beside` it has."""
     name, _, value = text.partition("=")
     if (REPOSITORY / "configs" / name / f"{value}.yaml").is_file():
         return True

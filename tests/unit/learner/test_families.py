@@ -74,7 +74,7 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("qwen3_vl_moe", "is of the model type qwen3_vl_moe, which is not supported .its experts lie transposed"),
         ("gemma2", "is of the model type gemma2, which is not supported .its logits are capped"),
@@ -82,11 +82,13 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
         ("no_such_family", "config.json that transformers .* cannot use"),
     ],
 )
-def test_another_family_is_refused_by_its_name_with_those_that_there_are(tmp_path: Path, kind: str, said: str) -> None:
+def test_another_family_is_refused_by_its_name_with_those_that_there_are(
+    tmp_path: Path, kind: str, message: str
+) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path / "model")
     settings = json.loads((model / "config.json").read_text()) if kind == "no_such_family" else {}
     (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
-    with pytest.raises(PreflightError, match=rf"policy\.model=.*{said}.*: choose .*qwen2_5_vl.* or .*qwen3"):
+    with pytest.raises(PreflightError, match=rf"policy\.model=.*{message}.*: choose .*qwen2_5_vl.* or .*qwen3"):
         prepare(config(model, tmp_path), lambda media: media)
 
 

@@ -80,7 +80,7 @@ def batch_of(prompts: list[Prompt]):
 
 
 def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
-    """By the checkpoint's own processor, of frames that were taken as `data.video` says: 12 of 24, 2 a second."""
+    """By the checkpoint's own processor, of frames that were taken as `data.video` sets: 12 of 24, 2 a second."""
     config = load_config(["experiment=digits"]).data
     processor = AutoProcessor.from_pretrained(folder, min_pixels=config.min_pixels, max_pixels=config.max_pixels)
     taken = np.linspace(0, 23, 12).round().astype(int)  # no target is in the middle of two frames

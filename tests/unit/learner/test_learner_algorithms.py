@@ -1,4 +1,4 @@
-"""Every key of `algorithm` changes what one update of the learner does, as its formula says."""
+"""Every key of `algorithm` changes what one update of the learner does, as in its formula."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_every_loss_has_a_gradient_of_its_own(folder, scores) -> None:
 
 
 def test_recomputed_log_probs_take_the_place_of_the_engines(folder, scores) -> None:
-    """Against its own log-probs the ratio is 1 whatever the engine said; corrections weigh what the engine said."""
+    """Against its own log-probs the ratio is 1 whatever the engine's; corrections weigh by the engine's."""
     moved = drifted(scores, 0.3)
     words = ("algorithm.old_logprobs=recomputed",)
     _, metrics = update(folder, moved, *words)

@@ -116,7 +116,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection cl
         (ValueError(GLOO), False),
     ],
 )
-async def test_ranks_that_miss_another_one_say_that_it_is_lost_before_ray_does(error: Exception, is_lost: bool) -> None:
+async def test_ranks_that_miss_another_one_report_it_lost_before_ray_does(error: Exception, is_lost: bool) -> None:
     """A rank whose node dies is noticed by the others at once, and by Ray after some failed health checks."""
     silent = FakeHandle(lambda v: Answer(is_lost=True))
     group = LearnerGroup(lambda: [FakeHandle(lambda v: Answer(error)), silent], TIMEOUTS, by_value)

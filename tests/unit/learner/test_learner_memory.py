@@ -56,7 +56,7 @@ def test_blocks_that_are_computed_again_give_the_same_gradient(folder: Path, tra
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (("learner.activation_checkpointing=blocks_offloaded",), "set learner.activation_checkpointing=blocks"),
         (("learner.offload=parameters",), "resources.device=cpu, where it is already: set learner.offload=none"),
@@ -69,8 +69,8 @@ def test_blocks_that_are_computed_again_give_the_same_gradient(folder: Path, tra
         ),
     ],
 )
-def test_offload_that_would_be_nothing_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_offload_that_would_be_nothing_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(["experiment=digits", *overrides])
 
 

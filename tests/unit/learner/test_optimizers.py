@@ -1,4 +1,4 @@
-"""Optimizers by name: each trains, is saved and resumed exactly, and treats matrices as it says."""
+"""Optimizers by name: each trains, is saved and resumed exactly, and treats matrices as documented."""
 
 from __future__ import annotations
 

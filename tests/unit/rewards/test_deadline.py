@@ -1,4 +1,4 @@
-"""Work that cannot leave the process: what hangs costs its own responses their scores, by name, and is told on."""
+"""Work that cannot leave the process: what hangs costs its own responses their scores, by name, and is reported."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_without_time_nothing_begins_and_without_a_limit_nothing_leaves_the_thre
 
 def test_a_model_that_hangs_costs_its_batch_and_the_next_call_asks_for_another_process(releasing: None) -> None:
     one = worker()
-    (said,) = one.score([Question(answers("0/0/a", "1", "2", "3", "4 hang", "5"))])
-    kinds = [getattr(outcome["model"], "kind", "scored") for outcome in said.outcomes]
+    (scored,) = one.score([Question(answers("0/0/a", "1", "2", "3", "4 hang", "5"))])
+    kinds = [getattr(outcome["model"], "kind", "scored") for outcome in scored.outcomes]
     assert kinds == ["scored", "scored", "timed_out", "timed_out", "scored"]
     with pytest.raises(StuckError, match="1 computations of service 'reward' hang"):
         one.score([Question(answers("0/1/a", "1"))])

@@ -91,22 +91,25 @@ def test_more_words_never_earn_more(sentences: tuple[str, ...], num_right: int) 
 
 
 def test_no_answer_of_up_to_five_sentences_beats_the_truth() -> None:
-    said = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
+    sentences_used = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
     best = [
-        sentences for length in range(6) for sentences in product(said, repeat=length) if score(*sentences).value >= 1
+        sentences
+        for length in range(6)
+        for sentences in product(sentences_used, repeat=length)
+        if score(*sentences).value >= 1
     ]
     assert best == [(A, B, C, SUM)]
 
 
 def test_a_sentence_too_many_always_costs() -> None:
-    said = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
-    for extra, place in product(said, range(5)):
+    sentences_used = (A, B, C, SUM, WRONG_A, "The sum is 11.", "Hm.")
+    for extra, place in product(sentences_used, range(5)):
         sentences = [A, B, C, SUM]
         sentences.insert(place, extra)
         assert score(*sentences).value <= 3 / 4
 
 
-def test_the_reason_and_the_parts_say_what_is_wrong() -> None:
+def test_the_reason_and_the_parts_name_what_is_wrong() -> None:
     found = score(A, WRONG_B, C, SUM, "Hm.")
     assert found.reason == "1 of 3 digits wrong or out of place, sum wrong or not last, 1 further sentences"
     assert found.breakdown == {"digits": 2 / 3, "sum": 0.0, "extra": 1.0}

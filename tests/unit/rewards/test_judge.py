@@ -42,12 +42,12 @@ def request(text: str, **fields: Any) -> RewardRequest:
     return RewardRequest(Response(text, 1, False, fields.pop("drawn", ())), ("yes", "ja"), {}, "is it?", **fields)
 
 
-def said(text: str | None, finish_reason: str = "stop") -> Reply:
+def verdict_reply(text: str | None, finish_reason: str = "stop") -> Reply:
     return Reply(body={"id": "x", "choices": [{"message": {"content": text}, "finish_reason": finish_reason}]})
 
 
 def test_the_judge_is_asked_with_everything_put_in_once() -> None:
-    server = Scripted(lambda *_: said("Well. Score: 2. No: Score: 4"))
+    server = Scripted(lambda *_: verdict_reply("Well. Score: 2. No: Score: 4"))
     with serving(server) as running:
         (found,) = ask([running.url], [request("{references} yes")])
     assert found == Score(4.0, "Well. Score: 2. No: Score: 4"), "the last verdict counts"
@@ -69,7 +69,7 @@ def test_the_judge_is_asked_with_everything_put_in_once() -> None:
 
 
 def test_pictures_travel_as_data_urls() -> None:
-    server = Scripted(lambda *_: said("Score: 3"))
+    server = Scripted(lambda *_: verdict_reply("Score: 3"))
     asked = request("a", prompt_pictures=(picture(1), picture(2)), drawn=(picture(3),))
     with serving(server) as running:
         for pictures in ("none", "prompt", "response", "both"):
@@ -97,8 +97,8 @@ def test_pictures_travel_as_data_urls() -> None:
         ("last_line", "It is fine.\n1", 1.0),
     ],
 )
-def test_a_verdict_is_found_where_it_is_said_to_be(verdict: str, reply: str, score: float) -> None:
-    with serving(Scripted(lambda *_: said(reply))) as running:
+def test_a_verdict_is_found_where_the_option_names_it(verdict: str, reply: str, score: float) -> None:
+    with serving(Scripted(lambda *_: verdict_reply(reply))) as running:
         (found,) = ask([running.url], [request("a")], verdict=verdict)
     assert isinstance(found, Score) and found.value == score
 
@@ -106,15 +106,15 @@ def test_a_verdict_is_found_where_it_is_said_to_be(verdict: str, reply: str, sco
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
-        (said("I cannot tell."), "nothing matches the verdict's expression"),
-        (said("Score: high"), "'high' is no number"),
-        (said("Score: nan"), "'nan' is no number"),
-        (said("Score: 4/5"), "'4/5' is no number"),
-        (said("Score: 6"), "score 6 is not between 1 and 5"),
-        (said("Score: -1"), "score -1 is not between 1 and 5"),
-        (said(""), "gave no score"),
-        (said(None), "gave no score"),
-        (said("Let me think", "length"), "cut off at max_tokens"),
+        (verdict_reply("I cannot tell."), "nothing matches the verdict's expression"),
+        (verdict_reply("Score: high"), "'high' is no number"),
+        (verdict_reply("Score: nan"), "'nan' is no number"),
+        (verdict_reply("Score: 4/5"), "'4/5' is no number"),
+        (verdict_reply("Score: 6"), "score 6 is not between 1 and 5"),
+        (verdict_reply("Score: -1"), "score -1 is not between 1 and 5"),
+        (verdict_reply(""), "gave no score"),
+        (verdict_reply(None), "gave no score"),
+        (verdict_reply("Let me think", "length"), "cut off at max_tokens"),
         (Reply(body={"choices": []}), "no chat completion: choices"),
         (Reply(body=b"<html>"), "no chat completion"),
         (Reply(400, b"prompt too long"), "refused with 400: prompt too long"),
@@ -129,7 +129,7 @@ def test_no_verdict_is_a_failure_and_no_number(reply: Reply, reason: str) -> Non
 
 def test_one_bad_reply_costs_one_response_and_servers_share_the_rest() -> None:
     def answer(_: int, body: Any) -> Reply:
-        return said("no idea" if "A: bad" in body["messages"][1]["content"] else "Score: 5")
+        return verdict_reply("no idea" if "A: bad" in body["messages"][1]["content"] else "Score: 5")
 
     first, second = Scripted(answer), Scripted(answer)
     with serving(first) as one, serving(second) as two:
@@ -140,7 +140,7 @@ def test_one_bad_reply_costs_one_response_and_servers_share_the_rest() -> None:
 
 
 def test_without_references_a_template_that_needs_them_has_no_score() -> None:
-    server = Scripted(lambda *_: said("Score: 5"))
+    server = Scripted(lambda *_: verdict_reply("Score: 5"))
     with serving(server) as running:
         (found,) = ask([running.url], [RewardRequest(Response("a", 1, False), (), {}, "is it?")])
     assert isinstance(found, ScoringFailure) and "the prompt has none" in found.reason

@@ -41,10 +41,10 @@ NUMBER = 7
 MEETING = '''
 import pathlib, time
 
-def meet(folder, name, everybody):
-    """Comes back once everybody is here at the same time."""
+def meet(folder, name, names):
+    """Returns once all of `names` are here at the same time."""
     (pathlib.Path(folder) / name).touch()
-    while not all((pathlib.Path(folder) / other).exists() for other in everybody):
+    while not all((pathlib.Path(folder) / other).exists() for other in names):
         time.sleep(0.01)
     return name
 '''

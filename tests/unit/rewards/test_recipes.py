@@ -194,6 +194,6 @@ def test_a_failure_is_not_remembered() -> None:
     assert part.evaluate([request("a")]) == [Score(1.0)]
 
 
-def test_the_book_of_a_run_reads_the_label_where_it_is_told_to() -> None:
+def test_the_book_of_a_run_reads_the_label_from_the_configured_key() -> None:
     rewards = rewards_of(component("right", "exact_match"), label_key="task")
     assert [RecipeBook(rewards).label(metadata) for metadata in ({"task": 3}, {"label": "x"})] == ["3", "default"]

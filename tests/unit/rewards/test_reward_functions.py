@@ -364,7 +364,7 @@ def test_a_pattern_must_match_the_whole_response(tools: Tools) -> None:
     assert [score(function, text) for text in ("a\nb", "a\nb ", "xab")] == [1.0, 0.0, 0.0]
 
 
-def test_exact_match_knows_aliases_and_word_boundaries() -> None:
+def test_exact_match_respects_aliases_and_word_boundaries() -> None:
     anywhere = ExactMatch(NO_PROCESS, ignore_case=True, whole_response=False)
     whole = ExactMatch(NO_PROCESS, ignore_case=False, whole_response=True)
     assert score(anywhere, "It is a  Tabby\ncat.", "lion", "tabby CAT") == 1.0
@@ -396,9 +396,9 @@ PIECES = [*"7a-+.,/%: \né(*_", "12", "cat", "c++", "\N{MINUS SIGN}"]
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), min_size=1, max_size=3))
 @settings(max_examples=500)
-def test_exact_match_is_a_search_for_the_alias_between_its_edges(said: list[str], alias: list[str]) -> None:
+def test_exact_match_is_a_search_for_the_alias_between_its_edges(pieces: list[str], alias: list[str]) -> None:
     """The definition as one pattern with the alias in it, every occurrence of which is tried by `re`."""
-    answer, wanted = "".join(said).strip(), " ".join("".join(alias).split())
+    answer, wanted = "".join(pieces).strip(), " ".join("".join(alias).split())
     assume(wanted and answer)
     begins = rf"(?<![-+.{MINUS}])(?<![0-9][,:/^*])" if wanted[0].isdigit() else rf"(?<!{WORD}-)"
     ends = rf"(?![-+.,:/^*{MINUS[1]}][0-9])(?!\s?%)" if wanted[-1].isdigit() else rf"(?!-{WORD})"
@@ -492,7 +492,7 @@ def test_a_result_that_is_none_costs_its_response_alone(result: Any, kind: Failu
 
 
 class Halves:
-    """Scores many at once; what has no number is named, and costs nobody else."""
+    """Scores many at once; what has no number is named, and costs no other response."""
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
         answers: list[float | Outcome] = []

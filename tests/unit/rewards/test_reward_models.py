@@ -107,7 +107,7 @@ def test_without_a_padding_token_rows_are_scored_alone(tmp_path: Path) -> None:
     assert found == pytest.approx([by_hand(folder, answer, "q") for answer in ANSWERS], abs=1e-5)
 
 
-def test_only_the_answer_is_cut_and_the_score_says_so(text_model: Path) -> None:
+def test_only_the_answer_is_cut_and_the_score_notes_it(text_model: Path) -> None:
     options = {**CHAT, "max_tokens": 40}
     long, short = ask("reward_model", [request("x" * 100), request("x" * 10)], model=text_model, **options)
     frame = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
@@ -190,21 +190,21 @@ def test_a_damaged_picture_costs_only_its_request(vision_model: tuple[Path, Any]
 
 
 @pytest.mark.parametrize(
-    ("model", "weight", "said"),
+    ("model", "weight", "message"),
     [("text", "score.weight", "lacks weights score.weight"), ("vision", "score.weight", "lacks weights score.weight")],
 )
 def test_a_head_is_never_random(
-    model: str, weight: str, said: str, text_model: Path, vision_model: tuple[Path, Any], tmp_path: Path
+    model: str, weight: str, message: str, text_model: Path, vision_model: tuple[Path, Any], tmp_path: Path
 ) -> None:
     folder = text_model if model == "text" else vision_model[0]
     weights = _copy(folder, tmp_path)
     del weights[weight]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ask("reward_model", [], model=tmp_path, **CHAT)
 
 
-def test_a_weight_that_nobody_reads_is_refused(text_model: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_read_is_refused(text_model: Path, tmp_path: Path) -> None:
     weights = _copy(text_model, tmp_path)
     weights["lm_head.weight"] = torch.zeros(2, 2)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
@@ -221,7 +221,7 @@ def test_a_weight_of_another_shape_is_refused(text_model: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"model": "/nowhere"}, "is no checkpoint"),
         ({"form": "prose"}, "options.form='prose'"),
@@ -233,9 +233,9 @@ def test_a_weight_of_another_shape_is_refused(text_model: Path, tmp_path: Path) 
         ({"question_pattern": "x"}, "has no group"),
     ],
 )
-def test_unfit_options_are_refused(options: dict[str, Any], said: str, pair_model: Path) -> None:
+def test_unfit_options_are_refused(options: dict[str, Any], message: str, pair_model: Path) -> None:
     fit = {**CHAT, "form": "pair", "label": "good", "max_tokens": 64, "model": pair_model}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ask("reward_model", [], **{**fit, **options})
 
 

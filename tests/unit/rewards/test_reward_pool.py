@@ -45,7 +45,7 @@ class FakePing:
 
 
 class FakeWorker:
-    """A handle whose `score` answers when told to, or at once with `reply(group)`; one that hangs is never free."""
+    """A handle whose `score` answers on `finish`, or at once with `reply(group)`; one that hangs is never free."""
 
     def __init__(self, reply: Callable[[Any], Any] | None = None, *, hangs: bool = False) -> None:
         self.calls: list[tuple[Any, Future[Any]]] = []
@@ -73,10 +73,10 @@ class FakeWorker:
 
 
 def scored(group: Any) -> GroupOutcomes:
-    return said({"accuracy": Score(float(group))})
+    return outcomes_of({"accuracy": Score(float(group))})
 
 
-def said(*outcomes: Mapping[str, Outcome], label: str = "default") -> GroupOutcomes:
+def outcomes_of(*outcomes: Mapping[str, Outcome], label: str = "default") -> GroupOutcomes:
     return GroupOutcomes(label, tuple(f"p#{i}" for i in range(len(outcomes))), outcomes)
 
 
@@ -240,7 +240,7 @@ async def test_the_pool_grows_and_shrinks_while_it_scores() -> None:
 
 
 def half_failed(_: Any) -> GroupOutcomes:
-    return said(
+    return outcomes_of(
         {"accuracy": Score(1.0)},
         {"accuracy": ScoringFailure(FailureKind.TIMED_OUT, "waited 1 s")},
         {"accuracy": ScoringFailure(FailureKind.NOT_FINITE, "returned nan")},
@@ -314,7 +314,7 @@ async def test_a_group_that_cannot_be_had_costs_no_other_one_of_its_batch() -> N
     assert isinstance(results[1], RewardError)
 
 
-async def test_beyond_the_queue_whoever_brings_a_group_waits_with_it() -> None:
+async def test_beyond_the_queue_the_caller_waits_with_its_group() -> None:
     worker = FakeWorker()
     pool = make_pool([worker], max_queued=2)
     tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(4)]
@@ -326,7 +326,7 @@ async def test_beyond_the_queue_whoever_brings_a_group_waits_with_it() -> None:
     assert [rewards[0].value for rewards in await asyncio.gather(*tasks)] == [0, 1, 2, 3]
 
 
-async def test_whoever_gave_up_is_not_scored() -> None:
+async def test_a_group_whose_caller_gave_up_is_not_scored() -> None:
     worker = FakeWorker()
     pool = make_pool([worker])
     tasks = [asyncio.create_task(pool.score(i, "a group")) for i in range(3)]
@@ -339,7 +339,7 @@ async def test_whoever_gave_up_is_not_scored() -> None:
     assert [call[0] for call in worker.calls] == [0, 2]
 
 
-async def test_closing_tells_those_who_wait() -> None:
+async def test_closing_fails_the_waiting_calls() -> None:
     pool = make_pool([FakeWorker()])
     task = asyncio.create_task(pool.score(0, "a group"))
     await settle()
@@ -356,8 +356,8 @@ async def test_services_are_asked_in_the_order_of_gates_and_their_outcomes_merge
         component_of("style", "model", service="judge"),
         recipes={"default": recipe},
     )
-    rules = FakeWorker(lambda group: said({"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}))
-    judge = FakeWorker(lambda group: said({"style": Score(0.5)}, {}))
+    rules = FakeWorker(lambda group: outcomes_of({"accuracy": Score(1.0)}, {"accuracy": Score(0.0)}))
+    judge = FakeWorker(lambda group: outcomes_of({"style": Score(0.5)}, {}))
     one, other = (
         pool_over(config, [worker], hosts=FakeHosts(no_worker, booked=1), restarts=AT_ONCE) for worker in (rules, judge)
     )

@@ -35,7 +35,7 @@ PLUGIN = '''
 import os, signal, time
 
 def score(request, *, bonus):
-    """Does what the response says."""
+    """Does what the text of the response asks for."""
     if request.response.text == "hang":
         time.sleep(1000)
     if request.response.text == "backtrack":
@@ -83,7 +83,7 @@ class Scores(NamedTuple):
 
 
 class OneWorker:
-    """A worker, and the rewards of what it says."""
+    """A worker, and the rewards of what it returns."""
 
     def __init__(self, worker: RewardWorker, book: RecipeBook) -> None:
         self.worker = worker
@@ -92,12 +92,12 @@ class OneWorker:
     def score(self, *groups: TrajectoryGroup) -> list[Scores]:
         return [self._scores(outcomes) for outcomes in self.worker.score([Question(group) for group in groups])]
 
-    def _scores(self, said: GroupOutcomes) -> Scores:
+    def _scores(self, answered: GroupOutcomes) -> Scores:
         rewards: list[Reward | None] = []
         failures = []
-        for trajectory_id, outcomes in zip(said.trajectory_ids, said.outcomes, strict=True):
+        for trajectory_id, outcomes in zip(answered.trajectory_ids, answered.outcomes, strict=True):
             try:
-                rewards.append(self._book.reward(said.label, outcomes))
+                rewards.append(self._book.reward(answered.label, outcomes))
             except ComponentError as error:
                 rewards.append(None)
                 failures.append((trajectory_id, error))
@@ -150,9 +150,9 @@ def test_a_group_is_the_weighted_sum_of_named_components(make_worker: Callable[.
 def test_answers_that_come_by_value_are_scored_as_their_group_is(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("accuracy", "math_answer", require_boxed=True))
     whole = group(r"\boxed{7}", "7", r"\boxed{9^{9}}")
-    told = Answers(whole.prompt, (0, 1, 2), whole.small_responses()).lean(with_media=False)
+    by_value = Answers(whole.prompt, (0, 1, 2), whole.small_responses()).lean(with_media=False)
     last = Answers(whole.prompt, (2,), whole.small_responses()[2:])
-    first, second, third = worker.worker.score([Question(whole), Question(told), Question(last)])
+    first, second, third = worker.worker.score([Question(whole), Question(by_value), Question(last)])
     assert first == second
     assert (third.trajectory_ids, third.outcomes) == (first.trajectory_ids[2:], first.outcomes[2:])
 
@@ -290,8 +290,8 @@ def test_ten_megabytes_travel_to_the_isolated_process() -> None:
     isolated.close()
 
 
-def test_what_a_worker_says_arrives_as_it_was_said() -> None:
-    said = GroupOutcomes(
+def test_outcomes_of_a_worker_arrive_unchanged() -> None:
+    answered = GroupOutcomes(
         label="digits",
         trajectory_ids=("0/0/s#0", "0/0/s#1", "0/0/s#2"),
         outcomes=(
@@ -304,6 +304,6 @@ def test_what_a_worker_says_arrives_as_it_was_said() -> None:
         ),
         num_retried=3,
     )
-    assert {field.name for field in fields(said)} == {"label", "trajectory_ids", "outcomes", "num_retried"}
+    assert {field.name for field in fields(answered)} == {"label", "trajectory_ids", "outcomes", "num_retried"}
     for travels in (pickle, cloudpickle):
-        assert travels.loads(travels.dumps(said)) == said
+        assert travels.loads(travels.dumps(answered)) == answered

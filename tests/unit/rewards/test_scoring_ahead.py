@@ -83,7 +83,7 @@ class Bench:
         return [reward and reward.value for reward in rewards]
 
     def begin(self, group: TrajectoryGroup, sibling: int) -> None:
-        """As if the in-flight request had heard of it."""
+        """As if the in-flight request had received its end."""
         self.pool.score_ahead(EndedResponse(group.prompt, sibling, group.trajectories[sibling].response))
 
 
@@ -287,7 +287,7 @@ async def test_what_could_not_be_brought_to_a_worker_is_scored_with_its_group(
     assert bench.pool.scored_ahead == {"used": 0, "unused": 1}
 
 
-async def test_gates_see_what_was_said_ahead_and_each_service_is_asked_once() -> None:
+async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once() -> None:
     gate = Gate(component="length", needs="is_long", at_least=1.0)
     recipe = Recipe(components=("is_long", "length"), weights={}, gates=(gate,), normalise=False)
     config = rewards_of(
@@ -311,17 +311,17 @@ async def test_gates_see_what_was_said_ahead_and_each_service_is_asked_once() ->
     assert [asked.scored for asked in both.values()] == [["77", "8", "group but [0, 1]"]] * 2
 
 
-def test_a_run_tells_its_reward_pool_of_responses_that_end(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
+def test_a_run_sends_responses_that_end_to_its_reward_pool(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
     from deploy.wiring import build  # everything that a run is made of, which no other test here needs
 
-    told: list[object] = []
+    given: list[object] = []
     kinds: list[str] = []
-    monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: told.append(on_lost) or bench.pool)
+    monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: given.append(on_lost) or bench.pool)
     monkeypatch.setattr(build, "rollout_pool", lambda prepared, spawner, in_flight_requests, on_lost: None)
     config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK))
     inference = build.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
     assert inference.in_flight_requests.on_ended == bench.pool.score_ahead
-    assert told == [kinds.append], "a reward worker that is lost counts as a restart"
+    assert given == [kinds.append], "a reward worker that is lost counts as a restart"
 
 
 async def test_closing_gives_up_what_was_begun(bench: Bench) -> None:

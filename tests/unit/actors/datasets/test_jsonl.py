@@ -137,7 +137,7 @@ def test_a_dataset_of_unusable_rows_is_an_error_that_names_the_first_few(tmp_pat
         read(tmp_path, *[without("answer")] * 4)
 
 
-def test_what_the_schema_does_not_know_travels_as_metadata(tmp_path: Path) -> None:
+def test_what_the_schema_does_not_name_travels_as_metadata(tmp_path: Path) -> None:
     row = {"question": "2+2?", "answer": "4", "label": "sum", "limit": 7.50, "metadata": {"limit": 3, "tags": ["a"]}}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "metadata": [1]}))
     split = read_split(tmp_path, "train")

@@ -156,17 +156,17 @@ def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["data=mixture"], "data.kind=mixture has no data.sources"),
         (["data=jsonl", "data.path=x", "data.sources={a: SOURCE}"], "set data.kind=mixture, or data.sources={}"),
         (["data=mixture", "data.sources={a: WRITTEN}"], "data.sources.a.kind=digits is no reader"),
     ],
 )
-def test_a_mixture_needs_sources_that_are_read(words: list[str], said: str) -> None:
+def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
     fields = "path: a, row_format: question, columns: {}, splits: {}, media_path: '', label: '', weight: 1.0"
     made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: digits, {fields}}}"}
     for name, text in made.items():
         words = [word.replace(name, text) for word in words]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config(["policy.model=m", *words])

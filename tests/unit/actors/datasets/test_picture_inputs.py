@@ -155,7 +155,7 @@ def bomb() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "is empty"),
         (b"not a picture", "is no PNG"),
@@ -165,10 +165,10 @@ def bomb() -> bytes:
     ],
     ids=["empty", "text", "bomb", "too many bytes", "half a file"],
 )
-def test_bad_content_is_refused_whether_it_is_a_file_or_bytes(root: Path, content: bytes, said: str) -> None:
+def test_bad_content_is_refused_whether_it_is_a_file_or_bytes(root: Path, content: bytes, message: str) -> None:
     (root / "bad.png").write_bytes(content)
     for picture in inputs(root).resolve(["bad.png", content], "row"):
-        with pytest.raises(MediaError, match=said):
+        with pytest.raises(MediaError, match=message):
             read = read_image(picture, LIMITS)
             decode_image(read, picture, LIMITS)
 

@@ -99,7 +99,7 @@ def test_a_large_row_group_is_copied_and_gives_the_same_rows(tmp_path: Path) -> 
     assert copy.stat().st_mtime_ns == written, "the copy is used again"
 
 
-def test_names_say_file_and_place(tmp_path: Path) -> None:
+def test_names_are_of_file_and_place(tmp_path: Path) -> None:
     write_parquet(tmp_path)
     write_webdataset(tmp_path)
     parquet = open_split(data_config(tmp_path, "parquet"), "train", "label").rows

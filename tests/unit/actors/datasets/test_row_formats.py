@@ -84,10 +84,10 @@ def test_what_a_format_writes_it_reads_again(tmp_path: Path, row_format: str) ->
 
 
 CONVERSATION = (Turn("system", "Be brief."), Turn("user", "1 + 1?"), Turn("assistant", "2"))
-SAID = [{"role": turn.role, "content": turn.text} for turn in CONVERSATION]
+MESSAGES = [{"role": turn.role, "content": turn.text} for turn in CONVERSATION]
 CONVERSATIONS: dict[str, dict[str, Any]] = {
     "messages": {
-        "messages": [*SAID, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+        "messages": [*MESSAGES, {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
     },
     "alpaca": {
         "instruction": "2 + 2?",

@@ -88,7 +88,7 @@ def test_the_shortest_way_of_a_lake_leads_to_its_goal_and_pays_once() -> None:
         assert not step.terminated or step.reward == 1.0, "the first move of a shortest way meets no hole"
 
 
-def test_a_turn_without_a_move_costs_what_the_options_say() -> None:
+def test_a_turn_without_a_move_costs_what_the_options_set() -> None:
     environment = build_environment("pixel_maze", LAKE)
     environment.reset(seed=0, options={})
     step = environment.step(Action("hmm"))
@@ -105,7 +105,7 @@ def test_minigrid_is_seen_from_above() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "message"),
     [
         ("nowhere", {}, "is unknown"),
         ("tests_missing:Thing", {}, "not installed"),
@@ -119,6 +119,6 @@ def test_minigrid_is_seen_from_above() -> None:
         ),
     ],
 )
-def test_unfit_options_are_refused_with_what_to_do(name: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_unfit_options_are_refused_with_what_to_do(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_environment(name, options)

@@ -150,8 +150,8 @@ def test_the_learner_scores_every_turn_as_it_was_sampled(bench: Bench, group: Tr
     rows = [row_of(group.prompt, trajectory.actions) for trajectory in group.trajectories]
     batch = collate(rows, MediaReader(timeout_s=5, max_items=64), torch.device("cpu"))
     with torch.no_grad():
-        said = policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs.numpy()
-    for row, trajectory in zip(said, group.trajectories, strict=True):
+        logprobs = policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs.numpy()
+    for row, trajectory in zip(logprobs, group.trajectories, strict=True):
         gap = np.abs(row[: trajectory.num_steps] - trajectory.behavior_logprobs)[trajectory.action_mask]
         assert gap.mean() <= 1e-5
         assert gap.max() <= 1e-4
@@ -208,7 +208,7 @@ def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:
 
 
 def test_a_template_that_drops_pictures_or_changes_with_the_turn_before_is_refused(bench: Bench) -> None:
-    for change, said in (
+    for change, message in (
         (lambda messages: [(role, text.replace("<image>", "")) for role, text in messages], "0 placeholders"),
         (lambda messages: [(role, text + messages[1][1]) for role, text in messages], "depends on the text"),
         (lambda messages: messages[:2], "drops the text"),
@@ -216,7 +216,7 @@ def test_a_template_that_drops_pictures_or_changes_with_the_turn_before_is_refus
         chat = bench.processor(episode_config(bench.model))
         plain = chat.render
         chat.render = lambda messages, change=change, plain=plain, **rest: plain(change(list(messages)), **rest)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             TurnBridge(chat, str(bench.model))
 
 

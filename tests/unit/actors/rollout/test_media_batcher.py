@@ -89,7 +89,7 @@ async def test_what_is_not_here_yet_is_waited_for_alone() -> None:
     assert (reader.together, reader.alone) == ([3], ["b"])
 
 
-async def test_a_loss_is_told_to_whom_it_befell_and_the_next_are_read_for_again() -> None:
+async def test_a_loss_reaches_its_own_caller_alone_and_the_next_are_read_together_again() -> None:
     reader = Reader(lost="b")
     reads = MediaBatcher(reader)
     a, b, c = await read(reads, "a", "b", "c")

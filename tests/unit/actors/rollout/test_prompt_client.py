@@ -1,5 +1,5 @@
-"""What a driver asks one rollout actor, and hears of it: requests together, one stream of messages, and what breaks
-it."""
+"""What a driver asks one rollout actor and receives from it: requests together, one stream of messages, and what
+breaks it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def chunk(request_id: str, start: int, num: int = 1) -> TokenChunk:
 
 
 class Server(PromptServer):
-    """Reports `num_chunks` chunks of each request, then answers; `befalls` may raise or wait before the answer."""
+    """Reports `num_chunks` chunks of each request, then answers; `before_answer` may raise or wait."""
 
-    def __init__(self, num_chunks: int = 0, befalls: Callable[[str], Any] | None = None) -> None:
+    def __init__(self, num_chunks: int = 0, before_answer: Callable[[str], Any] | None = None) -> None:
         super().__init__()
         self.calls: list[list[str]] = []  # request ids, by call
         self.num_streams = 0
         self._num_chunks = num_chunks
-        self._befalls = befalls
+        self._before_answer = before_answer
 
     async def begin(self, requests: Sequence[GroupRequest]) -> None:
         self.calls.append([request.request_id for request in requests])
@@ -57,13 +57,13 @@ class Server(PromptServer):
         for start in range(self._num_chunks):
             self.report([chunk(attempt.request_id, start)])
             await asyncio.sleep(0)
-        if self._befalls is not None:
-            await self._befalls(attempt.request_id)
+        if self._before_answer is not None:
+            await self._before_answer(attempt.request_id)
         group = make_group(prompt)
         return group, (group.summary(), None)
 
 
-def heard(server: Server) -> PromptClient:
+def client_of(server: Server) -> PromptClient:
     return PromptClient(LocalHandle(server), "rollout/0")
 
 
@@ -78,7 +78,7 @@ async def ask(asked: PromptClient, number: int, take: Callable[[TokenChunk], Non
 
 async def test_requests_of_one_moment_go_out_in_one_call_and_each_gets_its_own_group() -> None:
     server = Server()
-    asked = heard(server)
+    asked = client_of(server)
     await asyncio.gather(*(ask(asked, number) for number in range(5)))
     await ask(asked, 5)
     assert server.calls == [["r0", "r1", "r2", "r3", "r4"], ["r5"]]
@@ -90,12 +90,12 @@ async def test_groups_that_end_in_another_order_than_they_were_asked_for_reach_w
         for _ in range(10 - 2 * int(request_id[1:])):
             await asyncio.sleep(0)
 
-    asked = heard(Server(befalls=the_last_first))
+    asked = client_of(Server(before_answer=the_last_first))
     await asyncio.gather(*(ask(asked, number) for number in range(5)))
 
 
 async def test_each_gets_its_own_chunks_in_order_and_all_of_them_before_its_group() -> None:
-    asked, taken = heard(Server(num_chunks=7)), {0: [], 1: []}
+    asked, taken = client_of(Server(num_chunks=7)), {0: [], 1: []}
     await asyncio.gather(*(ask(asked, number, taken[number].append) for number in taken))
     for number, chunks in taken.items():
         assert [(new_chunk.request_id, new_chunk.start) for new_chunk in chunks] == [
@@ -105,7 +105,7 @@ async def test_each_gets_its_own_chunks_in_order_and_all_of_them_before_its_grou
 
 async def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent() -> None:
     server = Server()
-    asked = heard(server)
+    asked = client_of(server)
     with asked.asked(request(0), lambda chunk: None):
         pass
     await ask(asked, 1)
@@ -121,14 +121,14 @@ async def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent() -> Non
         (KeyError("a mistake"), KeyError),
     ],
 )
-async def test_what_an_actor_raises_fails_one_request_and_says_where_it_was_raised(
+async def test_what_an_actor_raises_fails_one_request_and_has_the_place_where_it_was_raised(
     raised: Exception, seen: type[Exception]
 ) -> None:
     async def fails(request_id: str) -> None:
         if request_id == "r0":
             raise raised
 
-    asked = heard(Server(befalls=fails))
+    asked = client_of(Server(before_answer=fails))
     failing, fine = await asyncio.gather(ask(asked, 0), ask(asked, 1), return_exceptions=True)
     assert type(failing) is seen and isinstance(fine, TrajectoryGroup)
     assert str(raised) in str(failing)
@@ -136,7 +136,7 @@ async def test_what_an_actor_raises_fails_one_request_and_says_where_it_was_rais
         assert "in fails\n" in failing.__notes__[0]
 
 
-async def test_an_error_that_cannot_travel_becomes_one_that_says_the_same() -> None:
+async def test_an_error_that_cannot_travel_becomes_one_with_the_same_message() -> None:
     class Peculiar(Exception):
         def __init__(self, code: int, text: str) -> None:
             super().__init__(text)
@@ -145,10 +145,10 @@ async def test_an_error_that_cannot_travel_becomes_one_that_says_the_same() -> N
         raise Peculiar(7, "of a library")
 
     with pytest.raises(RolloutError, match="(?s)in fails\n.*Peculiar: of a library"):
-        await ask(heard(Server(befalls=fails)), 0)
+        await ask(client_of(Server(before_answer=fails)), 0)
 
 
-async def test_a_chunk_that_nobody_can_place_fails_its_request_alone_which_is_broken_off() -> None:
+async def test_a_chunk_that_is_refused_fails_its_request_alone_which_is_broken_off() -> None:
     broken_off: list[str] = []
 
     async def never_ends(request_id: str) -> None:
@@ -161,15 +161,15 @@ async def test_a_chunk_that_nobody_can_place_fails_its_request_alone_which_is_br
     def refuse(new_chunk: TokenChunk) -> None:
         raise RolloutError("chunks were lost or came twice")
 
-    asked = heard(Server(num_chunks=1, befalls=never_ends))
+    asked = client_of(Server(num_chunks=1, before_answer=never_ends))
     failing, fine = await asyncio.gather(ask(asked, 0, refuse), ask(asked, 1), return_exceptions=True)
     assert isinstance(failing, RolloutError) and isinstance(fine, TrajectoryGroup)
     await until(lambda: broken_off == ["r0"])
 
 
-async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -> None:
+async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_sent() -> None:
     taken: list[TokenChunk] = []
-    server = Server(num_chunks=3, befalls=lambda request_id: asyncio.Event().wait())
+    server = Server(num_chunks=3, before_answer=lambda request_id: asyncio.Event().wait())
     handle = LocalHandle(server)
     asked = PromptClient(handle, "rollout/0")
     waiting = [asyncio.create_task(ask(asked, number, taken.append)) for number in range(2)]
@@ -185,9 +185,9 @@ async def test_an_actor_that_dies_fails_all_that_wait_after_what_it_had_said() -
     assert [new_chunk.start for new_chunk in taken if new_chunk.request_id == "r0"] == [0, 1, 2, 3]
 
 
-async def test_whoever_waits_for_an_actor_that_is_ended_is_told_so_at_once() -> None:
-    server = Server(befalls=lambda request_id: asyncio.Event().wait())
-    asked = heard(server)
+async def test_a_wait_for_an_actor_that_is_ended_fails_at_once() -> None:
+    server = Server(before_answer=lambda request_id: asyncio.Event().wait())
+    asked = client_of(server)
     waiting = asyncio.create_task(ask(asked, 0))
     await until(lambda: server.calls)
     asked.close()
@@ -196,20 +196,20 @@ async def test_whoever_waits_for_an_actor_that_is_ended_is_told_so_at_once() -> 
             await waiting
 
 
-async def test_requests_that_an_actor_cannot_take_in_are_told_so() -> None:
+async def test_requests_that_an_actor_cannot_take_in_fail() -> None:
     class Choosy(Server):
         async def begin(self, requests: Sequence[GroupRequest]) -> None:
             if len(requests) > 1:
                 raise MemoryError(f"{len(requests)} are too many")
             await super().begin(requests)
 
-    asked = heard(Choosy())
+    asked = client_of(Choosy())
     failed = await asyncio.gather(*(ask(asked, number) for number in range(3)), return_exceptions=True)
     assert [str(error) for error in failed] == ["3 are too many"] * 3
     await ask(asked, 3)
 
 
-async def test_requests_that_cannot_be_sent_are_told_so() -> None:
+async def test_requests_that_cannot_be_sent_fail() -> None:
     class Wire(LocalHandle):
         """Takes nothing."""
 
@@ -226,7 +226,7 @@ async def test_requests_that_cannot_be_sent_are_told_so() -> None:
 async def test_between_two_streams_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "VALUES_A_STREAM", 3)
     server, taken = Server(num_chunks=20), {number: [] for number in range(4)}
-    asked = heard(server)
+    asked = client_of(server)
     await asyncio.gather(*(ask(asked, number, taken[number].append) for number in taken))
     assert all([new_chunk.start for new_chunk in chunks] == list(range(20)) for chunks in taken.values())
     assert server.num_streams > 5
@@ -240,7 +240,7 @@ async def test_a_stream_that_broke_off_is_opened_again_with_the_next_request() -
                     raise ValueError("a value that cannot be sent")
                 yield value
 
-    asked = heard(Broken())
+    asked = client_of(Broken())
     with pytest.raises(ValueError, match="a value that cannot be sent"):
         await ask(asked, 0)
     await ask(asked, 1)

@@ -100,7 +100,7 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda c: c.start(), "waited 0.05 s for rollout/0 to load its engine"),
         (lambda c: c.generate(PROMPT, SETTINGS), "waited 0.05 s for rollout/0 to generate prompt 0/0/s0"),
@@ -114,17 +114,17 @@ async def test_calls_carry_their_arguments_and_answers() -> None:
         (lambda c: c.probe(), "rollout/0 to sample one token"),
     ],
 )
-async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(call, said: str) -> None:
+async def test_an_actor_that_does_not_answer_is_named_with_what_it_was_asked(call, message: str) -> None:
     methods = (
         "start begin break_off prompt_logprobs check_manifest join_transfer receive_weights load_weights ping is_alive "
         "probe"
     )
     silent = SimpleNamespace(**dict.fromkeys(methods.split(), never), messages=no_messages)
-    with pytest.raises(DeadlineError, match=said):
+    with pytest.raises(DeadlineError, match=message):
         await call(client(silent, **dict.fromkeys(DEADLINES_S, 0.05)))
 
 
-async def test_an_actor_stops_what_nobody_waits_for_any_more() -> None:
+async def test_an_actor_stops_requests_without_a_waiting_caller() -> None:
     actor = FakeActor()
     asked = client(actor, rollout_s=0.05)
     await asked.generate(PROMPT, SETTINGS)

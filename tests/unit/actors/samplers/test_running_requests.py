@@ -1,4 +1,4 @@
-"""Whoever waits for an engine to be idle waits for the last of its requests, or as long as it wants to."""
+"""A wait for an idle engine ends with the last of its requests, or at its deadline."""
 
 from __future__ import annotations
 

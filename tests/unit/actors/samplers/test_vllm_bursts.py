@@ -43,7 +43,7 @@ class Burst(ThreadedCore):
             self.input_queue.put(("request", self.last_came))
 
     def _notify_idle_state_callbacks(self) -> None:
-        """Nobody waits for an idle engine here."""
+        """No caller waits for an idle engine here."""
 
     def _handle_client_request(self, kind: str, request: float) -> None:
         self.taken.append(request)
@@ -73,7 +73,7 @@ def test_a_burst_without_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert burst.now == pytest.approx(BURST_S)
 
 
-def test_a_full_step_and_a_busy_engine_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_step_and_a_busy_engine_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     full = Burst([0.0, 0.0, BURST_GAP_S / 2], max_num_seqs=2)
     assert full.begin(monkeypatch) == [0.0, 0.0] and full.now == 0.0
     busy = Burst([0.0, BURST_GAP_S / 2], is_busy=True)

@@ -106,7 +106,7 @@ async def test_pieces_come_when_they_are_due_each_with_the_weights_of_all_tokens
     ]
 
 
-async def test_pieces_that_nobody_has_read_yet_are_one_with_the_weights_of_the_last() -> None:
+async def test_unread_pieces_are_one_with_the_weights_of_the_last() -> None:
     processor = ThreadedOutputs(None, log_stats=False)
     collector = outputs_of(processor, "r", RequestOutputKind.DELTA, n=2)
     for token in range(4):
@@ -117,7 +117,7 @@ async def test_pieces_that_nobody_has_read_yet_are_one_with_the_weights_of_the_l
         assert [(span.version, span.start, span.end) for span in one.weight_versions] == [("0", 0, 2), ("1", 2, 4)]
 
 
-async def test_what_is_read_as_text_and_what_nobody_waits_for_is_left_to_the_event_loop() -> None:
+async def test_what_is_read_as_text_and_what_is_not_awaited_is_left_to_the_event_loop() -> None:
     processor = ThreadedOutputs(None, log_stats=False)
     text = outputs_of(processor, "text", RequestOutputKind.DELTA)
     processor.request_states["text"].detokenizer = _Detokenizer()
@@ -131,7 +131,7 @@ async def test_what_is_read_as_text_and_what_nobody_waits_for_is_left_to_the_eve
     assert text.get_nowait().outputs[0].token_ids == [7]
 
 
-async def test_an_error_reaches_everybody_who_waits() -> None:
+async def test_an_error_reaches_every_waiting_caller() -> None:
     processor = ThreadedOutputs(None, log_stats=False)
     collector = outputs_of(processor, "r", RequestOutputKind.FINAL_ONLY)
     processor.propagate_error(RuntimeError("dead"))

@@ -23,7 +23,7 @@ def request(**params: Any) -> Any:
 
 
 def step(logprobs: np.ndarray) -> Any:
-    """What the engine's core says of one step; the first column is of the sampled tokens."""
+    """What the engine's core returns for one step; the first column is of the sampled tokens."""
     ids = np.arange(logprobs.size, dtype=np.int32).reshape(logprobs.shape)
     lists = LogprobsLists(ids, logprobs, np.ones(len(logprobs), dtype=np.int32))
     return SimpleNamespace(new_logprobs=lists, new_prompt_logprobs_tensors=None, prompt_token_id_logprobs=None)
@@ -53,7 +53,7 @@ def test_they_are_the_ones_that_vllm_keeps_of_any_stretch() -> None:
         (object(), {"logprobs": 0}),
     ],
 )
-def test_whoever_asks_for_more_gets_vllms_own(tokenizer: Any, params: dict[str, Any]) -> None:
+def test_requests_for_more_get_vllms_own(tokenizer: Any, params: dict[str, Any]) -> None:
     assert type(SampledLogprobs.from_new_request(tokenizer, request(**params))) is LogprobsProcessor
 
 

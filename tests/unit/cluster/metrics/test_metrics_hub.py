@@ -67,10 +67,10 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
     assert record.values[MetricName.TOKENS_PER_S] == pytest.approx(31 / 3.5)
     assert record.values[MetricName.UNIFORM_FRACTION] == 0.5
     assert record.values[MetricName.QUEUE_READY] == 3
-    assert record.values["ratio_max"] == 1.5  # what only the learner knows is kept
+    assert record.values["ratio_max"] == 1.5  # what only the learner measures is kept
 
 
-def test_the_hub_knows_the_phase_that_runs_and_for_how_long() -> None:
+def test_the_hub_returns_the_phase_that_runs_and_for_how_long() -> None:
     clock = FakeClock()
     metrics = make_metrics([], clock)
     clock.pass_s(30.0)
@@ -135,7 +135,7 @@ def test_a_step_that_an_earlier_part_of_the_run_recorded_is_not_recorded_again()
     assert metrics.totals.num_steps == 3
 
 
-def test_a_step_that_recorded_nothing_is_a_bug_and_says_so() -> None:
+def test_a_step_that_recorded_nothing_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="step 3 ended without"), make_metrics([], FakeClock()).step(3):
         pass
 

@@ -37,7 +37,7 @@ def test_the_interval_of_a_mean_is_two_standard_errors_wide_on_each_side() -> No
     assert (estimate.low, estimate.high) == (pytest.approx(2.5 - half, abs=1e-4), pytest.approx(2.5 + half, abs=1e-4))
 
 
-def test_one_value_tells_nothing_of_its_spread() -> None:
+def test_one_value_has_an_unbounded_interval() -> None:
     assert mean_interval([2.0]).low == -math.inf and mean_interval([2.0]).high == math.inf
     with pytest.raises(ValueError, match="at least one"):
         mean_interval([])

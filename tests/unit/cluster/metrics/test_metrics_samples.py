@@ -95,7 +95,7 @@ def test_a_long_run_looks_at_few_steps_and_fetches_little(tmp_path: Path) -> Non
     assert any(s.step == 2000 for s in samples.samples)
 
 
-def test_a_very_long_answer_is_cut_and_says_how_much_is_missing(tmp_path: Path) -> None:
+def test_a_very_long_answer_is_cut_and_marked_with_how_much_is_missing(tmp_path: Path) -> None:
     samples = keeper(tmp_path / "samples.jsonl")
     samples.offer(1, [make_group("a", [1.0, 0.0], text="x" * 9000)])
     assert samples.samples[0].response.endswith("[…5000 more]")

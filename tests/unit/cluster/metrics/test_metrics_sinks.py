@@ -52,7 +52,7 @@ class FakeSeries:
 
 
 class FakeRay:
-    """Makes series and finds them by name; fails once told to."""
+    """Makes series and finds them by name."""
 
     def __init__(self) -> None:
         self.series: dict[str, FakeSeries] = {}
@@ -134,7 +134,7 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_l
 ) -> None:
     clock, out = FakeClock(), io.StringIO()
     sink = ConsoleSink(Console(file=out), clock, num_steps=6, version=0, interval_s=5.0)
-    clock.pass_s(1000.0)  # the start of a run says nothing about its steps, each of which takes 1.5 s
+    clock.pass_s(1000.0)  # the start of a run does not count as a step; each of those takes 1.5 s
     with caplog.at_level(logging.INFO):
         for step in range(1, 7):
             clock.pass_s(2.0)
@@ -147,10 +147,10 @@ def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_l
 
 
 @pytest.mark.parametrize(
-    ("total_s", "said"), [(2.0, "about 34 s left"), (45.0, "about 13 min left"), (900.0, "about 4 h left")]
+    ("total_s", "remaining"), [(2.0, "about 34 s left"), (45.0, "about 13 min left"), (900.0, "about 4 h left")]
 )
-def test_after_three_steps_a_line_says_how_long_the_rest_takes(
-    caplog: pytest.LogCaptureFixture, total_s: float, said: str
+def test_after_three_steps_a_line_has_the_time_that_the_rest_takes(
+    caplog: pytest.LogCaptureFixture, total_s: float, remaining: str
 ) -> None:
     sink = EstimateSink(num_steps=30)
     with caplog.at_level(logging.INFO):
@@ -158,7 +158,7 @@ def test_after_three_steps_a_line_says_how_long_the_rest_takes(
             slow = 100.0 if step == 11 else 1.0  # the first step starts up much
             sink.emit(replace(record(step), seconds={"total": slow * total_s}))
     [line] = [r.message for r in caplog.records]
-    assert line == f"a step takes {total_s:.1f} s: {said} for 17 steps"
+    assert line == f"a step takes {total_s:.1f} s: {remaining} for 17 steps"
 
 
 def test_a_run_of_three_steps_needs_no_estimate(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +233,7 @@ def test_ray_metrics_without_run_role_and_index_are_refused() -> None:
         RaySink({"run": "digits"}, heartbeat_s=5, make_series=FakeRay().make)
 
 
-def test_a_name_that_prometheus_does_not_know_is_spelled_with_underscores() -> None:
+def test_a_name_that_prometheus_does_not_allow_is_spelled_with_underscores() -> None:
     ray = FakeRay()
     sink = RaySink(TAGS, heartbeat_s=10, make_series=ray.make)
     sink.emit(StepRecord(1, {}, {"policy/ratio.max": 1.5}, {}, {}, {}))
@@ -287,8 +287,8 @@ def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none()
         "rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=Vitals("10.0.0.1", 5, 100, 0.5, load=load, tokens_per_s=80.0)
     )
     rank = WorkerStatus("learner/1", WorkerState.SERVING, 7, 1, 0, vitals=Vitals("10.0.0.2", 6, 200, None, 2**34, 0.9))
-    told = replace(status("update", engine, rank), loop_lag_s=0.2, object_store=ObjectStoreUse(30, 100))
-    sink.post(told)
+    posted = replace(status("update", engine, rank), loop_lag_s=0.2, object_store=ObjectStoreUse(30, 100))
+    sink.post(posted)
     wait_until(lambda: "mobula_worker_gpu_bytes" in ray.series)
     sink.close()
     on = {

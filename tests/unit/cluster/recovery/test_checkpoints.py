@@ -228,7 +228,7 @@ async def test_wherever_a_save_is_killed_a_resume_finds_a_complete_checkpoint(
         (lambda path: swap_a_byte(path / "learner/rank0.json"), "learner/rank0.json is not what was written"),
     ],
 )
-async def test_a_damaged_checkpoint_is_skipped_by_name_and_written_anew(
+async def test_a_damaged_checkpoint_is_skipped_by_name_and_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Any, fault: str
 ) -> None:
     setup = Setup(tmp_path)

@@ -181,7 +181,7 @@ async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_ne
     await bench.meet(2)
 
 
-async def test_a_silent_rank_is_not_waited_for_once_somebody_has_noticed() -> None:
+async def test_a_silent_rank_is_not_waited_for_once_it_is_reported_lost() -> None:
     bench = Bench()
     await bench.save()
     bench.ranks.is_silent = True
@@ -194,7 +194,7 @@ async def test_a_silent_rank_is_not_waited_for_once_somebody_has_noticed() -> No
     assert (bench.ranks.weights, bench.lost) == (["0/0/s"], ["learner_hung"])
 
 
-async def test_a_loss_that_is_noticed_while_nobody_calls_is_made_good_at_the_next_call() -> None:
+async def test_a_loss_that_is_noticed_between_calls_is_made_good_at_the_next_call() -> None:
     bench = Bench()
     await bench.save()
     bench.learner.lose(WorkerDiedError("learner/0 died"))

@@ -30,17 +30,17 @@ from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 class RecordingDispatcher:
-    """Takes note of what it is told; `closed` prompts were settled before the checkpoint."""
+    """Records the arguments of `catch_up`; `closed` prompts were settled before the checkpoint."""
 
     def __init__(self, closed: Sequence[str] = ()) -> None:
-        self.told: tuple[int, list[str], list[str]] | None = None
+        self.caught_up: tuple[int, list[str], list[str]] | None = None
         self._closed = closed
 
     def is_open(self, prompt_id: str) -> bool:
         return prompt_id not in self._closed
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
-        self.told = (version, list(settled), [group.summary.group_id for group in finished])
+        self.caught_up = (version, list(settled), [group.summary.group_id for group in finished])
 
 
 class Bench:
@@ -108,7 +108,7 @@ async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for
     assert any(not torch.equal(after_checkpoint[name], theirs[name]) for name in theirs), "nothing was trained"
     for p, q in zip(second.rank._optimizer.state.values(), first.rank._optimizer.state.values(), strict=True):
         assert torch.equal(p["exp_avg_sq"], q["exp_avg_sq"])
-    assert resumed.dispatcher.told == (4, [g.summary.group_id for step in steps[1:] for g in step], [])
+    assert resumed.dispatcher.caught_up == (4, [g.summary.group_id for step in steps[1:] for g in step], [])
 
 
 async def finished(folder: Path, groups: Sequence[ScoredGroup]) -> None:
@@ -125,7 +125,7 @@ async def test_finished_groups_go_back_into_the_stream_with_live_prompts(tmp_pat
     await finished(tmp_path, groups)
     again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups))
     assert await again.recovery.recover(0) == 0
-    version, settled, found = again.dispatcher.told
+    version, settled, found = again.dispatcher.caught_up
     assert (version, settled, sorted(found)) == (0, [], ["0/0/s0", "0/1/s1"])
     assert again.counts == {"steps": 0, "groups": 2}
 
@@ -139,7 +139,7 @@ async def test_a_finished_group_whose_data_changed_is_counted_named_and_sampled_
     changed = dataclasses.replace(groups[1], group=make_group(prompt))
     again = Bench(tmp_path, FakeLearner(), KnownPrompts([groups[0], changed, groups[2]], broken=["0/2/s2"]))
     await again.recovery.recover(0)
-    assert again.dispatcher.told == (0, [], ["0/0/s0"])
+    assert again.dispatcher.caught_up == (0, [], ["0/0/s0"])
     assert again.counts == {"steps": 0, "groups": 1, "changed_data": 1, "bad_media": 1}
     assert "prompt 0/1/s1 has other tokens than when it was sampled: restore the row s1" in caplog.text
     assert [group.group_id for group in again.journal.recover(0).finished] == ["0/0/s0"], (
@@ -196,7 +196,7 @@ async def test_a_step_that_is_taken_again_is_measured_and_the_next_one_follows_i
     assert [step.version for step in again.journal.recover(0).steps] == [1, 2]
 
 
-async def test_the_next_run_in_the_same_place_knows_nothing_of_it(tmp_path: Path) -> None:
+async def test_the_next_run_in_the_same_place_recovers_nothing_of_it(tmp_path: Path) -> None:
     await killed_after_a_step(tmp_path)
     new = Bench(tmp_path, FakeLearner(), KnownPrompts())
     await new.recovery.begin()

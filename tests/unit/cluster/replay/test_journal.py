@@ -254,7 +254,7 @@ def test_any_arrow_reader_can_look_into_a_segment(tmp_path: Path) -> None:
 
 
 class Model:
-    """What a journal of ever more segments should know, kept in memory."""
+    """What a journal of ever more segments should hold, kept in memory."""
 
     def __init__(self) -> None:
         self.finished: list[str] = []

@@ -1,4 +1,4 @@
-"""Writing a journal from an event loop: in order, together, off the loop, and never half told."""
+"""Writing a journal from an event loop: in order, together, off the loop, and never half written."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_records_that_wait_for_the_disk_are_written_together_and_the_loop_
     await until(journal.asked.is_set)
     others = [asyncio.ensure_future(writer.finished(group)) for group in groups[1:]]
     await until(lambda: len(writer._waiting) == 19)
-    assert not first.done(), "nothing is told before it is on disk"
+    assert not first.done(), "no call returns before its record is on disk"
     journal.go_on.set()
     await asyncio.gather(first, *others)
     assert [len(batch) for batch in journal.batches] == [1, 19]
@@ -96,7 +96,7 @@ async def test_records_that_wait_for_the_disk_are_written_together_and_the_loop_
     await writer.close()
 
 
-async def test_what_was_told_to_be_written_is_on_disk_in_the_order_of_the_calls(tmp_path: Path) -> None:
+async def test_records_are_on_disk_in_the_order_of_the_calls(tmp_path: Path) -> None:
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
     for n in range(4):
         await writer.finished(make_scored(f"0/{n}/s"))
@@ -109,7 +109,7 @@ async def test_what_was_told_to_be_written_is_on_disk_in_the_order_of_the_calls(
     await writer.close()
 
 
-async def test_a_disk_that_fails_is_told_to_everybody_whose_record_is_lost(
+async def test_a_disk_that_fails_raises_for_every_call_whose_record_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = SlowJournal(tmp_path)
@@ -179,7 +179,7 @@ async def test_a_group_of_which_no_record_can_be_made_fails_its_own_call_alone(t
     assert finished_in(tmp_path) == ["0/1/s"]
 
 
-async def test_a_caller_that_gave_up_disturbs_nobody(tmp_path: Path) -> None:
+async def test_a_caller_that_gave_up_disturbs_no_other(tmp_path: Path) -> None:
     journal = SlowJournal(tmp_path)
     writer = JournalWriter(journal, timeout_s=5)
     first = asyncio.ensure_future(writer.rejected("0/0/s", "stale"))
@@ -191,11 +191,11 @@ async def test_a_caller_that_gave_up_disturbs_nobody(tmp_path: Path) -> None:
     journal.go_on.set()
     await third
     assert first.cancelled() and second.cancelled()
-    assert journal.recover(0).rejected == ("0/0/s", "0/1/s", "0/2/s"), "what was told is written"
+    assert journal.recover(0).rejected == ("0/0/s", "0/1/s", "0/2/s"), "what was handed over is written"
     await writer.rejected("0/3/s", "stale")
 
 
-async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_nobody(tmp_path: Path, store: Store) -> None:
+async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_no_other(tmp_path: Path, store: Store) -> None:
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
     impatient = asyncio.ensure_future(writer.finished(store.put("0/0/s", is_lost=True)))
     await until(lambda: store.fetched_alone)

@@ -268,15 +268,15 @@ async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: 
 
 
 class SlowDisk(NoJournal):
-    """Has a finished group on disk only when told, or never."""
+    """Has a finished group on disk only once `may_finish` is set."""
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()
+        self.may_finish = asyncio.Event()
         self.error: Exception | None = None
         self.trained_versions: list[int] = []
 
     async def finished(self, group: ScoredGroup) -> None:
-        await self.told.wait()
+        await self.may_finish.wait()
         if self.error is not None:
             raise self.error
 
@@ -293,7 +293,7 @@ async def test_a_slow_disk_holds_up_the_commit_and_nothing_before_it() -> None:
     commit = asyncio.create_task(replay.commit(1, taken))
     assert await blocked(commit)
     assert disk.trained_versions == []
-    disk.told.set()
+    disk.may_finish.set()
     await asyncio.wait_for(commit, 5)
     assert disk.trained_versions == [1]
 
@@ -301,7 +301,7 @@ async def test_a_slow_disk_holds_up_the_commit_and_nothing_before_it() -> None:
 async def test_a_group_that_could_not_be_fetched_is_written_again_when_it_is_committed() -> None:
     disk = SlowDisk()
     disk.error = LostObjectError("its node is gone")
-    disk.told.set()
+    disk.may_finish.set()
     replay = ReplayBuffer(journal=disk)
     await replay.put([make_scored("a")])
     taken = await replay.take(1)
@@ -334,7 +334,7 @@ async def test_closing_completes_what_is_being_written_but_does_not_wait_for_eve
 async def test_a_group_that_could_not_be_journalled_is_never_committed() -> None:
     disk = SlowDisk()
     disk.error = JournalError("the disk is full")
-    disk.told.set()
+    disk.may_finish.set()
     replay = ReplayBuffer(journal=disk)
     await replay.put([make_scored("a")])
     with pytest.raises(JournalError, match="the disk is full"):

@@ -1,4 +1,4 @@
-"""A recorded run is trained again with the weights that it had, and its log is whole or says what is missing."""
+"""A recorded run is trained again with the weights that it had, and its log is whole or names what is missing."""
 
 from __future__ import annotations
 

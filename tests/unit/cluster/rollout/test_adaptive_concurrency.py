@@ -41,7 +41,7 @@ def test_one_overloaded_engine_makes_it_fall_once_until_what_runs_is_within_it(o
     assert limit.observe([calm, overloaded], 20) == 10, "the load is that of the new limit"
 
 
-def test_only_new_preemptions_count_and_an_engine_started_anew_has_none() -> None:
+def test_only_new_preemptions_count_and_a_restarted_engine_has_none() -> None:
     limit = AimdLimit(POLICY, start=40)
     assert limit.observe([load(preemptions=7)], 30) == 40, "what was before the first look"
     assert limit.observe([load(preemptions=8)], 30) == 20
@@ -56,7 +56,7 @@ def test_it_keeps_its_bounds_and_does_not_grow_blindly() -> None:
     for _ in range(9):
         limit.observe([load(kv_usage=1.0)], 0)
     assert limit.value == 4
-    assert limit.observe([load(), None], 4) == 4, "an engine was not heard"
+    assert limit.observe([load(), None], 4) == 4, "an engine did not report"
     assert limit.observe([], 4) == 4
 
 
@@ -85,21 +85,21 @@ class Engine:
 async def test_the_gate_follows_and_an_engine_that_died_stops_only_the_growth() -> None:
     gate = StalenessGate(prompts_per_step=8, max_staleness=1, max_concurrent=100, total_steps=9)
     engines = [Engine(load()), Engine(WorkerDiedError("rollout/1"))]
-    told: list[tuple[int, Sequence[EngineLoad]]] = []
+    reported: list[tuple[int, Sequence[EngineLoad]]] = []
     adaptive = AdaptiveConcurrency(
         lambda: engines,
         gate,
         AimdLimit(POLICY, start=6),
         interval_s=0.001,
-        on_limit=lambda limit, loads: told.append((limit, loads)),
+        on_limit=lambda limit, loads: reported.append((limit, loads)),
     )
     assert gate.capacity == 6
     for _ in range(6):
         gate.start()
     waiting = asyncio.ensure_future(gate.wait_for_slot())
     async with asyncio.timeout(5), adaptive.tended():
-        await until(lambda: len(told) >= 3)
-        assert told[-1] == (6, [load()]) and not waiting.done()
+        await until(lambda: len(reported) >= 3)
+        assert reported[-1] == (6, [load()]) and not waiting.done()
         engines.pop()
         await waiting
     assert gate.capacity >= 2

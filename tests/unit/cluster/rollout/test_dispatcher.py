@@ -201,7 +201,7 @@ async def test_a_run_that_rejects_everything_ends_with_the_next_action() -> None
         await bench.step()
 
 
-async def test_a_run_whose_engines_stay_behind_ends_and_says_so() -> None:
+async def test_a_run_whose_engines_stay_behind_ends_with_an_error() -> None:
     class Heedless(FakeRollouts):
         """Its engines stay at version 0, whatever is asked."""
 
@@ -357,7 +357,7 @@ async def test_a_pool_gets_responses_by_value_where_the_rollouts_tell_them() -> 
     assert ReadingRewards.read["0/1/s1"] == ["answer of 0/1/s1#0", "answer of 0/1/s1#1"]
 
 
-async def test_a_group_that_nobody_can_score_is_rejected_and_the_run_goes_on() -> None:
+async def test_a_group_that_cannot_be_scored_is_rejected_and_the_run_goes_on() -> None:
     class HelplessRewards(FakeRewards):
         async def score(self, group: TrajectoryGroup, group_id: str) -> list[Reward | None]:
             if group.group_id == "0/1/s1":

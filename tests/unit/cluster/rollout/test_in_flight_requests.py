@@ -100,7 +100,7 @@ def test_the_table_names_the_prompt_that_is_in_flight_for_longest() -> None:
 
 
 class Actor(PromptServer):
-    """A rollout actor around a sampler; it dies when the sampler says so."""
+    """A rollout actor around a sampler; it dies when the sampler raises `WorkerDiedError`."""
 
     def __init__(self, sampler: KnownSampler) -> None:
         super().__init__()
@@ -144,10 +144,10 @@ async def hangs(step: int) -> None:
     await (for_ever(step) if step == 10 else asyncio.sleep(0))
 
 
-@pytest.mark.parametrize(("befalls", "error"), [(dies, WorkerDiedError), (hangs, DeadlineError)])
-async def test_another_actor_goes_on_from_the_last_chunk(befalls, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("before_step", "error"), [(dies, WorkerDiedError), (hangs, DeadlineError)])
+async def test_another_actor_goes_on_from_the_last_chunk(before_step, error: type[Exception]) -> None:
     in_flight_requests, caught = InFlightRequests(CHUNK), []
-    lost, other = Actor(KnownSampler((17, 6), CHUNK, befalls)), Actor(KnownSampler((17, 6), CHUNK))
+    lost, other = Actor(KnownSampler((17, 6), CHUNK, before_step)), Actor(KnownSampler((17, 6), CHUNK))
     engines = Engines(client(lost, in_flight_requests, rollout_s=0.2, sign_s=0.1), client(other, in_flight_requests))
     rollouts = RetryingRollouts(engines, in_flight_requests, max_retries=1, on_retry=caught.append)
     reference, *_ = await rollouts.generate(PROMPT, SETTINGS)

@@ -1,4 +1,4 @@
-"""Prompts that are prepared before anybody asks: the same ones, in the same order, and no more than allowed."""
+"""Prompts that are prepared before they are asked for: the same ones, in the same order, and no more than allowed."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_no_more_are_prepared_than_allowed() -> None:
         assert source.cursor == 1 + 2 + 1, "one taken, two ready, and one in the hands of who prepares"
 
 
-async def test_data_without_a_usable_row_ends_whoever_waits_for_a_prompt() -> None:
+async def test_data_without_a_usable_row_ends_the_wait_for_a_prompt() -> None:
     class Unusable(FakePrompts):
         def next(self) -> Prompt:
             raise DatasetError("no row is usable")

@@ -35,7 +35,7 @@ CAUSE = Failure("RuntimeError: no offset", ("model.py:7 in step",), "Traceback .
 
 
 class FakeEngine:
-    """One process: `dies`, `fails`, `is_silent` and `loses_replies` say how it answers from now on."""
+    """One process: `dies`, `fails`, `is_silent` and `loses_replies` set how it answers from now on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -228,8 +228,8 @@ async def test_an_engine_that_loses_a_reply_is_well() -> None:
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
         engine = yard.now(0)
         engine.loses_replies = True
-        said = "waited 1 s for rollout/0 to generate prompt 0/0/s0, which is well: .* timeouts.rollout_s"
-        with pytest.raises(LostReplyError, match=said):
+        message = "waited 1 s for rollout/0 to generate prompt 0/0/s0, which is well: .* timeouts.rollout_s"
+        with pytest.raises(LostReplyError, match=message):
             await pool.generate(PROMPT, SETTINGS)
         engine.loses_replies = False
         await pool.generate(PROMPT, SETTINGS)
@@ -340,7 +340,7 @@ async def test_of_a_long_error_the_status_holds_one_line_and_the_log_all(caplog:
     assert "actor_id: 29" in caplog.text
 
 
-async def test_the_run_ends_when_nobody_is_left() -> None:
+async def test_the_run_ends_when_no_actor_is_left() -> None:
     def broken(engine: FakeEngine, nth: int) -> None:
         if nth > 0:
             engine.start_error = WorkerDiedError("no such device")

@@ -239,7 +239,7 @@ def test_whatever_finishes_first_no_group_is_over_age_and_no_step_waits_for_ever
 
 
 def is_ready(gate: StalenessGate, finished: list[Admission], next_step: int) -> bool:
-    """The order's rule as it is told: what the next step leaves must fit B a step into the steps after it."""
+    """The rule of the order in words: what the next step leaves must fit B a step into the steps after it."""
     size = gate.prompts_per_step
     left = sorted([*gate.running, *sorted(finished)[size:]])
     fits = all(next_step + 1 + i // size <= a.version + gate.max_staleness for i, a in enumerate(left))

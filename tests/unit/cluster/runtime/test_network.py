@@ -1,4 +1,4 @@
-"""Rendezvous stores: met where they say, on a port of their own, apart by prefix."""
+"""Rendezvous stores: met at the address that they announce, on a port of their own, apart by prefix."""
 
 from __future__ import annotations
 

@@ -15,22 +15,22 @@ REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
 
 
 @pytest.mark.parametrize(
-    ("failure", "error", "said"),
+    ("failure", "error", "message"),
     [
         (GetTimeoutError("late"), DeadlineError, r"waited 3 s for groups \(1 objects\)"),
         (ObjectLostError("01", None, ""), LostObjectError, "groups cannot be had: the node that held it is gone"),
     ],
 )
 def test_what_cannot_be_had_is_named_by_its_cause(
-    failure: Exception, error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get(references: Any, timeout: float) -> Any:
         raise failure
 
     monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         fetch([REFERENCE], timeout_s=3, what="groups")
-    with pytest.raises(LostObjectError, match=said):  # late is as good as lost
+    with pytest.raises(LostObjectError, match=message):  # late is as good as lost
         fetch_or_miss([REFERENCE], timeout_s=3, what="groups")
 
 

@@ -99,7 +99,7 @@ def test_more_threads_than_cores_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "node", "said"),
+    ("overrides", "node", "message"),
     [
         (["resources.rollout.num_workers=9"], LAPTOP, r"resources\.rollout asks for 9 workers.*0\.3 CPUs.*CPUs and"),
         (["resources=gpu_2"], LAPTOP, r"resources\.learner.*0\.7 GPUs.*0 GPUs free.*smaller than resources=gpu_2"),
@@ -108,9 +108,9 @@ def test_more_threads_than_cores_are_refused() -> None:
     ],
 )
 def test_what_does_not_fit_names_role_request_and_what_is_free(
-    overrides: list[str], node: NodeResources, said: str
+    overrides: list[str], node: NodeResources, message: str
 ) -> None:
-    with pytest.raises(PlacementError, match=said):
+    with pytest.raises(PlacementError, match=message):
         plan_placement(resources(*overrides), [node], ALL_ROLES)
 
 

@@ -1,4 +1,4 @@
-"""What Ray says of an actor that ended becomes one line that names the cause."""
+"""What Ray reports of an actor that ended becomes one line that names the cause."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (HEAD + DEAD + NO_WORD, "its process 4711 ended without a word, as after SIGKILL or out of memory"),
         (
@@ -61,9 +61,9 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("The actor died unexpectedly before finishing this task.", "The actor died unexpectedly"),
     ],
 )
-def test_one_line_names_the_cause_and_a_note_has_all_that_ray_says(text: str, said: str, log: Path) -> None:
+def test_one_line_names_the_cause_and_a_note_has_all_that_ray_reports(text: str, message: str, log: Path) -> None:
     error = actor_death(RayActorError(error_msg=text), "learner/0 to make version 7")
-    assert "its actor died while waiting for learner/0 to make version 7: " + said in str(error)
+    assert "its actor died while waiting for learner/0 to make version 7: " + message in str(error)
     assert "\n" not in str(error) and str(log) not in str(error), "a log without a word is not named"
     assert error.__notes__ == [text.strip()]
     assert error.failure is not None and error.failure.fingerprint is None

@@ -24,8 +24,8 @@ print("printed")
 os.write(2, b"native\\n")
 subprocess.run([sys.executable, "-c", "import sys; print('child', file=sys.stderr)"], check=True)
 logging.getLogger("actors.rollout").info("ours")
-logging.getLogger("somebody").info("unheard")
-logging.getLogger("somebody").warning("a library warns")
+logging.getLogger("library").info("dropped")
+logging.getLogger("library").warning("a library warns")
 raise SystemExit("the end")
 """
 
@@ -48,8 +48,8 @@ def test_everything_goes_to_the_file_and_the_log_before_names_it(tmp_path: Path)
         "printed", "native", "child", "the end",
     ]  # fmt: skip
     assert [line for line in lines if line.endswith("INFO actors.rollout: ours")]
-    assert [line for line in lines if line.endswith("WARNING somebody: a library warns")]
-    assert "unheard" not in path.read_text()
+    assert [line for line in lines if line.endswith("WARNING library: a library warns")]
+    assert "dropped" not in path.read_text()
 
 
 def test_a_process_that_follows_has_a_part_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A worker's sign of life says what its process uses, and which rate its engine has."""
+"""A worker's sign of life holds what its process uses, and which rate its engine has."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_a_busy_thread_is_seen_and_an_idle_one_is_not() -> None:
 def test_gpus_are_added_up_and_their_use_is_averaged() -> None:
     found = VitalsMeter("10.0.0.1", 1, Gpus(80.0, 40.0)).read(None)
     assert found.gpu_bytes == 50 * 2**20 and found.gpu_busy_share == pytest.approx(0.6)
-    untold = VitalsMeter("10.0.0.1", 1, Gpus(None)).read(None)  # a driver that does not say
-    assert (untold.gpu_bytes, untold.gpu_busy_share) == (25 * 2**20, None)
+    unknown = VitalsMeter("10.0.0.1", 1, Gpus(None)).read(None)  # a driver that does not report it
+    assert (unknown.gpu_bytes, unknown.gpu_busy_share) == (25 * 2**20, None)
 
 
 def test_the_rate_is_that_since_the_sign_before() -> None:

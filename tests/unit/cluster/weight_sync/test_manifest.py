@@ -38,7 +38,7 @@ def test_the_same_tensors_fit_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "message"),
     [
         ((A, B), "missing c"),
         ((A, B, C, TensorSpec("d", (1,), "float32")), "unexpected d"),
@@ -49,8 +49,8 @@ def test_the_same_tensors_fit_in_any_order() -> None:
         ((), "missing a; missing b; missing c"),
     ],
 )
-def test_what_does_not_fit_is_named(sent: tuple[TensorSpec, ...], said: str) -> None:
-    with pytest.raises(ManifestError, match=f"{said}.*No byte was sent"):
+def test_what_does_not_fit_is_named(sent: tuple[TensorSpec, ...], message: str) -> None:
+    with pytest.raises(ManifestError, match=f"{message}.*No byte was sent"):
         Manifest(sent).check_against(Manifest((A, B, C)))
 
 
@@ -75,7 +75,7 @@ def test_buckets_hold_every_tensor_once_in_order_aligned_and_apart(tensors: list
 
 
 @given(st.lists(specs, max_size=5))
-def test_a_manifest_survives_a_serializer_that_knows_only_json(tensors: list[TensorSpec]) -> None:
+def test_a_manifest_survives_a_serializer_of_json_alone(tensors: list[TensorSpec]) -> None:
     manifest = Manifest(tuple(tensors))
     assert Manifest.from_wire(json.loads(json.dumps(manifest.to_wire()))) == manifest
 

@@ -1,4 +1,4 @@
-"""The order of a push, what it refuses, and what it says about those who failed; sender and receivers are fakes."""
+"""The order of a push, what it refuses, and the failures that it reports; sender and receivers are fakes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def weight_sync(
     )
 
 
-async def test_a_push_brings_every_receiver_to_the_version_and_says_what_it_took() -> None:
+async def test_a_push_brings_every_receiver_to_the_version_and_reports_what_it_took() -> None:
     sender = FakeSender()
     receivers = [FakeReceiver(f"rollout/{n}", sender) for n in range(3)]
     sync, pushes = weight_sync(sender, *receivers), []
@@ -160,7 +160,7 @@ async def test_the_group_meets_once_for_many_pushes_and_ranks_follow_the_sender(
     assert sync.num_pushes == 3
 
 
-async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_meets_anew() -> None:
+async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_forms_a_new_group() -> None:
     sender = FakeSender()
     first, late = FakeReceiver("rollout/0", sender), FakeReceiver("rollout/1", sender)
     members = FixedMembers(first)
@@ -174,7 +174,7 @@ async def test_a_late_joiner_is_served_from_the_store_and_the_next_push_meets_an
     assert "leave 1" in sender.events
 
 
-async def test_a_manifest_that_does_not_fit_ends_the_push_before_anybody_meets() -> None:
+async def test_a_manifest_that_does_not_fit_ends_the_push_before_a_group_is_formed() -> None:
     sender = FakeSender(manifest=Manifest((TensorSpec("other", (2,), "float32"),)))
     receiver = FakeReceiver("rollout/0", sender)
     with pytest.raises(ManifestError, match="missing w; unexpected other"):

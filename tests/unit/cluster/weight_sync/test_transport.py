@@ -1,4 +1,4 @@
-"""The transfer group over gloo: bytes arrive as they were sent, and nobody waits longer than the deadline."""
+"""The transfer group over gloo: bytes arrive as they were sent, and no rank waits longer than the deadline."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_sender_that_sends_nothing_ends_the_wait_of_its_receivers_in_time(stor
     assert sender.rank == TransferGroup.SENDER
 
 
-def test_a_store_that_nobody_serves_is_named(store: RendezvousStore) -> None:
+def test_a_store_without_a_server_is_named(store: RendezvousStore) -> None:
     nowhere = replace(rendezvous(store, timeout_s=1), port=1)
     with pytest.raises(WeightSyncError, match=r"could not join transfer epoch 1 at .*:1 over gloo"):
         TransferGroup(nowhere, 1, CPU)

@@ -1,4 +1,4 @@
-"""Engines and learner take turns: nothing is sampled from dead weights, and nobody is awake beside the other."""
+"""Engines and learner take turns: nothing is sampled from dead weights, and the two are never awake together."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_what_samples_besides_ends_before_the_engines_sleep() -> None:
     assert evaluation.done()
 
 
-async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nobody_up() -> None:
+async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nothing_up() -> None:
     device = Device()
     lease = GpuLease(device, device)
     await LeasedWeights(device, lease).publish(0)

@@ -1,4 +1,4 @@
-"""The driver tells the panel how the run stands, applies what was asked for, and outlives the panel."""
+"""The driver reports the status of the run to the panel, applies what was asked for, and outlives the panel."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_the_newest_status_names_phase_queue_and_workers() -> None:
     assert status.num_panels_lost == 0 and status.driver_pid > 0
 
 
-async def test_a_loop_that_stood_still_says_for_how_long() -> None:
+async def test_a_loop_that_stood_still_reports_for_how_long() -> None:
     host = PanelHost()
     async with control(host, FakeRole("reward", 1)).running():
         await until(lambda: host.statuses)
@@ -146,17 +146,17 @@ async def test_a_run_that_goes_on_is_scaled_as_before_once_it_has_begun_and_a_re
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (ValueError("reward=0: at least one"), "reward=0: at least one"),
         (PlacementError("2 more reward workers do not fit"), "2 more reward workers do not fit"),
         (KeyError("bug"), "KeyError: 'bug'; run.log has the traceback"),
     ],
 )
-async def test_what_a_role_refuses_is_told_and_the_run_goes_on(error: Exception, said: str) -> None:
+async def test_what_a_role_refuses_is_reported_and_the_run_goes_on(error: Exception, message: str) -> None:
     host = PanelHost()
     (refused,) = await outcome(host, control(host, FakeRole("reward", 1, error)), reward=3)
-    assert not refused.is_accepted and refused.refusal == said
+    assert not refused.is_accepted and refused.refusal == message
 
 
 async def test_a_role_that_the_run_does_not_have_is_refused_with_those_that_it_has() -> None:

@@ -19,7 +19,7 @@ def runs_until_found(patterns: FaultPatterns, in_flight: frozenset[str], *, kill
     while finding is None and len(found) < 20:
         limit = patterns.max_suspects_in_flight
         suspects = [prompt_id for prompt_id in in_flight if patterns.is_suspect(prompt_id)]
-        suspects.sort(key=lambda prompt_id: prompt_id not in killers)  # never alone before the patterns say so
+        suspects.sort(key=lambda prompt_id: prompt_id not in killers)  # never alone before the patterns single it out
         batch = frozenset(suspects[:limit]) if suspects else in_flight
         if batch & killers:
             finding = patterns.died(Death(CAUSE, 0, batch))

@@ -126,7 +126,7 @@ async def test_work_that_is_cancelled_gives_its_place_to_the_next() -> None:
     assert [worker.num_in_flight for worker in team.queue.pool.status()] == [1]
 
 
-async def test_a_lost_worker_is_replaced_once_however_many_say_so() -> None:
+async def test_a_lost_worker_is_replaced_once_however_many_report_it() -> None:
     team = Team(2)
     works = [team.work() for _ in range(4)]
     await settle()
@@ -190,10 +190,10 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
     team, late = Team(3, first=workers), DeadlineError("waited 5 s for an answer")
     works = [team.work() for _ in workers]
     await settle()
-    befell = [await team.queue.failed(work.place, late) for work in works]
+    errors = [await team.queue.failed(work.place, late) for work in works]
     await settle()
-    assert befell[1:] == [late, late]
-    assert isinstance(befell[0], LostReplyError) and str(befell[0]).startswith(f"{late}, which is done with it")
+    assert errors[1:] == [late, late]
+    assert isinstance(errors[0], LostReplyError) and str(errors[0]).startswith(f"{late}, which is done with it")
     assert team.queue.handles == (workers[0], "new 1", "new 2")
     assert team.lost == [late, DIED]
 
@@ -249,7 +249,7 @@ async def test_a_worker_that_is_scaled_away_finishes_what_it_has_and_takes_nothi
     assert waiting.handle == "old 0"
 
 
-async def test_closing_ends_every_worker_and_those_who_wait_are_told() -> None:
+async def test_closing_ends_every_worker_and_fails_the_waiting_calls() -> None:
     team = Team(2, max_load=1)
     works = [team.work() for _ in range(3)]
     await settle()

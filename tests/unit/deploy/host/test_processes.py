@@ -55,7 +55,7 @@ def test_a_process_is_alive_until_it_ends_also_as_a_zombie(start: Start) -> None
     process = id_of(child)
     assert process.is_alive and ProcessId.parse(str(process)) == process
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has collected it
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is not reaped yet
     assert not process.is_alive
     child.wait()
     assert not process.is_alive and ProcessId.of(child.pid) is None
@@ -90,7 +90,7 @@ def test_what_is_gone_already_counts_as_ended(start: Start) -> None:
     assert end(process, timeout_s=1)
 
 
-def test_what_outlives_the_kill_is_said(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_outlives_the_kill_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes.signal, "pidfd_send_signal", lambda handle, number: None)
     monkeypatch.setattr(processes, "KILLED_WITHIN_S", 0.05)
     assert not end(id_of(start(OBEYS)), timeout_s=0.05)

@@ -17,11 +17,11 @@ NODE = NodeResources("node", num_cpus=2, num_gpus=0)
 
 
 class FakeContext:
-    """What a connected process knows of its cluster."""
+    """What Ray returns to a connected process about its cluster."""
 
     gcs_address = "127.0.0.1:6379"
     namespace = "mine"
-    session_name = "session_of_somebody_1"
+    session_name = "session_of_another_1"
 
     def get_temp_dir(self) -> str:
         return "/tmp/ray"
@@ -124,7 +124,7 @@ def test_everything_that_ray_starts_carries_the_mark_of_the_run(monkeypatch: pyt
     assert "MOBULA_RUN" not in os.environ
 
 
-def test_the_record_says_where_the_cluster_is_and_whose_session_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_holds_where_the_cluster_is_and_whose_session_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     with_ray(monkeypatch)
     config = load_config(["experiment=digits", "name=mine", "folder=some/runs"])
     with ray_session(config) as found:

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
         assert plan_memory(better, shape_7b(), nodes).shortfalls == ()
 
 
-def test_a_model_that_no_setting_helps_says_so() -> None:
+def test_a_model_that_no_setting_helps_is_refused_with_that_message() -> None:
     found, nodes = config("resources=two_gpu"), described_nodes("1x2x8GB")
     with pytest.raises(PreflightError, match="none of the settings that save memory is enough"):
         refuse_shortfalls(found, shape_7b(), nodes, plan_memory(found, shape_7b(), nodes))
@@ -134,15 +134,15 @@ def test_settings_that_contradict_are_not_proposed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("2x8", "--nodes 2x8 is no description"),
         ("2x8x80", "is no size"),
         ("ax8x80GB", "NODESxGPUSxMEMORY"),
     ],
 )
-def test_a_description_that_cannot_be_read_says_how_to_write_one(text: str, said: str) -> None:
-    with pytest.raises(PreflightError, match=said):
+def test_a_description_that_cannot_be_read_is_refused_with_how_to_write_one(text: str, message: str) -> None:
+    with pytest.raises(PreflightError, match=message):
         described_nodes(text)
 
 
@@ -161,7 +161,7 @@ def test_a_cluster_file_describes_nodes_that_differ(tmp_path: Path) -> None:
         ("big-1", 8, 80 * GIB, 1024 * GIB),
         ("cpu", 0, None, 64 * GIB),
     ]
-    for text, said in [
+    for text, message in [
         ("nodes: []", "nodes"),
         ("nodes: [{name: a}]", "nodes.0.cpus"),
         ("nodes: [{name: a, cpus: 1, gpu: 8}]", "nodes.0.gpu"),
@@ -169,7 +169,7 @@ def test_a_cluster_file_describes_nodes_that_differ(tmp_path: Path) -> None:
         ("- a: [", "is no YAML"),
     ]:
         path.write_text(text)
-        with pytest.raises(PreflightError, match=said):
+        with pytest.raises(PreflightError, match=message):
             read_cluster(path)
     with pytest.raises(PreflightError, match="cannot be read"):
         read_cluster(tmp_path / "missing.yaml")

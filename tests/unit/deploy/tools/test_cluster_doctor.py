@@ -1,4 +1,4 @@
-"""The doctor of a cluster finds what differs between nodes, and says what to do about it."""
+"""The doctor of a cluster finds what differs between nodes, and names what to do about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST = Examined("one (10.0.0.1)", 8, FIT, Clock(0.0, 0.001))
 
 
 def found(**changes: object) -> dict[str, tuple[Verdict, str, str]]:
-    """Title -> what is said of a second node that differs from the first one in `changes`."""
+    """Title -> what is found about a second node that differs from the first one in `changes`."""
     kept = {key: changes.pop(key) for key in ("clock", "num_gpus") if key in changes}
     node = replace(FIRST, name="two (10.0.0.2)", report=replace(FIT, **changes), **kept)
     findings = check_node(CONFIG, node, FIRST)
@@ -37,7 +37,7 @@ def test_a_node_that_is_like_the_first_is_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "title", "verdict", "said"),
+    ("changes", "title", "verdict", "message"),
     [
         ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "versions", Verdict.MISSING, "torch 2.12.0 (2.13.0)"),
         ({"versions": {"ray": "2.60.0", "torch": "2.13.0"}}, "versions", Verdict.MISSING, "vllm missing (0.32.0)"),
@@ -54,10 +54,10 @@ def test_a_node_that_is_like_the_first_is_fit() -> None:
     ],
 )
 def test_what_differs_is_named_with_an_action(
-    changes: dict[str, object], title: str, verdict: Verdict, said: str
+    changes: dict[str, object], title: str, verdict: Verdict, message: str
 ) -> None:
     every = found(**changes)
-    assert every[title][0] is verdict and said in every[title][1] and every[title][2]
+    assert every[title][0] is verdict and message in every[title][1] and every[title][2]
     assert all(verdict is Verdict.OK for name, (verdict, _, _) in every.items() if name != title)
 
 
@@ -65,7 +65,7 @@ def test_a_clock_that_may_be_right_is_not_blamed() -> None:
     assert found(clock=Clock(3.0, 2.5))["clock"][0] is Verdict.OK
 
 
-def test_a_node_without_the_package_says_why() -> None:
+def test_a_node_without_the_package_is_reported_with_the_reason() -> None:
     node = Examined("three (10.0.0.3)", 0, None, None, "ModuleNotFoundError: No module named 'deploy'")
     [finding] = check_node(CONFIG, node, FIRST)
     assert finding.verdict is Verdict.MISSING and "No module named 'deploy'" in finding.detail

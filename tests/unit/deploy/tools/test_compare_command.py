@@ -30,9 +30,10 @@ def test_seeds_of_one_setting_are_one_line_of_the_page_and_of_the_table(runs: li
 
 
 @pytest.mark.parametrize(
-    ("word", "said"), [("nowhere", "there is no run in nowhere"), ("grpo=", "names no run: give [LABEL=]RUN[,RUN...]")]
+    ("word", "message"),
+    [("nowhere", "there is no run in nowhere"), ("grpo=", "names no run: give [LABEL=]RUN[,RUN...]")],
 )
-def test_a_run_that_is_not_there_is_named(word: str, said: str) -> None:
+def test_a_run_that_is_not_there_is_named(word: str, message: str) -> None:
     found = CliRunner().invoke(app, ["compare", word])
     assert found.exit_code == 2
-    assert said in " ".join(found.output.split())
+    assert message in " ".join(found.output.split())

@@ -67,7 +67,7 @@ def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_pat
 
 def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "out", (f"data.path={folder}", "data=jsonl")
-    for words, said in (
+    for words, message in (
         ((str(out), "--to", "csv", *source), "--to csv is unknown: use one of alpaca, "),
         ((str(folder), *source), "is there and not an empty folder"),
         ((str(out), "--split", "train", *source), "more than data.max_skipped_fraction=0.1 of the split train"),
@@ -75,7 +75,7 @@ def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) ->
     ):
         result = run("convert", *words)
         assert result.exit_code == 2, result.output
-        assert said in result.stderr.replace("\n", " ")
+        assert message in result.stderr.replace("\n", " ")
 
 
 def test_the_page_shows_samples_lengths_labels_and_what_is_skipped(folder: Path, tmp_path: Path) -> None:

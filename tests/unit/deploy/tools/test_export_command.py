@@ -69,7 +69,7 @@ def run_folder(folder: Path, config: RunConfig, steps: tuple[int, ...] = ()) -> 
 
 
 def exported(*words: object) -> str:
-    """What the command says; it must end well."""
+    """What the command prints; it must end with exit code 0."""
     result = CliRunner().invoke(app, ["export", *map(str, words)])
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -120,8 +120,10 @@ def test_adapters_are_written_alone_or_merged(model: Path, tmp_path: Path) -> No
 
 
 def test_what_cannot_be_exported_is_named_with_the_next_action(model: Path, tmp_path: Path) -> None:
-    said = refused(tmp_path / "nothing")
-    assert f"there is no run in {tmp_path / 'nothing'} or" in said and "give the run's FOLDER, or its NAME" in said
+    message = refused(tmp_path / "nothing")
+    assert (
+        f"there is no run in {tmp_path / 'nothing'} or" in message and "give the run's FOLDER, or its NAME" in message
+    )
     run = run_folder(tmp_path, tiny_config(model))
     assert "holds no complete checkpoint: wait for the first one" in refused(run)
     assert "no checkpoint of step 7: there are none" in refused(run, "--step", 7)
@@ -141,14 +143,14 @@ def test_a_state_of_deepspeed_is_refused_by_name(model: Path, tmp_path: Path) ->
     (tmp_path / "config.yaml").write_text(
         dump_config(tiny_config(model, "learner=deepspeed", "resources.learner.num_workers=2")), encoding="utf-8"
     )
-    said = refused(tmp_path)
-    assert "learner.backend=deepspeed" in said and f"use {tmp_path / 'policy'}" in said
+    message = refused(tmp_path)
+    assert "learner.backend=deepspeed" in message and f"use {tmp_path / 'policy'}" in message
 
 
 def test_a_model_that_is_gone_is_named_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path, tiny_config(model), (0,))
     config = tiny_config(model).model_copy(update={"policy": tiny_config(tmp_path / "gone").policy})
     (run / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    said = refused(run)
-    assert f"policy.model={tmp_path / 'gone'}" in said and "can be read from here" in said
+    message = refused(run)
+    assert f"policy.model={tmp_path / 'gone'}" in message and "can be read from here" in message
     assert list((run / "export").iterdir()) == []

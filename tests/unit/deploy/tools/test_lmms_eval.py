@@ -1,4 +1,4 @@
-"""`mobula lmms-eval` around a harness that is a small script: what it is told, what is read back, how it fails."""
+"""`mobula lmms-eval` around a harness that is a small script: what it is given, what is read back, how it fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deploy.host.processes import ProcessId
 from deploy.tools.lmms_eval import LmmsEval, child_environment, command_line, evaluate
 from deploy.tools.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
 
-# Stands where the harness's interpreter does: tells versions, and then does what the test wrote into `play.py`.
+# Stands where the harness's interpreter does: prints versions, and then does what the test wrote into `play.py`.
 FAKE = """#!{python}
 import json, pathlib, runpy, sys
 if sys.argv[1] == "-c":
@@ -53,7 +53,7 @@ time.sleep(600)
 
 
 def all_gone(pids: Path) -> bool:
-    """Whether these processes end; a zombie that nobody reaps has ended."""
+    """Whether these processes end; a zombie that is not reaped has ended."""
     for pid in map(int, pids.read_text().split()):
         wait_until(lambda pid=pid: ProcessId.of(pid) is None, what=lambda pid=pid: f"process {pid} is there")
     return True
@@ -165,7 +165,7 @@ def test_groups_count_once_through_their_tasks_and_the_newest_results_are_read(t
     assert (mini.samples.mean_output_tokens, read.num_samples, read.harness_seconds) == (3.0, 5, 2.5)
 
 
-def test_the_command_says_what_was_asked(asked: LmmsEval, tmp_path: Path) -> None:
+def test_the_command_holds_what_was_asked(asked: LmmsEval, tmp_path: Path) -> None:
     words = command_line(
         replace(
             asked,
@@ -206,7 +206,7 @@ def test_an_endpoint_is_asked_by_its_url_and_its_key_stands_on_no_command_line(a
     assert without["OPENAI_API_KEY"] == "none"  # a key goes only where it was meant to go
 
 
-def test_a_local_folder_is_evaluated_offline_unless_told_otherwise(asked: LmmsEval, tmp_path: Path) -> None:
+def test_a_local_folder_is_evaluated_offline_unless_asked_otherwise(asked: LmmsEval, tmp_path: Path) -> None:
     offline = child_environment(asked, {"HF_TOKEN": "hf_x", "HF_HOME": "/elsewhere"})
     assert offline["HF_HUB_OFFLINE"] == offline["HF_DATASETS_OFFLINE"] == "1"
     assert offline["HF_HOME"] == str(tmp_path / "cache")
@@ -228,7 +228,7 @@ def test_a_local_folder_is_evaluated_offline_unless_told_otherwise(asked: LmmsEv
 )
 def test_unfit_options_are_refused(asked: LmmsEval, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        evaluate(replace(asked, **changed), lambda said: None)
+        evaluate(replace(asked, **changed), lambda line: None)
     assert not asked.output.exists()
 
 
@@ -244,7 +244,7 @@ def test_a_model_of_an_unknown_kind_is_refused(asked: LmmsEval, config: str, mes
 
 def test_without_its_environment_nothing_runs(asked: LmmsEval) -> None:
     with pytest.raises(PreflightError, match="make harness"):
-        evaluate(asked, lambda said: None)
+        evaluate(asked, lambda line: None)
 
 
 def test_the_artifact_holds_scores_samples_use_and_versions(
@@ -252,7 +252,7 @@ def test_the_artifact_holds_scores_samples_use_and_versions(
 ) -> None:
     rows = {"mini": {"alias": "mini", "anls,none": 0.5}, "other": {"exact_match,none": 1.0}}
     leave(play, monkeypatch, rows, {"mini": [sample("a"), sample("")], "other": [sample("b")]})
-    path, artifact = evaluate(asked, lambda said: None)
+    path, artifact = evaluate(asked, lambda line: None)
     assert json.loads(path.read_text()) == artifact
     assert artifact["versions"] == dict.fromkeys(("lmms-eval", "torch", "transformers", "datasets"), "1.2.3")
     assert (artifact["mean_primary_score"], artifact["num_samples"], artifact["harness_seconds"]) == (0.75, 3, 2.5)
@@ -271,17 +271,17 @@ def test_the_artifact_holds_scores_samples_use_and_versions(
 
 def test_a_second_run_leaves_the_first_alone(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(play, monkeypatch, {"mini": {"acc,none": 0.5}}, {"mini": [sample("a")]})
-    paths = {evaluate(asked, lambda said: None)[0] for _ in range(2)}
+    paths = {evaluate(asked, lambda line: None)[0] for _ in range(2)}
     assert len(paths) == 2 and all(path.exists() for path in paths)
 
 
-def test_a_failure_is_told_with_the_last_lines_of_the_log(play: Path, asked: LmmsEval) -> None:
+def test_a_failure_is_raised_with_the_last_lines_of_the_log(play: Path, asked: LmmsEval) -> None:
     play.write_text(
         "import sys\nprint('\\n'.join(f'line {n}' for n in range(60)))\n"
         "sys.exit('0%|  |\\r100%|##|\\n\\x1b[31mValueError\\x1b[0m: no such task')"
     )
     with pytest.raises(HarnessError, match=r"ended with 1; .*\nline 22\n") as caught:
-        evaluate(asked, lambda said: None)
+        evaluate(asked, lambda line: None)
     lines = str(caught.value).splitlines()
     assert lines[-2:] == ["100%|##|", "ValueError: no such task"]
     assert "line 21" not in lines
@@ -290,13 +290,13 @@ def test_a_failure_is_told_with_the_last_lines_of_the_log(play: Path, asked: Lmm
 def test_an_end_without_results_is_a_failure_too(play: Path, asked: LmmsEval) -> None:
     play.write_text("print('Error during evaluation: no dataset')")  # as the harness does: it exits with 0
     with pytest.raises(HarnessError, match="before it scored anything(.|\n)*Error during evaluation: no dataset"):
-        evaluate(asked, lambda said: None)
+        evaluate(asked, lambda line: None)
 
 
 def test_a_score_without_its_samples_is_a_failure(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(play, monkeypatch, {"mini": {"acc,none": 0.5}}, {})
     with pytest.raises(HarnessError, match="task mini has a score, and no samples"):
-        evaluate(asked, lambda said: None)
+        evaluate(asked, lambda line: None)
 
 
 def test_answers_the_harness_made_up_fail_the_run_after_the_artifact_is_written(
@@ -305,7 +305,7 @@ def test_answers_the_harness_made_up_fail_the_run_after_the_artifact_is_written(
     lost = sample("[LMMS_EVAL_REQUEST_FAILED after 5 retries] connection refused")
     leave(play, monkeypatch, {"mini": {"acc,none": 0.5}}, {"mini": [sample("a"), lost]})
     with pytest.raises(HarnessError, match="1 of 2 answers are the harness's own words"):
-        evaluate(asked, lambda said: None)
+        evaluate(asked, lambda line: None)
     (artifact,) = asked.output.glob("*/lmms-eval.json")
     assert json.loads(artifact.read_text())["tasks"][0]["num_failed_requests"] == 1
 
@@ -313,7 +313,7 @@ def test_answers_the_harness_made_up_fail_the_run_after_the_artifact_is_written(
 def test_past_the_deadline_the_harness_ends_with_all_it_started(play: Path, asked: LmmsEval, tmp_path: Path) -> None:
     play.write_text(HANG.format(pids=str(tmp_path / "pids")))
     with pytest.raises(DeadlineError, match="--timeout 3 s and was killed(.|\n)*still loading"):
-        evaluate(replace(asked, timeout_s=3.0), lambda said: None)
+        evaluate(replace(asked, timeout_s=3.0), lambda line: None)
     assert all_gone(tmp_path / "pids")
 
 
@@ -324,9 +324,9 @@ def test_sigterm_ends_the_harness_with_all_it_started(play: Path, asked: LmmsEva
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until((tmp_path / "pids").exists, what=lambda: "the harness did not start")
         process.terminate()
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "run it again" in said
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert "run it again" in printed
     assert all_gone(tmp_path / "pids")
 
 

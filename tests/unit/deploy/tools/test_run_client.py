@@ -1,4 +1,4 @@
-"""A run is found by name, folder or cluster; one that is over, dead or silent is said so in time."""
+"""A run is found by name, folder or cluster; one that is over, dead or silent is reported so in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deploy.run.run_client import RunAddress, find_run, read_status
 
 @pytest.fixture(autouse=True)
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`runs` in the working folder of whoever asks."""
+    """`runs` in the working folder of the caller."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "digits").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("digits")
@@ -57,7 +57,7 @@ def test_a_run_that_never_was_is_the_askers_mistake() -> None:
         find_run("sums", None, None)
 
 
-def test_a_run_that_is_over_says_how_it_ended(runs: Path) -> None:
+def test_a_run_that_is_over_is_refused_with_how_it_ended(runs: Path) -> None:
     with pytest.raises(RunOverError, match="run digits is not going on .*not begun, or ended before"):
         find_run(None, None, None)
     (runs / "digits" / "summary.json").write_text(json.dumps({"status": "done"}))
@@ -90,12 +90,12 @@ def test_where_nothing_listens_the_run_is_over(address: str) -> None:
 
 @pytest.fixture
 def silence() -> Iterator[str]:
-    """The address of something that listens and never says a word."""
+    """The address of something that listens and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_cluster_that_says_nothing_costs_the_deadline(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer_costs_the_deadline(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_client, "RESERVE_S", 0.0)
     started = time.monotonic()
     with pytest.raises((DeadlineError, WorkerDiedError), match="the status of run digits|Error"):
@@ -104,7 +104,7 @@ def test_a_cluster_that_says_nothing_costs_the_deadline(silence: str, monkeypatc
 
 
 @pytest.mark.parametrize("failure", [DeadlineError("waited 60 s"), WorkerDiedError("its cluster is gone")])
-def test_a_run_that_ends_while_it_is_asked_is_said_to_be_over(
+def test_a_run_that_ends_while_it_is_asked_is_reported_as_over(
     runs: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def end(*args: object) -> None:
@@ -164,7 +164,7 @@ def test_an_error_of_ours_travels_as_itself_and_another_as_its_text() -> None:
         in_side_process(fail, 60, "a failure", KeyError("bug"))
 
 
-def test_a_side_process_that_dies_or_hangs_is_said() -> None:
+def test_a_side_process_that_dies_or_hangs_is_an_error() -> None:
     with pytest.raises(WorkerDiedError, match="what waited for a word ended without a word"):
         in_side_process(die, 60, "a word")
     with pytest.raises(DeadlineError, match="waited 0.2 s for a sleeper"):

@@ -1,4 +1,4 @@
-"""`mobula score` and `mobula corrupt`: what they write, what they say, and what they refuse."""
+"""`mobula score` and `mobula corrupt`: what they write, what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_the_published_figures_from_the_command_line(six: Path, tmp_path: Path) 
     target = tmp_path / "new" / "report.json"
     done = mobula("score", six, "--compat", "aerorl", *PUBLISHED, "--output", target, "--quiet")
     assert done.exit_code == 0
-    said = "6 records by aerorl: average 0.423333, pass rate 0.5; "
-    said += "the manual baseline passes 0.833333, 2 of them falsely"
-    assert done.output.strip() == said
+    printed = "6 records by aerorl: average 0.423333, pass rate 0.5; "
+    printed += "the manual baseline passes 0.833333, 2 of them falsely"
+    assert done.output.strip() == printed
     report = json.loads(target.read_text())
     assert report["semantics"] == "aerorl"
     means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667}
@@ -114,16 +114,16 @@ def test_the_results_are_the_same_from_several_processes(tmp_path: Path) -> None
 def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "PROGRESS_PER_S", 1e9)  # every part is drawn
     path = write_jsonl(tmp_path / "rows.jsonl", [corrupt(f"row-{i}", "what?", f"thing {i % 7}") for i in range(2500)])
-    said = {}
+    printed = {}
     for is_terminal, is_quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-        told = dict.fromkeys(("recipe", "output", "html", "results"))
+        not_given = dict.fromkeys(("recipe", "output", "html", "results"))
         how = {"num_processes": 2, "timeout_s": 60.0, "is_strict": False, "is_quiet": is_quiet}
-        scoring.score(scoring.ScoreCommand(path, options(), is_compatible=False, **told, **how), console)
-        said[is_terminal, is_quiet] = console.file.getvalue()
-    shares = [int(share) for share in re.findall(r"scoring rows.jsonl .*?(\d+)%", said[True, False])]
+        scoring.score(scoring.ScoreCommand(path, options(), is_compatible=False, **not_given, **how), console)
+        printed[is_terminal, is_quiet] = console.file.getvalue()
+    shares = [int(share) for share in re.findall(r"scoring rows.jsonl .*?(\d+)%", printed[True, False])]
     assert len(set(shares)) > 2 and shares == sorted(shares) and shares[-1] == 100
-    assert "scoring" not in said[True, True] + said[False, False]
+    assert "scoring" not in printed[True, True] + printed[False, False]
 
 
 def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ accuracy_component: model
 
 
 class Model:
-    """Computes in this process, which it tells, and hangs over one text."""
+    """Computes in this process, returns its id as the score, and hangs over one text."""
 
     def __init__(self, tools: Tools) -> None:
         self._in_time = tools.in_time

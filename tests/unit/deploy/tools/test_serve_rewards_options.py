@@ -1,4 +1,4 @@
-"""What `mobula serve-rewards` is told: where its token is, and where to listen."""
+"""The options of `mobula serve-rewards`: where its token is, and where to listen."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_a_token_that_is_not_there_opens_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("A_TOKEN", raising=False)
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    for env, file, said in (
+    for env, file, message in (
         ("A_TOKEN", None, "A_TOKEN holds no token"),
         (None, empty, "holds no token"),
         (None, tmp_path / "missing", "cannot be read"),
         ("A_TOKEN", empty, "give one of them"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             read_token(env, file)
 
 

@@ -39,7 +39,7 @@ def shown(status: RunStatus, now: float = 1000.5) -> str:
 
 def test_everything_that_is_known_is_shown_in_80_columns() -> None:
     text = shown(STATUS)
-    for said in (
+    for part in (
         "digits-20260102-030405, step 42 of 200, driver 4711",
         "wait_for_rollouts, for 12.3 s",
         "17 prompts, 3/1100/train-1100 for 8.2 s",
@@ -49,7 +49,7 @@ def test_everything_that_is_known_is_shown_in_80_columns() -> None:
         "started again 1 times",
         "quarantined",
     ):
-        assert said in text
+        assert part in text
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
@@ -63,7 +63,7 @@ def test_workers_stand_in_columns_and_long_details_are_folded_not_cut() -> None:
     assert " ".join("".join(lines).split()).count("memory") == 12
 
 
-def test_what_is_not_known_or_not_there_is_said_or_left_out() -> None:
+def test_what_is_not_known_or_not_there_is_named_or_left_out() -> None:
     text = shown(replace(STATUS, in_flight=InFlightSummary(0, None, 0.0), workers=(), num_panels_lost=0))
     assert "there is no worker" in text and "tokens/s" not in text
     assert "sampling" not in text and "started again" not in text
@@ -86,7 +86,7 @@ def test_what_workers_use_stands_below_in_80_columns() -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-def test_an_old_status_is_said_to_be_old() -> None:
+def test_an_old_status_is_marked_as_old() -> None:
     assert "this was 90 s ago: the driver is busy, or hangs" in shown(STATUS, now=1090)
     assert "ago" not in shown(STATUS)
 

@@ -126,7 +126,7 @@ def fuzz_corpus(functions: dict[str, Any], size: int, findings: Findings) -> Non
         _score(functions, cases, findings, may_be_one=MAY_BE_ONE)
 
 
-MAY_BE_ONE = ("format_boxed", "format_tags", "format_json", "format_pattern", "language")  # no matter what is said
+MAY_BE_ONE = ("format_boxed", "format_tags", "format_json", "format_pattern", "language")  # whatever the answer
 
 
 def _score(

@@ -1,6 +1,6 @@
 """What each rule gets wrong on small labelled sets: nothing that is wrong is right to it, and what it misses is listed.
 
-A label says what a careful reader would say; `right` means full marks (for ANLS: any, and `value` is the published
+A label is the judgement of a careful reader; `right` means full marks (for ANLS: any, and `value` is the published
 number). A rule that is fixed changes the list of what it misses, here, in the same commit.
 """
 
@@ -114,7 +114,7 @@ def scores(name: str, rows: list[dict[str, Any]], pool: IsolatedPool) -> list[Sc
     return [outcome for outcome in outcomes if isinstance(outcome, Score)]
 
 
-def said(row: dict[str, Any]) -> str:
+def in_short(row: dict[str, Any]) -> str:
     """A row in short, as `MISSED` has it."""
     wanted = row["metadata"]["evidence"] if "metadata" in row else row["reference"]
     return f"{row['response']} for {', '.join(map(str, wanted))}"
@@ -126,8 +126,8 @@ def test_nothing_wrong_is_right_and_what_is_missed_is_known(name: str, pool: Iso
     found = scores(name, rows, pool)
     least = 0.5 if name == "anls" else 1.0
     passed = [score.value >= least for score in found]
-    assert [said(row) for row, ok in zip(rows, passed, strict=True) if ok and not row["right"]] == []
-    assert [said(row) for row, ok in zip(rows, passed, strict=True) if row["right"] and not ok] == MISSED[name]
+    assert [in_short(row) for row, ok in zip(rows, passed, strict=True) if ok and not row["right"]] == []
+    assert [in_short(row) for row, ok in zip(rows, passed, strict=True) if row["right"] and not ok] == MISSED[name]
     assert min(sum(row["right"] for row in rows), sum(not row["right"] for row in rows)) >= 10
 
 

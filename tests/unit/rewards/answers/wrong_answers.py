@@ -14,7 +14,7 @@ _TABLES: dict[str, Any] = json.loads((Path(__file__).parent / "reward_fixtures" 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong answer, and what the prompt says is right."""
+    """A wrong answer, and what is right by the prompt."""
 
     text: str
     references: tuple[str, ...] = ()

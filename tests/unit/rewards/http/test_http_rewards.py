@@ -199,11 +199,11 @@ LIES: dict[str, tuple[bytes | dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_no_score(lie: str) -> None:
-    body, kind, said = LIES[lie]
+    body, kind, message = LIES[lie]
     server = Scripted(lambda *_: Reply(body=body))
     with serving(server) as running:
         outcomes = ask([running.url], requests("a", "b"))
-    assert kinds(outcomes) == [kind, kind] and said in str(outcomes[0])
+    assert kinds(outcomes) == [kind, kind] and message in str(outcomes[0])
     assert len(server.bodies) == 1, "a lie is not worth a second question"
 
 
@@ -250,7 +250,7 @@ def test_the_token_travels_and_its_absence_is_named(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"urls": []}, "urls"),
         ({"urls": ["reward:8000"]}, "whole URLs"),
@@ -263,8 +263,8 @@ def test_the_token_travels_and_its_absence_is_named(
         ({"max_atempts": 3}, "did you mean 'max_attempts'"),
     ],
 )
-def test_unfit_options_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_unfit_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_function("http", {**OPTIONS, "urls": ["http://127.0.0.1:1/score"], **options}, TOOLS)
     assert build_function("http", {**OPTIONS, "urls": "http://127.0.0.1:1/score"}, TOOLS), "one URL may stand alone"
 
@@ -278,7 +278,7 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_lightrft_hears_one_query_a_sample_and_each_picture_by_itself() -> None:
+def test_lightrft_gets_one_query_a_sample_and_each_picture_by_itself() -> None:
     red, blue = (png(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
     server = Scripted(lambda _, body: Reply(body={"rewards": [0.25] * len(body["queries"])}))
     asked = [
@@ -328,7 +328,7 @@ def test_a_broken_picture_costs_only_its_sample() -> None:
     assert "picture 1 of the prompt is no PNG" in str(outcomes[0]) and values(outcomes[1:]) == [1.0]
 
 
-def test_what_lightrft_says_is_checked_one_by_one() -> None:
+def test_rewards_of_lightrft_are_checked_one_by_one() -> None:
     rewards = b'{"rewards": [1, null, "0.5", NaN, true, 1%b, 0.5], "metrics": {}}' % (b"0" * 400)
     with serving(Scripted(lambda *_: Reply(body=rewards))) as running:
         outcomes = ask([running.url], requests(*"abcdefg"), dialect="lightrft", batch_size=7)
@@ -336,15 +336,15 @@ def test_what_lightrft_says_is_checked_one_by_one() -> None:
     assert kinds(outcomes[1:6]) == ["failed", "failed", "not_finite", "failed", "not_finite"]
 
 
-def test_both_dialects_say_the_same_of_our_server(honest: str) -> None:
+def test_both_dialects_get_the_same_from_our_server(honest: str) -> None:
     asked = requests("a", "unfit", "ccc", "dd", "ee")
     native = ask([f"{honest}/score"], asked)
     ways = (("score", "lightrft"), ("lightrft", "lightrft"), ("lightrft?queries=response", "lightrft_responses"))
     for route, dialect in ways:
-        told = ask([f"{honest}/{route}"], asked, dialect=dialect)
-        assert [type(outcome) for outcome in told] == [type(outcome) for outcome in native]
-        assert values([told[0], *told[2:]]) == values([native[0], *native[2:]]) == [1, 3, 2, 2]
-        assert "no reference" in str(told[1])
+        outcomes = ask([f"{honest}/{route}"], asked, dialect=dialect)
+        assert [type(outcome) for outcome in outcomes] == [type(outcome) for outcome in native]
+        assert values([outcomes[0], *outcomes[2:]]) == values([native[0], *native[2:]]) == [1, 3, 2, 2]
+        assert "no reference" in str(outcomes[1])
 
 
 def test_a_process_that_asked_ends_without_a_word(honest: str) -> None:

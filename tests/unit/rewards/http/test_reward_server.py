@@ -1,4 +1,4 @@
-"""The reward service: what it answers, what it refuses, and what it does when it is busy, late or told to stop."""
+"""The reward service: what it answers, what it refuses, and what it does when it is busy, late or asked to stop."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running)
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "said"),
+    ("change", "status", "message"),
     [
         ({"queries": ["p:ok", "p:unfit"]}, 422, "sample 1 failed: no reference"),
         ({"queries": ["p:late", "p:ok"]}, 504, "sample 0 timed_out"),
@@ -89,11 +89,11 @@ def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running)
     ],
 )
 def test_lightrft_gets_an_error_where_it_cannot_get_a_number(
-    server: Running, change: dict[str, Any], status: int, said: str
+    server: Running, change: dict[str, Any], status: int, message: str
 ) -> None:
     body = {"queries": ["p:ok", "p:ok"], "prompts": ["p:", "p:"], **change}
     got, reply, _ = fetch(f"{server.url}/lightrft", body)
-    assert got == status and said in reply["detail"]
+    assert got == status and message in reply["detail"]
 
 
 def test_lightrft_pictures_and_references_come_in_every_form() -> None:
@@ -184,7 +184,7 @@ def test_refused_requests_are_counted_by_status() -> None:
             assert f'mobula_rewards_requests_total{{status="{status}"}} 1.0' in lines
 
 
-def test_a_full_server_says_when_to_come_back_and_a_stuck_one_is_not_well() -> None:
+def test_a_full_server_returns_when_to_retry_and_a_stuck_one_is_unhealthy() -> None:
     release = threading.Event()
 
     def hang(request: RewardRequest) -> Outcome:

@@ -1,4 +1,4 @@
-"""The processes of offline scoring: results in order, and whatever befalls one of them is an error and no hang."""
+"""The processes of offline scoring: results in order, and every failure of one of them is an error and no hang."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_process_that_is_spent_is_replaced_and_no_process_stays() -> None:
     assert children() <= before
 
 
-def test_whoever_stops_reading_leaves_no_process() -> None:
+def test_a_reader_that_stops_leaves_no_process() -> None:
     before = children()
     results = run_in_order(abs, list(range(50)), num_processes=2, timeout_s=30)
     assert next(results) == 0

@@ -17,7 +17,7 @@ from rewards.offline.sources.records import from_values
 
 
 def scores(row: dict[str, Any], chosen: Options | None = None) -> tuple[dict[str, float], dict[str, float] | str]:
-    """What aeroRL's reading and ours say of a row."""
+    """The results of aeroRL's reading and of ours for a row."""
     found = from_values(row)
     one, other = (
         rules(chosen or options()).score(found, found.references, read_answer(found.response))
@@ -87,7 +87,7 @@ def test_without_a_reference_aerorl_gives_0_and_we_no_score(reference: Any) -> N
         (["cat", "cat", "Cat", "fox"], ["cat"], 0.5, 1 / 3),  # three true claims are one
         (["cat", "fox"], ["cat"], 0.0, 1 / 3),
         ([], ["cat"], 0.0, -1.0),  # claims nothing
-        (None, ["cat"], 0.0, 0.0),  # says nothing of claims
+        (None, ["cat"], 0.0, 0.0),  # claims are not given
         (["cat"], [], -1.0, -1.0),
         ([], [], 0.0, 0.0),
         (["?!"], ["cat"], -1.0, -1.0),

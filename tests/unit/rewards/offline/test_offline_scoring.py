@@ -142,7 +142,7 @@ rows = st.builds(
 
 
 def assert_same(report: dict[str, Any], plain: dict[str, Any]) -> None:
-    """The report of the command says what plain Python says."""
+    """The report of the command equals what plain Python computes."""
     assert report["count"] == plain["count"]
     assert report["manual_baseline"]["num_passed"] == plain["num_manual_passes"]
     for name, found in (("mobula", report), ("aerorl", report["others"]["aerorl"])):

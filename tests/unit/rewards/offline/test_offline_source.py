@@ -77,9 +77,9 @@ def test_a_broken_line_is_skipped_counted_and_named(tmp_path: Path, line: str, r
     path.write_bytes(good + b"\n\n" + line.encode().replace(b"\\xff", b"\xff") + b"\n" + good)
     whole = run(open_source(path))
     assert (whole.num_records, whole.num_broken) == (2, 1)
-    [(number, said)] = whole.broken
+    [(number, message)] = whole.broken
     assert number == 3
-    assert reason in said
+    assert reason in message
     with pytest.raises(BrokenSourceError, match="line 3"):
         run(open_source(path), is_strict=True)
 
@@ -138,7 +138,7 @@ def test_a_batch_of_parquet_is_bounded_by_its_bytes_as_well(tmp_path: Path, monk
     [part] = open_source(tmp_path / "rows.parquet").parts
     sizes = [len(batch.records) for batch in part.batches(with_metadata=True)]
     assert sum(sizes) == 40 and max(sizes) in (9, 10)
-    assert [len(batch.records) for batch in part.batches(with_metadata=False)] == [40], "nobody looks at the pictures"
+    assert [len(batch.records) for batch in part.batches(with_metadata=False)] == [40], "the pictures are not read"
 
 
 @pytest.mark.parametrize("is_struct", [True, False])
@@ -223,7 +223,7 @@ def test_parquet_without_responses_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path / "rows.parquet")
 
 
-def test_a_prompt_of_chat_messages_is_what_they_say(tmp_path: Path) -> None:
+def test_a_prompt_of_chat_messages_is_their_text(tmp_path: Path) -> None:
     picture = {"type": "image", "image": "a.png"}
     asked = [
         {"role": "system", "content": "Be short."},

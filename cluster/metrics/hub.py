@@ -43,6 +43,13 @@ class Samples(Protocol):
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None: ...
 
 
+class NoSamples:
+    """Keeps no response."""
+
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        return None
+
+
 class Watcher(Protocol):
     """Takes the status of the run between steps; it does not raise."""
 

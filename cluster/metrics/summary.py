@@ -13,7 +13,7 @@ from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
 from cluster.metrics.step_records import strict
 
-Status = Literal["running", "done", "stopped", "failed"]
+Status = Literal["done", "stopped", "failed", "killed"]  # a driver that was killed has left no summary.json
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunFacts:
     learner_backend: str
     learner_ranks: int
     rollout_actors: int
-    train_prompts: int  # one epoch
+    train_prompts: int | None  # one epoch; None where the data were not read
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Summary:
     learner_backend: str
     learner_ranks: int
     rollout_actors: int
-    train_prompts: int
+    train_prompts: int | None
     media_bytes_unique: int | None
     media_bytes_referenced: int
     status: Status

@@ -3,7 +3,7 @@
     report_loss("rollout/0", error, "prompts in flight that are retried: 64")
 
 logs one record whose first line names worker, kind and cause. The full traceback follows on further lines, which only
-the log file shows. `FaultFile` is the handler that writes the rows.
+the log file shows. `FaultFile` is the handler that writes the rows, each with the step and the phase of the run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.errors import DeadlineError, EngineDiedError, WorkerDiedError, loss_kind
 from cluster.failures import at_frames, frames_in
 from cluster.runtime.error_text import COLOUR, in_one_line
+from cluster.workers.status import Progress
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class Fault:
     worker: str  # rollout/0
     kind: str  # died, hung, ...
     cause: str  # one line
+    step: int | None = None  # under way, 0 before the first; None in rows of older files, which have neither
+    phase: str = ""  # of the loop, as in the status
 
 
 def cause_of(error: Exception) -> str:
@@ -52,17 +56,20 @@ def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
 
 
 class FaultFile(logging.Handler):
-    """Appends each fault that is logged to a file, as one line of JSON."""
+    """Appends each fault that is logged to a file, as one line of JSON, with what `progress` returns at that moment."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, progress: Callable[[], Progress]) -> None:
         super().__init__()
         self._path = path
+        self._progress = progress
         self.addFilter(lambda record: hasattr(record, "fault"))
 
     def emit(self, record: logging.LogRecord) -> None:
+        now = self._progress()
+        fault = replace(record.__dict__["fault"], step=now.step, phase=now.phase)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record.__dict__["fault"])) + "\n")
+                file.write(json.dumps(asdict(fault)) + "\n")
         except OSError:
             self.handleError(record)
 

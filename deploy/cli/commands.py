@@ -238,6 +238,18 @@ def replay(
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN_FOLDER", help="The run's folder, or its name below runs/.")],
+) -> None:
+    """Write report.html of a run that is over again, also of one whose driver was killed and left none."""
+    with explained():
+        from deploy.run.run_report import report_again
+
+        path = report_again(run)
+    terminal(soft_wrap=True).print(f"report: {path}", markup=False, highlight=False)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(help="The run's folder, or its name below runs/.")],
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.workers import faults
+from cluster.workers.status import Progress
 
 LOG_FILE = "run.log"
 JSON_LOG_FILE = "run.log.jsonl"
@@ -105,7 +107,11 @@ def log_to(folder: Path, *, as_json: bool = False) -> None:
     for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers = [*files, *(h for h in logger.handlers if not isinstance(h, MemoryHandler))]
-    logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE)]
+
+
+def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:
+    """From now on each loss of a worker is a row of `faults.jsonl`, with the step and phase that `progress` returns."""
+    logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress)]
 
 
 def log_failure(error: BaseException) -> Path | None:

@@ -75,8 +75,8 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
     driver = record.mark.driver
     if driver.is_here and not driver.is_alive:
         raise RunOverError(
-            f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula doctor --leftovers` shows what "
-            "it left behind, and the same words with resume=auto go on"
+            f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula report {place}` writes its "
+            "report, `mobula doctor --leftovers` shows what it left behind, and the same words with resume=auto go on"
         )
     return RunAddress(record.run, record.address, record.namespace, place.resolve())
 

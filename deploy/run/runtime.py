@@ -46,8 +46,9 @@ from deploy.host.run_record import recorded
 from deploy.host.terminal import terminal
 from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory
-from deploy.run.logs import log_to, set_up_logging
+from deploy.run.logs import log_to, set_up_logging, write_faults_to
 from deploy.run.overview import overview
+from deploy.run.run_report import earlier_wall_s
 from deploy.run.shared_paths import check_on_all_nodes
 from deploy.wiring.build import (
     Inference,
@@ -153,8 +154,9 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
+        write_faults_to(config.run_folder, metrics.progress)
         # A part that was killed has left no summary, but the seconds of its steps.
-        started -= max(earlier_wall_s(config), metrics.totals.seconds["total"]) if version else 0.0
+        started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         try:
             asyncio.run(_until_signal(_train(cluster, metrics)))
@@ -299,14 +301,6 @@ async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signal_number, task.cancel)
     return await task
-
-
-def earlier_wall_s(config: RunConfig) -> float:
-    """Wall seconds of the run's earlier parts that ended in order; a part that was killed left none."""
-    try:
-        return json.loads((config.run_folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return 0.0
 
 
 def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:

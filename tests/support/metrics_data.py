@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics
+from cluster.metrics.hub import Metrics, NoSamples
 from cluster.metrics.report.samples import SampleKeeper
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.jsonl import JsonlSink
@@ -69,13 +69,6 @@ class MemorySink:
 
     def close(self) -> None:
         self.is_closed = True
-
-
-class NoSamples:
-    """Keeps no sample."""
-
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        return None
 
 
 def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) -> list[object]:
@@ -204,4 +197,5 @@ def _write_side_files(folder: Path) -> None:
     ]
     (folder / "skipped.json").write_text(json.dumps(skipped))
     config = "name: digits-seed7\nseed: 7\nalgorithm:\n  advantage: grpo\n  max_staleness: 1\n"
+    config += f"sampler:\n  kind: {FACTS.sampler}\nlearner:\n  backend: {FACTS.learner_backend}\n"
     (folder / "config.yaml").write_text(config)

@@ -237,6 +237,6 @@ def _steps_per_epoch(run: RunFolder) -> float:
     Raises:
         ValueError: the run has left no summary or no configuration.
     """
-    if run.summary is None or not run.config:
+    if run.summary is None or run.summary.train_prompts is None or not run.config:
         raise ValueError(f"run {run.name} has no summary.json or no config.yaml: compare it over steps, not epochs")
     return run.summary.train_prompts / yaml.safe_load(run.config)["algorithm"]["prompts_per_step"]

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -17,10 +17,13 @@ from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
 from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from cluster.metrics.report.samples import ReportSample
+from cluster.metrics.summary import Summary
 from cluster.workers.faults import Fault
 
 _MAX_SKIPPED_ROWS = 200
 _MAX_FAULT_ROWS = 200  # the newest ones
+_UNFINISHED = "unfinished"  # without a summary
+_STATUS_TEXTS = {"killed": "the driver was killed"}  # others are shown as they are
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,20 @@ class FaultRow:
     worker: str
     kind: str
     cause: str
+    steps: str
+    phases: str
     count: int
     first: str  # local time
     last: str
 
 
-def write_report(run_folder: Path) -> Path:
-    """Make `report.html` from the files of a run folder, whatever of them is there; returns its path."""
-    text = render_report(read_run_folder(run_folder))
+def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
+    """Make `report.html` from the files of a run folder, whatever of them is there; returns its path.
+
+    `summary` takes the place of that in `summary.json`.
+    """
+    run = read_run_folder(run_folder)
+    text = render_report(run if summary is None else replace(run, summary=summary))
     path = run_folder / REPORT_FILE
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8", errors="replace")
@@ -74,11 +83,13 @@ def write_report(run_folder: Path) -> Path:
 
 def render_report(run: RunFolder) -> str:
     """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
+    status = run.summary.status if run.summary else _UNFINISHED
     return render(
         "report.html.j2",
         run=run,
         summary=run.summary,
-        status=run.summary.status if run.summary else "unfinished",
+        status=status,
+        status_text=_STATUS_TEXTS.get(status, status),
         before=run.evaluations[0] if run.evaluations else None,
         after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
         facts=_facts(run),
@@ -105,7 +116,7 @@ def _facts(run: RunFolder) -> list[Fact]:
     s = run.summary
     return [
         Fact("steps", f"{s.num_steps:,}", f"version {s.version}"),
-        Fact("wall time", chart_scales.write_duration(s.wall_s), "start-up included"),
+        Fact("wall time", chart_scales.write_duration(s.wall_s), _wall_time_of(s)),
         Fact("samples/s", _optional(s.samples_per_s), "of the whole loop"),
         Fact("tokens/s", _optional(s.tokens_per_s), "of the whole loop"),
         Fact("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
@@ -118,6 +129,10 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length)),
         Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
     ]
+
+
+def _wall_time_of(summary: Summary) -> str:
+    return "at least: that of the finished steps" if summary.status == "killed" else "start-up included"
 
 
 def _lengths_not_trained(lengths: Mapping[str, float]) -> str:
@@ -159,12 +174,24 @@ def _tallies(run: RunFolder) -> list[CounterTable]:
 
 
 def _fault_rows(faults: Sequence[Fault]) -> list[FaultRow]:
-    """Faults in order of time; those that follow each other and differ in their time alone are one row."""
+    """Faults in order of time; those of one worker that follow each other with the same cause are one row."""
     rows: list[FaultRow] = []
     for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
-        times = [_local_time(fault.at_s) for fault in group]
-        rows.append(FaultRow(worker, kind, cause, len(times), times[0], times[-1]))
+        found = list(group)
+        first, last = _local_time(found[0].at_s), _local_time(found[-1].at_s)
+        rows.append(FaultRow(worker, kind, cause, _steps(found), _phases(found), len(found), first, last))
     return rows
+
+
+def _steps(faults: Sequence[Fault]) -> str:
+    steps = [fault.step for fault in faults if fault.step is not None]
+    if not steps:
+        return "–"
+    return f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
+
+
+def _phases(faults: Sequence[Fault]) -> str:
+    return ", ".join(dict.fromkeys(phase_label(fault.phase) for fault in faults if fault.phase)) or "–"
 
 
 def _local_time(at_s: float) -> str:

@@ -18,18 +18,35 @@ from cluster.metrics.report.report import render_report, write_report
 from cluster.metrics.report.run_folder import read_run_folder
 from cluster.rollout.repeated_events import RepeatedEvents
 from cluster.workers.faults import FAULTS_FILE, Fault, cause_of, read_faults, report_loss
+from cluster.workers.status import Progress
 from deploy.cli.errors import explained
-from deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging
+from deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
+
+
+class FakeLoop:
+    """A loop at a step and phase of the test's choice."""
+
+    def __init__(self) -> None:
+        self.now = Progress(0, "starting", 1.5)
+
+    def progress(self) -> Progress:
+        return self.now
 
 
 @pytest.fixture
-def screen(tmp_path: Path) -> Iterator[io.StringIO]:
+def loop() -> FakeLoop:
+    return FakeLoop()
+
+
+@pytest.fixture
+def screen(tmp_path: Path, loop: FakeLoop) -> Iterator[io.StringIO]:
     """What a narrow console shows of a run that logs into `tmp_path`."""
     shown = io.StringIO()
     loggers = [logging.getLogger(name) for name in (*OURS, "cluster.workers.faults")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     set_up_logging(Console(file=shown, width=40))
     log_to(tmp_path)
+    write_faults_to(tmp_path, loop.progress)
     yield shown
     for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
         for handler in logger.handlers:
@@ -70,7 +87,32 @@ def test_faults_in_a_row_with_one_cause_are_one_row_of_the_report(screen: io.Str
     write_report(tmp_path)
 
 
+<<<<<<< HEAD
 def test_a_report_without_faults_states_that(tmp_path: Path) -> None:
+=======
+def test_a_fault_has_the_step_and_the_phase_of_its_moment(screen: io.StringIO, loop: FakeLoop, tmp_path: Path) -> None:
+    report_loss("rollout/0", death())
+    loop.now = Progress(1, "wait_for_rollouts", 0.5)
+    report_loss("rollout/0", death())
+    loop.now = Progress(3, "update", 0.5)
+    report_loss("rollout/0", death())
+    report_loss("reward/1", WorkerDiedError("its process was killed"))
+    faults = read_faults(tmp_path / FAULTS_FILE)
+    moments = [(0, "starting"), (1, "wait_for_rollouts"), (3, "update"), (3, "update")]
+    assert [(fault.step, fault.phase) for fault in faults] == moments
+    html = render_report(read_run_folder(tmp_path))
+    assert '<td>0 to 3</td><td>starting, waiting for rollouts, update</td><th scope="row">rollout/0</th>' in html
+    assert '<td>3</td><td>update</td><th scope="row">reward/1</th>' in html
+
+
+def test_rows_of_older_files_have_no_step_and_no_phase(tmp_path: Path) -> None:
+    (tmp_path / FAULTS_FILE).write_text('{"at_s": 1.0, "worker": "reward/0", "kind": "died", "cause": "killed"}\n')
+    assert read_faults(tmp_path / FAULTS_FILE) == [Fault(1.0, "reward/0", "died", "killed", step=None, phase="")]
+    assert '<td>–</td><td>–</td><th scope="row">reward/0</th>' in render_report(read_run_folder(tmp_path))
+
+
+def test_a_report_without_faults_says_so(tmp_path: Path) -> None:
+>>>>>>> reports
     assert "No worker was lost." in render_report(read_run_folder(tmp_path))
 
 

@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from metrics_data import FACTS, REPLAY, FakeClock, MemorySink, NoSamples, make_group, make_metrics
+from metrics_data import FACTS, REPLAY, FakeClock, MemorySink, make_group, make_metrics
 
 from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics
+from cluster.metrics.hub import Metrics, NoSamples
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.step_records import EvaluationRecord, StepRecord
 from cluster.metrics.summary import Summary, read_summary, summarize, write_summary

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_records import go_on
 
 from cluster.errors import DeadlineError, PlacementError, PreflightError, RunOverError, WorkerDiedError
-from deploy.host.processes import ProcessId
-from deploy.host.run_record import RECORD_FILE, RunMark, RunRecord
+from deploy.host.run_record import RECORD_FILE
 from deploy.host.side_process import in_side_process
 from deploy.run import run_client
 from deploy.run.run_client import RunAddress, find_run, read_status
@@ -26,15 +26,6 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs" / "digits").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("digits")
     return tmp_path / "runs"
-
-
-def go_on(folder: Path, *, start_ticks_off: int = 0, host: str | None = None) -> None:
-    """Leave the record of a run whose driver is this process, or was one before it."""
-    here = ProcessId.of(os.getpid())
-    assert here is not None
-    driver = ProcessId(host or here.host, here.pid, here.start_ticks + start_ticks_off)
-    mark = RunMark(f"{folder.name}/1", driver)
-    RunRecord(folder.name, folder, mark, "10.0.0.1:6379", f"of {folder.name}", None).write(folder / RECORD_FILE)
 
 
 def test_the_latest_run_is_found_unless_another_is_named(runs: Path) -> None:

@@ -1,0 +1,110 @@
+"""`mobula report`: the report of a run that is over, from the files of its folder, also if its driver was killed.
+
+A driver that is killed writes no `summary.json`, or leaves that of an earlier part of the run. The summary is then made
+of the finished steps in `metrics.jsonl`. It is shown in the report and not written to the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from cluster.errors import PreflightError
+from cluster.metrics.definitions import CounterName
+from cluster.metrics.hub import Metrics, NoSamples
+from cluster.metrics.report.report import write_report
+from cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
+from cluster.metrics.sinks.jsonl import read_records
+from cluster.metrics.summary import RunFacts, Summary, summarize
+from deploy.host.run_record import RECORD_FILE, RunRecord
+from deploy.run.run_client import named_folder
+
+
+def report_again(name: str) -> Path:
+    """Write `report.html` of a run that is over, named by its folder or by its name below `runs`; returns its path.
+
+    Raises:
+        PreflightError: there is no such run, it goes on or may go on, or a file of it cannot be read or written.
+    """
+    folder = named_folder(name, METRICS_FILE)
+    has_dead_driver = _has_dead_driver(folder)
+    try:
+        run = read_run_folder(folder)
+        is_killed = has_dead_driver or run.summary is None or run.summary.version < _newest_step(run)
+        return write_report(folder, _summary_of_killed(folder, run) if is_killed else None)
+    except (ValueError, KeyError, OSError) as error:
+        raise PreflightError(f"the report of {folder} cannot be written: {error}") from error
+
+
+def earlier_wall_s(folder: Path) -> float:
+    """Wall seconds of the run's earlier parts that ended in order; a part that was killed left none."""
+    try:
+        return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0.0
+
+
+def _has_dead_driver(folder: Path) -> bool:
+    """Whether the folder has the record of a driver that was killed; a run that ended in order has removed its record.
+
+    Raises:
+        PreflightError: the driver is alive, is one of another machine, or the record is broken.
+    """
+    path = folder / RECORD_FILE
+    try:
+        record = RunRecord.read(path)
+    except FileNotFoundError:
+        return False
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+    driver = record.mark.driver
+    if driver.is_alive:
+        raise PreflightError(
+            f"run {record.run} is still running, in process {driver.pid}: it writes its report when it ends or is "
+            f"stopped. `mobula top --run {folder}` shows it until then"
+        )
+    if not driver.is_here:
+        raise PreflightError(
+            f"run {record.run} may still be running: its driver is process {driver.pid} of {driver.host}. Call "
+            f"`mobula report` there; if that machine is gone, remove {path} first"
+        )
+    return True
+
+
+def _newest_step(run: RunFolder) -> int:
+    return run.steps[-1].step if run.steps else 0
+
+
+def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:
+    """What the finished steps tell of a run whose driver was killed."""
+    metrics = Metrics([], time.perf_counter, accuracy_component="", samples=NoSamples())  # it measures no further step
+    metrics.resume(read_records(folder / METRICS_FILE))
+    metrics.set_counts(CounterName.SKIPPED, Counter(row.reason for row in run.skipped))
+    totals = metrics.totals
+    wall_s = max(earlier_wall_s(folder), totals.seconds["total"])
+    return summarize(metrics, _facts(folder, run), status="killed", version=totals.version, wall_s=wall_s)
+
+
+def _facts(folder: Path, run: RunFolder) -> RunFacts:
+    """From the plan and the configuration, which may be one of an older version. The data are not read.
+
+    Raises:
+        ValueError: config.yaml is none of a run.
+    """
+    num_workers = Counter(row.role for row in run.plan)
+    try:
+        values = yaml.safe_load(run.config)
+        return RunFacts(
+            seed=values["seed"],
+            sampler=values["sampler"]["kind"] if num_workers["rollout"] else "none",
+            learner_backend=values["learner"]["backend"],
+            learner_ranks=num_workers["learner"],
+            rollout_actors=num_workers["rollout"],
+            train_prompts=None,
+        )
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is no configuration of a run ({error!r}): restore it") from error

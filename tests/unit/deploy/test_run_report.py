@@ -1,0 +1,135 @@
+"""`mobula report`: the report of a run that is over, also of one whose driver was killed, and of no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from metrics_data import write_run
+from run_records import go_on
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.host.run_record import RECORD_FILE
+
+KILLED = '<span class="status killed">the driver was killed</span>'
+FACT = re.compile(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of six steps that is done."""
+    write_run(tmp_path / "digits", num_steps=6)
+    return tmp_path / "digits"
+
+
+def report(folder: Path) -> Result:
+    return CliRunner().invoke(app, ["report", str(folder)])
+
+
+def page(folder: Path) -> str:
+    found = report(folder)
+    assert found.exit_code == 0, found.output
+    assert str(folder / "report.html") in found.output
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def facts(html: str) -> dict[str, str]:
+    """The numbers of the headline."""
+    return dict(FACT.findall(html.partition('<dl class="facts">')[2].partition("</dl>")[0]))
+
+
+def kill(folder: Path) -> None:
+    """Leave the folder as a driver that is killed does."""
+    (folder / "summary.json").unlink()
+    go_on(folder, start_ticks_off=-1)
+
+
+def test_the_report_of_a_run_that_is_done_is_written_again(run: Path) -> None:
+    first = page(run)
+    assert '<span class="status done">done</span>' in first
+    (run / "report.html").unlink()
+    assert page(run) == first
+
+
+def test_a_run_is_found_by_its_name_below_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.parent.rename(run.parent.with_name("runs"))
+    monkeypatch.chdir(run.parent.parent)
+    assert CliRunner().invoke(app, ["report", "digits"]).output.strip() == "report: runs/digits/report.html"
+
+
+def test_the_headline_of_a_killed_run_has_the_numbers_of_its_finished_steps(run: Path) -> None:
+    whole = facts(page(run))
+    kill(run)
+    html = page(run)
+    assert KILLED in html and "at least: that of the finished steps" in html
+    assert len(whole) == 13
+    assert {name: text for name, text in facts(html).items() if name != "wall time"} == {
+        name: text for name, text in whole.items() if name != "wall time"
+    }
+    assert not (run / "summary.json").exists(), "no other command may take it for a run that ended"
+
+
+def test_a_half_written_last_line_and_a_run_without_a_step_have_a_report(run: Path) -> None:
+    kill(run)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:4], lines[4][:40]]))
+    assert facts(page(run))["steps"] == str(sum('"kind": "step"' in line for line in lines[:4]))
+    (run / "metrics.jsonl").write_text("")
+    html = page(run)
+    assert KILLED in html and facts(html)["steps"] == "0" and "No step was finished" in html
+
+
+def test_the_summary_of_an_earlier_part_is_not_that_of_a_part_that_was_killed(run: Path) -> None:
+    earlier = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**earlier, "version": 4, "num_steps": 4, "wall_s": 3600.0}))
+    go_on(run, start_ticks_off=-1)
+    html = page(run)
+    assert KILLED in html and facts(html)["steps"] == "6" and facts(html)["wall time"] == "1 h 00 min"
+    (run / RECORD_FILE).unlink()  # as `mobula doctor --free` does
+    assert KILLED in page(run), "there are more steps than the summary has"
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("nowhere", "there is no run in nowhere"), (".", "give the run's FOLDER, or its NAME below")]
+)
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, ["report", word])
+    assert found.exit_code == 2 and said in found.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_still_running_is_refused(run: Path) -> None:
+    go_on(run)
+    found = report(run)
+    assert found.exit_code == 2 and "run digits is still running, in process" in found.stderr
+    assert not (run / "report.html").exists()
+
+
+def test_a_driver_of_another_machine_cannot_be_looked_at_from_here(run: Path) -> None:
+    go_on(run, host="another-machine")
+    found = report(run)
+    assert found.exit_code == 2 and "may still be running" in found.stderr and "of another-machine" in found.stderr
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        (RECORD_FILE, "{", "is no record of a run"),
+        ("metrics.jsonl", "{\n{}\n", "line 1 is not JSON"),
+        ("config.yaml", "seed: 1\n", "is no configuration of a run"),
+        ("config.yaml", "a: [", "is no configuration of a run"),
+    ],
+)
+def test_a_broken_file_is_named(run: Path, file: str, text: str, said: str) -> None:
+    kill(run)
+    (run / file).write_text(text)
+    found = report(run)
+    assert found.exit_code == 2 and file in found.stderr and said in found.stderr

@@ -87,9 +87,6 @@ def test_faults_in_a_row_with_one_cause_are_one_row_of_the_report(screen: io.Str
     write_report(tmp_path)
 
 
-<<<<<<< HEAD
-def test_a_report_without_faults_states_that(tmp_path: Path) -> None:
-=======
 def test_a_fault_has_the_step_and_the_phase_of_its_moment(screen: io.StringIO, loop: FakeLoop, tmp_path: Path) -> None:
     report_loss("rollout/0", death())
     loop.now = Progress(1, "wait_for_rollouts", 0.5)
@@ -111,8 +108,7 @@ def test_rows_of_older_files_have_no_step_and_no_phase(tmp_path: Path) -> None:
     assert '<td>–</td><td>–</td><th scope="row">reward/0</th>' in render_report(read_run_folder(tmp_path))
 
 
-def test_a_report_without_faults_says_so(tmp_path: Path) -> None:
->>>>>>> reports
+def test_a_report_without_faults_states_that(tmp_path: Path) -> None:
     assert "No worker was lost." in render_report(read_run_folder(tmp_path))
 
 

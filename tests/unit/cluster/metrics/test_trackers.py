@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -66,7 +67,19 @@ def test_an_address_is_of_one_tracker() -> None:
         load_config([*words, "metrics.trackers=[wandb,mlflow]"])
 
 
-def offline_records(folder: Path) -> list[Any]:
+def offline_records(folder: Path, num_parts: int) -> list[Any]:
+    """The records of both parts, once W&B's own process has written the last one of each."""
+    end = time.monotonic() + 30
+    while True:
+        records = written_records(folder)
+        kinds = [r.WhichOneof("record_type") for r in records]
+        if kinds.count("exit") == num_parts:
+            return records
+        assert time.monotonic() < end, kinds
+        time.sleep(0.2)
+
+
+def written_records(folder: Path) -> list[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
@@ -97,7 +110,7 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
     write_two_parts("wandb", tmp_path / "run")
-    records = offline_records(tmp_path / "run")
+    records = offline_records(tmp_path / "run", num_parts=2)
     assert {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"} == {"digits"}
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.history.item}

@@ -131,7 +131,7 @@ def book_more(
         [bundle_of(workers)] * number,
         strategy="SPREAD" if workers.strategy == "spread" else "PACK",
         name=_group_name(name),
-        bundle_label_selector=[dict(workers.node_labels)] * number if workers.node_labels else [],
+        bundle_label_selector=[dict(workers.node_labels)] * number if workers.node_labels else None,
     )
     bookings = [Booking(group, index) for index in range(number)]
     if not group.wait(math.ceil(timeout_s)):

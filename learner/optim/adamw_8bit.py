@@ -36,10 +36,13 @@ class AdamWOfBytes(AdamW8bit):
             super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with plain moments, which torch's distributed checkpoints can copy and share out again."""
+        """The state with plain moments and learning rates as numbers, which torch's distributed checkpoints can copy and
+        share out again.
+        """
         found = super().state_dict()
         states = {key: {name: _plain(value) for name, value in own.items()} for key, own in found["state"].items()}
-        return {**found, "state": states}
+        groups = [{**group, "lr": float(group["lr"])} for group in found["param_groups"]]
+        return {**found, "state": states, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -36,8 +36,8 @@ class AdamWOfBytes(AdamW8bit):
             super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state with plain moments and learning rates as numbers, which torch's distributed checkpoints can copy and
-        share out again.
+        """The state with plain moments and learning rates as numbers: torch's distributed checkpoints can copy it and
+        share it out again.
         """
         found = super().state_dict()
         states = {key: {name: _plain(value) for name, value in own.items()} for key, own in found["state"].items()}

@@ -72,7 +72,8 @@ def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path, 
     for job in JOBS:
         one, two = (torch.load(tmp_path / name / job / "seen.pt") for name in ("one", "two"))
         assert equal(one["before"], two["before"], atol=0), f"{job}: every rank draws the same head"
-        assert equal(one["weights"], two["weights"], atol=2e-5), job
+        # The bias of keys has no gradient but rounding, which Adam scales up: 2.3e-5 on ZeRO-3.
+        assert equal(one["weights"], two["weights"], atol=5e-5), job
         assert not equal(one["weights"], one["before"], atol=1e-4), job
         assert two["assessed"] == pytest.approx(one["assessed"], rel=1e-3, abs=1e-4), job
         for step in range(2):

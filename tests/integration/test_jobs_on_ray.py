@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -80,6 +81,13 @@ def is_served(url: str) -> bool:
     return False
 
 
+def num_nodes(url: str) -> int:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/nodes?view=summary", timeout=5) as answer:
+        nodes = json.load(answer)["data"]["summary"]
+        return sum(node["raylet"].get("state") == "ALIVE" for node in nodes)
+    return 0
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
     sessions = Path(tempfile.mkdtemp(prefix="mj", dir="/tmp"))  # sockets below it have short names
@@ -109,6 +117,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
                 "--num-cpus=2",
             )
         )
+        wait_until(lambda: num_nodes(f"http://127.0.0.1:{http}") == 2, START_S, lambda: "two nodes")
         yield Apart(f"http://127.0.0.1:{http}", f"127.0.0.1:{port}", tmp_path_factory.mktemp("shared"))
     finally:
         for process in reversed(processes):

@@ -188,7 +188,7 @@ class EpisodeRunner:
                 return
 
     def _admitted(self, episode: _Episode, prompt: Prompt, observation: Observation) -> bool:
-        """Put an observation behind the episode if it fits; nothing of one that does not is kept.
+        """Append an observation to the episode if it fits; an observation that does not fit leaves nothing.
 
         A turn that did not end in a token of its own (a limit, a stop string) gets the one that ends a turn.
         """

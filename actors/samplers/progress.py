@@ -89,7 +89,7 @@ def first_token_settings(settings: SamplingSettings, num_samples: int) -> Sampli
 
 
 def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequence:
-    """A first token that was sampled by itself, as the beginning of a response; one that is an end stays one."""
+    """A first token that was sampled by itself, as the beginning of a response; an EOS ends the response."""
     goes_on = first.finish_reason is FinishReason.LENGTH and settings.max_tokens > 1
     return replace(first, finish_reason=None) if goes_on else first
 

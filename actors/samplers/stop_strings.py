@@ -19,7 +19,7 @@ from cluster.records.trajectory import FinishReason
 class StopStrings:
     """Ends a response with the token that completes a stop string; token ids stay as the engine sampled them.
 
-    A stop string is looked for in the whole text of a response, without special tokens, so one that began before an
+    The whole text of a response is searched, without special tokens, so a stop string that began before an
     attempt was interrupted counts too.
     """
 

@@ -33,7 +33,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
-    except (ObjectLostError, RayActorError) as error:  # the second where Ray would have its maker make it again
+    except (ObjectLostError, RayActorError) as error:  # RayActorError: its actor died with the node, too
         raise LostObjectError(
             f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
         ) from error

@@ -21,6 +21,7 @@ from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.processors.image_tokens import ImageTokenProcessor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -28,10 +29,11 @@ from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
-from learner.policies.families import family_at, frozen_prefixes, max_positions
+from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
 from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.tiny import TINY, write_tiny
@@ -53,7 +55,7 @@ class Prepared:
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
-    processor: ChatProcessor | ConversationProcessor | FlowProcessor  # by the job and the kind of model
+    processor: ChatProcessor | ConversationProcessor | FlowProcessor | ImageTokenProcessor  # by job and kind of model
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -95,6 +97,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.sampler.is_flow:
         _check_flow(checkpoint, config)
     else:
+        _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)
@@ -117,11 +120,13 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
 
 
-def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor:
+def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor | ImageTokenProcessor:
     if config.sampler.is_flow:
         from actors.processors.flow import FlowProcessor  # which imports diffusers
 
         return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+    if config.sampler.draws_tokens:
+        return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
     return ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )
@@ -130,6 +135,21 @@ def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProc
 def _splits(evaluation: EvaluationConfig) -> list[str]:
     used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
     return list(dict.fromkeys(used))
+
+
+def _check_answers(config: RunConfig) -> None:
+    """A model that draws needs the sampler that does, and the other way round."""
+    makes_pictures = family_at(config.policy.model).makes_pictures
+    if makes_pictures and not config.sampler.draws_tokens:
+        raise PreflightError(
+            f"policy.model={config.policy.model} answers with image tokens, which sampler.kind={config.sampler.kind} "
+            "cannot sample: set sampler=image_tokens"
+        )
+    if config.sampler.draws_tokens and not makes_pictures:
+        raise PreflightError(
+            f"policy.model={config.policy.model} draws no pictures, as sampler.kind=image_tokens asks: name a "
+            f"checkpoint of type {', '.join(DRAWING_TYPES)}, or set sampler=vllm"
+        )
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
@@ -187,6 +207,9 @@ def ensure_model(config: RunConfig) -> Path:
     if config.sampler.is_flow:
         return _ensure_flow_model(config, folder)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        if config.policy.tiny == TINY_JANUS:
+            with _writing("policy.model", folder):
+                return write_tiny_janus(folder)
         if config.policy.tiny not in TINY:
             raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cluster.records.actions import Actions, LatentActions, TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt
 from configs.schema import RunConfig
+from learner.policies.adapters import save_adapters, save_pipeline_adapters
 from learner.policies.base import Policy, PolicyRow
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
+from learner.policies.image_tokens.guidance import canary_tokens
+from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
 from learner.policies.loading import load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.score_model import ScoreModel, load_score_model
@@ -47,7 +51,8 @@ def load_trained_model(config: RunConfig) -> nn.Module:
         return load_score_model(config.policy, torch.float32, config.seed)
     if config.sampler.is_flow:
         return flow_checkpoint(config).transformer(torch.float32)
-    return load_policy_model(config.policy, torch.float32)
+    model = load_policy_model(config.policy, torch.float32)
+    return freeze_the_rest(model) if config.sampler.draws_tokens else model
 
 
 def as_policy(model: nn.Module, config: RunConfig) -> Policy:
@@ -56,6 +61,8 @@ def as_policy(model: nn.Module, config: RunConfig) -> Policy:
         return ScoreModel(model, packs=config.learner.packing)
     if config.sampler.is_flow:
         return FlowPolicy(model, flow_checkpoint(config).family)
+    if config.sampler.draws_tokens:
+        return ImageTokenPolicy(cast(PreTrainedModel, model), config.learner, config.sampler.image_tokens.guidance)
     return TokenPolicy(model, config.learner)
 
 
@@ -66,6 +73,10 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
         canary_row = partial(flow_checkpoint(config).canary, denoising=denoising)
         return Scoring(Replay(denoising, divergence), Replay(denoising, "none"), canary_row)
+    if config.sampler.draws_tokens:
+        drawn = canary_tokens(config.policy.model).numpy()
+        row = partial(TokenSequence.of_response, token_ids=drawn)
+        return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, row)
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
     return Scoring(sampled, PLAIN, TokenSequence.of_prompt)
@@ -77,6 +88,14 @@ def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: 
         flow_checkpoint(config).save(folder, full_state)
     else:
         save_policy(model, config.policy.model, folder, full_state)
+
+
+def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> None:
+    """Write the adapters of a model alone, as PEFT or, for a flow model, diffusers loads them."""
+    if config.sampler.is_flow:
+        save_pipeline_adapters(folder, model, config.policy.lora)
+    else:
+        save_adapters(folder, cast(PreTrainedModel, model), config.policy.lora, config.policy.model)
 
 
 def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:

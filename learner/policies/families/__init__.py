@@ -1,6 +1,7 @@
 """Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
 
 from learner.policies.families.registry import (
+    DRAWING_TYPES,
     TEXT_FAMILIES,
     VIDEO_TYPES,
     VISION_FAMILIES,
@@ -13,6 +14,7 @@ from learner.policies.families.registry import (
 )
 
 __all__ = [
+    "DRAWING_TYPES",
     "TEXT_FAMILIES",
     "VIDEO_TYPES",
     "VISION_FAMILIES",

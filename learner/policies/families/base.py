@@ -46,6 +46,8 @@ class Family(ABC):
     takes_pictures: bool
     without_pictures = "policy.model is a text-only model"
     """Why a family without pictures takes none."""
+    makes_pictures = False
+    """Whether its answers are pictures, which are drawn with `sampler=image_tokens`."""
     needs_gate = False
     """Whether a run compares engine and learner before its first step. It does where no conformance run has done so."""
 

@@ -11,6 +11,7 @@ from learner.policies.families.gemma3 import Gemma3
 from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
 from learner.policies.families.internvl import InternVL
+from learner.policies.families.janus import Janus
 from learner.policies.families.llava_onevision import LlavaOneVision
 from learner.policies.families.qwen3_vl import Qwen3VL
 from learner.policies.families.qwen_vl import QwenVL
@@ -27,12 +28,16 @@ FAMILIES: tuple[Family, ...] = (
     Idefics(),
     Gemma3(),
     TextFamily(),
+    Janus(),
 )
 UNKNOWN = UnknownFamily()
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
-TEXT_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if not family.takes_pictures)
+DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_pictures)
+TEXT_FAMILIES = tuple(
+    kind for kind, family in BY_MODEL_TYPE.items() if not (family.takes_pictures or family.makes_pictures)
+)
 
 
 def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.model") -> Family:

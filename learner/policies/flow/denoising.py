@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from cluster.records.actions import LatentActions
 from configs.schema.rollout import FlowConfig
-from learner.policies.flow.families import FlowFamily
-from learner.policies.sde import KERNELS, FlowStep, Transition, guided
+from learner.policies.flow.families import FlowFamily, PictureSize
+from learner.policies.sde import KERNELS, FlowStep, Transition
 
 MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
 
@@ -28,12 +28,13 @@ class Denoising:
     height: int  # of pictures
     width: int
     num_steps: int
-    guidance: float  # 1: none, and no negative prompt
+    guidance: float  # 1: none
     kernel: str  # of learner.policies.sde.KERNELS, other than ddim
     noise_level: float
     window_start: int
     window_end: int
     dtype: str  # float32 | float16: latents are rounded to it before they are scored
+    num_frames: int = 1  # of a video
 
     def __post_init__(self) -> None:
         if not 0 <= self.window_start < self.window_end <= self.num_steps:
@@ -57,11 +58,12 @@ class Denoising:
             window_start=config.window_start,
             window_end=config.window_end,
             dtype=config.latents,
+            num_frames=config.num_frames,
         )
 
     @property
-    def is_guided(self) -> bool:
-        return self.guidance != 1
+    def size(self) -> PictureSize:
+        return PictureSize(self.height, self.width, self.num_frames)
 
     def transition(self, step: FlowStep) -> Transition:
         """A stochastic step."""
@@ -99,7 +101,8 @@ def velocities(
     x, t = latents[rows].to(dtype), timesteps[rows]
     given = {name: tensor[rows].to(dtype) for name, tensor in conditions.items()}
     if negatives is None:
-        return family.velocity(model, x, t, given)[:num].float()
+        return family.velocity(model, x, t, given, guidance)[:num].float()
     both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
-    unconditional, conditional = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both).chunk(2)
-    return guided(conditional[:num], unconditional[:num], guidance)
+    found = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both, guidance)
+    unconditional, conditional = found.chunk(2)
+    return family.guided(conditional[:num], unconditional[:num], guidance)

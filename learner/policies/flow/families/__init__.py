@@ -1,0 +1,24 @@
+"""Families of flow models, one file for each."""
+
+from learner.policies.flow.families.base import Conditions, FlowFamily, PictureSize, Schedule
+from learner.policies.flow.families.registry import (
+    FAMILIES,
+    INDEX,
+    REFUSED,
+    TRANSFORMER,
+    flow_family_at,
+    pipeline_index,
+)
+
+__all__ = [
+    "FAMILIES",
+    "INDEX",
+    "REFUSED",
+    "TRANSFORMER",
+    "Conditions",
+    "FlowFamily",
+    "PictureSize",
+    "Schedule",
+    "flow_family_at",
+    "pipeline_index",
+]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from flow_model import made_loud
 from flow_run import FlowRun
 from PIL import Image
 
@@ -46,12 +47,13 @@ GRPO = (*SMALL, "sampler.flow.window_end=3")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("glyphs")
     write_tiny_flow("sd3_glyphs", found / "model")
+    made_loud(write_tiny_flow("sd3_glyphs", found / "loud"))
     write_glyphs(found / "data")
     return found
 
 
-def config(folder: Path, experiment: str, *words: str) -> RunConfig:
-    own = (f"policy.model={folder / 'model'}", f"data.path={folder / 'data'}", f"folder={folder / 'runs'}")
+def config(folder: Path, experiment: str, *words: str, model: str = "loud") -> RunConfig:
+    own = (f"policy.model={folder / model}", f"data.path={folder / 'data'}", f"folder={folder / 'runs'}")
     return load_config([f"experiment={experiment}", *own, *words])
 
 
@@ -132,7 +134,7 @@ def test_latents_are_the_pictures(folder: Path) -> None:
 
 
 async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
-    run = GlyphRun(config(folder, "glyphs_nft", *NFT))
+    run = GlyphRun(config(folder, "glyphs_nft", *NFT, model="model"))
     run.learner.connect("")
     teach, check = _examples(run.prepared)
     prompts = run.prompts(8)

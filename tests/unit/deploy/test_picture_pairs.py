@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flow_model import made_loud
 from offline_run import OfflineRun
 from PIL import Image, ImageOps
 
@@ -47,7 +48,7 @@ WORDS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, and pairs whose better picture is white on black and the other black on white."""
     found = tmp_path_factory.mktemp("pairs")
-    write_tiny_flow("sd3_glyphs", found / "model")
+    made_loud(write_tiny_flow("sd3_glyphs", found / "model"))
     for split, numbers in (("train", range(0, 80)), ("validation", range(80, 100))):
         rows = []
         for number in numbers:

@@ -9,17 +9,18 @@ something real to learn. The folder that `write_digits` makes:
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+M = TypeVar("M", bound=Mapping[str, Any])  # a marker
 DigitsTask = Literal["digits", "digit_sum", "digit_list"]
 
 MARKER = "dataset.json"
@@ -69,27 +70,42 @@ def write_digits(
     marker = Marker(
         format_version=FORMAT_VERSION, task=task, seed=seed, num_validation=num_validation, num_test=num_test
     )
+    return write_once(folder, marker, _build)
+
+
+def write_once(folder: Path, marker: M, build: Callable[[Path, M], Path]) -> Path:
+    """Have `build` write the data set that `marker` describes, marker included, unless `folder` already holds it.
+
+    Raises:
+        ValueError: the folder holds something else.
+    """
     if _holds(folder, marker):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        _install(_build(Path(staging) / "dataset", marker), folder, marker)
+        _install(build(Path(staging) / "dataset", marker), folder, marker)
     return folder
 
 
-def _holds(folder: Path, marker: Marker) -> bool:
+def _holds(folder: Path, marker: Mapping[str, object]) -> bool:
     """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     if not (folder / MARKER).is_file():
-        raise ValueError(f"{folder} exists and has no {MARKER}, so it is no digits dataset: choose another folder")
+        raise ValueError(
+            f"{folder} exists and has no {MARKER}, so it is no {_kind(marker)} dataset: choose another folder"
+        )
     found = json.loads((folder / MARKER).read_text())
     if found != marker:
         raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
     return True
 
 
-def _install(built: Path, folder: Path, marker: Marker) -> None:
+def _kind(marker: Mapping[str, object]) -> str:
+    return "glyphs" if marker["task"] == "glyphs" else "digits"
+
+
+def _install(built: Path, folder: Path, marker: Mapping[str, object]) -> None:
     """Rename `built` to `folder`; accept that another process has put the same dataset there meanwhile."""
     try:
         built.rename(folder)

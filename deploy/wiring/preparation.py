@@ -16,8 +16,10 @@ from huggingface_hub import snapshot_download
 from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
+from actors.datasets.preferences.picture_pairs import read_picture_pairs
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
+from actors.datasets.written.glyphs import write_glyphs
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
@@ -28,7 +30,7 @@ from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
-from configs.schema.data import WRITTEN
+from configs.schema.data import WRITTEN, DataKind
 from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -41,6 +43,7 @@ from learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
     from actors.processors.flow import FlowProcessor
+    from actors.processors.picture_pairs import PicturePairProcessor
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +58,9 @@ class Prepared:
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
-    processor: ChatProcessor | ConversationProcessor | FlowProcessor | ImageTokenProcessor  # by job and kind of model
+    processor: (
+        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
+    )  # by the job and the kind of model
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -107,7 +112,11 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
-    if config.offline.is_on:
+    if config.offline.is_on and config.sampler.is_flow:
+        from actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
+
+        reader, processor = partial(read_picture_pairs, config.data.path), PicturePairProcessor(processor)
+    elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
         processor = ConversationProcessor(
             processor,
@@ -283,9 +292,13 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the digits of `data.kind` if their folder is not there yet."""
-    if config.data.kind in WRITTEN:
-        with _writing("data.path", config.data.path):
+    """Write the data of `data.kind`, if a run writes it itself and the folder is not there yet."""
+    if config.data.kind not in WRITTEN:
+        return
+    with _writing("data.path", config.data.path):
+        if config.data.kind is DataKind.GLYPHS:
+            write_glyphs(config.data.path)
+        else:
             write_digits(config.data.path, task=config.data.kind.value)
 
 

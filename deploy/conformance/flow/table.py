@@ -70,8 +70,8 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
     yield ""
     yield (
-        "Where `replay` is not 0, convolutions in the transformer sum in an order that depends on how many rows a forward "
-        "pass has."
+        "Where `replay` is not 0, convolutions in the transformer sum in an order that depends on how many rows a "
+        "forward pass has."
     )
     notes = [f"- `{report.name}`: {'; '.join(found)}." for report in reports if (found := failures(report))]
     if notes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -97,6 +97,15 @@ class FlowFamily(ABC):
         return guided(conditional, unconditional, scale)
 
 
+@runtime_checkable
+class PictureCodec(Protocol):
+    """A family whose VAE turns pictures into latents: they can be taught, and chosen between."""
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        """[N, ...]: clean latents of uint8 [N, H, W, 3]; `decode` gives the pictures again."""
+        ...
+
+
 def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
     """Check the sides of a picture, and that it is one.
 
@@ -163,6 +172,14 @@ def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
     """Decode [N, C, H, W] by a VAE with one scale and shift for all channels."""
     scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
     return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
+
+
+def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
+    """What `scaled_pictures` decodes, [N, C, H, W], of uint8 [N, H, W, 3]."""
+    colours = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1  # [N, 3, H, W]
+    found = vae.encode(colours.to(vae.device))
+    latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
+    return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
 
 def normalised_frames(vae: Any, latents: Tensor) -> np.ndarray:

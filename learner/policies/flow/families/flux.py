@@ -16,6 +16,7 @@ from learner.policies.flow.families.base import (
     Schedule,
     fit,
     packed,
+    scaled_latents,
     scaled_pictures,
     unpacked,
     with_dynamic_shift,
@@ -62,3 +63,6 @@ class Flux(FlowFamily):
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return scaled_pictures(vae, latents)
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return scaled_latents(vae, pixels)

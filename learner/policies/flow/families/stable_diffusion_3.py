@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from learner.policies.flow.families.base import Conditions, Config, FlowFamily, PictureSize, fit, scaled_pictures
+from learner.policies.flow.families.base import (
+    Conditions,
+    Config,
+    FlowFamily,
+    PictureSize,
+    fit,
+    scaled_latents,
+    scaled_pictures,
+)
 
 
 class StableDiffusion3(FlowFamily):
@@ -40,3 +48,6 @@ class StableDiffusion3(FlowFamily):
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return scaled_pictures(vae, latents)
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return scaled_latents(vae, pixels)

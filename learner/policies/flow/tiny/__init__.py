@@ -7,6 +7,7 @@ from pathlib import Path
 
 TINY_FLOW = {
     "sd3": ("sd3", "write_tiny_sd3"),
+    "sd3_glyphs": ("sd3_glyphs", "write_tiny_sd3_glyphs"),
     "flux": ("flux", "write_tiny_flux"),
     "qwen-image": ("qwen_image", "write_tiny_qwen_image"),
     "sana": ("sana", "write_tiny_sana"),

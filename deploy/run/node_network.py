@@ -46,7 +46,8 @@ class Endpoint:
     def open(self) -> Place:
         """Listen on the interface that GLOO_SOCKET_IFNAME names, else at the node's Ray address."""
         host, interface = _own_place()
-        self._listener = socket.create_server((host, 0), backlog=LISTENING)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=LISTENING)
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
         return Place(self._node, host, self._listener.getsockname()[1], interface)
 

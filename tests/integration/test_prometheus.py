@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real run on a Ray head: every panel of every dashboard shows something.
+"""A real Prometheus scrapes a real run, which is traced, on a Ray head: every panel of every dashboard shows something.
 
 PROMETHEUS names the program where it is not called `prometheus`.
 """
@@ -23,11 +23,12 @@ import pytest
 import yaml
 from browser import CHROMIUM, Browser
 from http_servers import serving
-from jobs import REPOSITORY, Job
+from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
 from PIL import Image
 from ray_apart import end_all, free_port, started
 from waiting import wait_until
 
+from cluster.tracing.spans import Stage
 from deploy.dashboard.prometheus import Line, Prometheus, Stretch
 from deploy.dashboard.server import make_app
 from deploy.grafana.panels import DASHBOARDS
@@ -47,6 +48,9 @@ WORDS = (
     "weight_sync.canary_interval=1",
     "metrics.heartbeat_s=2",
     "supervision.interval_s=2",
+    "tracing.exporter=file",
+    "tracing.chrome_steps=[5]",
+    "tracing.profile_steps=[3]",
 )
 pytestmark = [
     pytest.mark.matrix,
@@ -62,6 +66,7 @@ class Scraped:
     url: str
     start: float
     end: float
+    run_folder: Path
 
     def lines(self) -> dict[tuple[str, str], list[Line]]:
         """(dashboard, panel) -> its lines over the time of the run."""
@@ -140,7 +145,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         wait_until(lambda: is_ready(url), START_S, lambda: (folder / "prometheus.log").read_text())
         start = time.time()
         job.finish(job.start())
-        yield Scraped(url, start, time.time())
+        yield Scraped(url, start, time.time(), job.run_folder)
     finally:
         job.end()
         end_all(processes)
@@ -171,6 +176,28 @@ def test_prometheus_takes_the_rules_and_none_fires_for_a_good_run(scraped: Scrap
     assert len(ours["rules"]) == 8 and {rule["health"] for rule in ours["rules"]} == {"ok"}
     firing = {alert["labels"]["alertname"] for alert in scraped.asked("/api/v1/alerts")["alerts"]}
     assert firing <= {"MobulaDisk"}, "the disk is that of the machine"
+
+
+def test_every_trained_prompt_has_its_stages(scraped: Scraped) -> None:
+    lines = (scraped.run_folder / "traces" / "spans.jsonl").read_text().splitlines()
+    spans = [json.loads(line) for line in lines]
+    trained = [span for span in spans if span["attributes"].get("mobula.outcome") == Stage.TRAINED]
+    assert len(trained) == NUM_STEPS * PROMPTS_PER_STEP
+    for root in trained:
+        children = [span["name"] for span in spans if span["parent_id"] == root["context"]["span_id"]]
+        assert children == list(Stage)
+    assert sum(span["name"] == "step" for span in spans) == NUM_STEPS
+
+
+def test_a_step_and_the_updates_of_all_ranks_can_be_opened(scraped: Scraped) -> None:
+    folder = scraped.run_folder / "traces"
+    step = json.loads((folder / "step-000005.json").read_text())["traceEvents"]
+    assert {"step", "update", "wait_for_rollouts", "generated", "trained"} <= {event["name"] for event in step}
+    profiles = sorted(path.name for path in folder.glob("update-*.json"))
+    assert profiles == ["update-000003-rank-0.json", "update-000003-rank-1.json"]
+    for name in profiles:
+        operators = {event["name"] for event in json.loads((folder / name).read_text())["traceEvents"]}
+        assert "aten::mm" in operators
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome here")

@@ -40,6 +40,7 @@ SETTINGS = (
     "warm_start.num_steps=0",
     "evaluation.num_prompts=8",
     "evaluation.interval_steps=0",
+    "checkpoints.interval_steps=1",  # a copy of the state is written while the next step trains
     "timeouts.start_s=900",
     "timeouts.update_s=900",
     "metrics.num_report_samples=6",

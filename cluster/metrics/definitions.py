@@ -61,6 +61,8 @@ class MetricName(StrEnum):
     QUEUE_WAITING = "queue_waiting"
     QUEUE_OVERSIZED = "queue_oversized"
     CANARY = "canary"
+    PUSH_SECONDS = "push_seconds"
+    PUSH_BYTES = "push_bytes"
     CONCURRENCY_LIMIT = "concurrency_limit"
     KV_USAGE_MAX = "kv_usage_max"
 
@@ -190,6 +192,8 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
     MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
+    MetricName.PUSH_SECONDS: Metric("s", "From the begin of the newest push until every engine serves it"),
+    MetricName.PUSH_BYTES: Metric("B", "Bytes that the newest push sent to each engine"),
     MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),
     MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }

@@ -54,6 +54,7 @@ class InFlightRequest:
             self._table.count_resumed(self._num_new(self._attempt), self._num_lost())
         known = self.siblings if self.num_tokens else ()
         self._attempt = Attempt(self._table.new_request_id(self.prompt_id), known)
+        self._table.on_attempt(self.prompt_id)
         return self._attempt
 
     def add(self, chunk: TokenChunk) -> None:
@@ -101,6 +102,7 @@ class InFlightRequests:
         """
         self.chunk_tokens = chunk_tokens
         self.on_ended = on_ended
+        self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # a prompt is given to an actor
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})
         self._clock = clock
         self._in_flight_requests: dict[str, InFlightRequest] = {}  # by prompt id, oldest first

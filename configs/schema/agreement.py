@@ -86,13 +86,33 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
 
 
 def _no_address_holds_credentials(config: RunConfig) -> str | None:
-    address = urlsplit(config.metrics.tracker_address)
-    if "@" not in address.netloc:
+    addresses = {"metrics.tracker_address": config.metrics.tracker_address, "tracing.address": config.tracing.address}
+    for key, value in addresses.items():
+        address = urlsplit(value)
+        if "@" in address.netloc:
+            return (
+                f"{key} has credentials for {address.hostname}, and the configuration is written to the run folder: "
+                "give the address alone, and the key in the environment variable of the tracker or exporter"
+            )
+    return None
+
+
+def _spans_have_a_place(config: RunConfig) -> str | None:
+    found = config.tracing
+    if (found.exporter == "otlp") == bool(found.address):
         return None
     return (
-        f"metrics.tracker_address has credentials for {address.hostname}, and the configuration is written to the run "
-        "folder: give the address alone, and the key in the tracker's own environment variable"
+        f"tracing.exporter={found.exporter} and tracing.address={found.address!r}: exporter=otlp sends to an address, "
+        "and the others have none; set both, or neither"
     )
+
+
+def _traced_steps_are_made(config: RunConfig) -> str | None:
+    named = {"chrome_steps": config.tracing.chrome_steps, "profile_steps": config.tracing.profile_steps}
+    for key, steps in named.items():
+        if any(not 1 <= step <= config.num_steps for step in steps):
+            return f"tracing.{key}={list(steps)} has steps that are not between 1 and num_steps={config.num_steps}"
+    return None
 
 
 def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
@@ -571,6 +591,8 @@ RULES: tuple[Rule, ...] = (
     _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
+    _spans_have_a_place,
+    _traced_steps_are_made,
     _an_engine_has_a_gpu_for_each_of_its_ranks,
     _backoff_grows,
     _turns_are_synchronous,

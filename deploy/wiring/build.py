@@ -29,6 +29,7 @@ from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.runtime.ray_actors import answer, stop
+from cluster.tracing.tracing import Tracing
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.workers.restart_policy import RestartBudget
@@ -160,7 +161,9 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
     ]
 
 
-def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
+def build_controller(
+    prepared: Prepared, inference: Inference, training: Training, metrics: Metrics, tracing: Tracing
+) -> Controller:
     """The main loop and its collaborators."""
     config = prepared.config
     source = PromptSource(
@@ -178,7 +181,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracing)
     on_result, folder = partial(record_evaluation, metrics), config.run_folder / RESPONSES_FOLDER
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, folder)
     weights = _weights(prepared, inference, training)
@@ -200,6 +203,12 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=records.recovery,
     )
+    # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+    learner = (
+        LeasedLearner(records.learner, in_flight, before=evaluator.finish)
+        if in_flight
+        else RegeneratingLearner(records.learner, reference, regenerator)
+    )
     return Controller(
         total_steps=config.num_steps,
         groups_per_step=config.algorithm.prompts_per_step,
@@ -212,14 +221,11 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
             deadline_s=config.supervision.sign_timeout_s,
         ),
         rollouts=dispatcher,
-        replay=training.replay,
+        replay=tracing.replay(training.replay),
         reference=reference,
-        # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
-        learner=LeasedLearner(records.learner, in_flight, before=evaluator.finish)
-        if in_flight
-        else RegeneratingLearner(records.learner, reference, regenerator),
+        learner=tracing.learner(learner),
         evaluator=evaluator,
-        metrics=metrics,
+        metrics=tracing.metrics(metrics),
     )
 
 
@@ -297,14 +303,15 @@ def _dispatcher(
     inference: Inference,
     training: Training,
     metrics: Metrics,
+    tracing: Tracing,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
     return RolloutDispatcher(
         prompts=source,
         gate=gate,
-        rollouts=rollouts,
-        rewards=inference.rewards,
-        replay=training.replay,
+        rollouts=tracing.rollouts(rollouts, inference.in_flight_requests),
+        rewards=tracing.rewards(inference.rewards),
+        replay=tracing.replay(training.replay),
         settings=sampling_settings(config),
         admission_filter=AdmissionFilter(
             min_scored=2 if algorithm.is_group_relative else 1,
@@ -366,6 +373,8 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
 
 async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
+    metrics.observe(MetricName.PUSH_SECONDS, push.seconds)
+    metrics.observe(MetricName.PUSH_BYTES, push.num_bytes)
     if push.canary_gap is not None:
         metrics.observe(MetricName.CANARY, push.canary_gap)
     observe()

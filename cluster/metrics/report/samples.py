@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import strict
+from cluster.metrics.step_records import SampleRecord, strict
 
 if TYPE_CHECKING:
     from cluster.records.media import ProcessedMedia
@@ -100,33 +100,43 @@ class SampleKeeper:
     def samples(self) -> tuple[ReportSample, ...]:
         return tuple(self._samples)
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Look at the groups of one step; fetches and writes only what is worth keeping."""
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> list[SampleRecord]:
+        """Look at the groups of one step; fetches and writes only what is worth keeping, and returns it."""
         is_due = (step - 1) % self._interval == 0 or step == self._num_steps
         if not is_due or not groups:
-            return
+            return []
         choice = random.Random(f"{self._seed}/{step}")
-        kept = [self._offer_one(step, kind, groups, choice) for kind in KINDS]
-        if any(kept):
+        kept = [found for kind in KINDS if (found := self._offer_one(step, kind, groups, choice)) is not None]
+        if kept:
             used = {key for sample in self._samples for key in sample.media_keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
             write_samples(self._path, SampleFile(self.samples, self._thumbnails))
+        return [self._record(sample) for sample in kept]
 
-    def _offer_one(self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random) -> bool:
-        """Put one response of this step into the bucket of `kind`, if it belongs there."""
+    def _offer_one(
+        self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
+    ) -> ReportSample | None:
+        """Put one response of this step into the bucket of `kind`, if it belongs there; returns it."""
         period: Period = "early" if 2 * step <= self._num_steps else "late"
         bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
         candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})
         if candidate is None:
-            return False
+            return None
         displaced = None
         if len(bucket) >= self._capacity:
             displaced = self._displaced(bucket, kind, period, candidate, step, choice)
             if displaced is None:
-                return False
+                return None
         sample = self._load(candidate, step, period, kind)
         self._samples = [s for s in self._samples if s is not displaced] + [sample]
-        return True
+        return sample
+
+    def _record(self, sample: ReportSample) -> SampleRecord:
+        """As trackers show it; a picture without a thumbnail is left out."""
+        pictures = tuple(self._thumbnails[key] for key in sample.media_keys if key in self._thumbnails)
+        return SampleRecord(
+            sample.step, sample.kind, sample.prompt, sample.response, sample.references, sample.reward, pictures
+        )
 
     def _displaced(
         self,

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from actors.environments.base import Action, EpisodeError, Observation, Step, checked_rewards, observation_hash
-from actors.environments.bridge import TurnBridge
+from actors.environments.base import Action, EpisodeError, observation_hash
 from actors.environments.hosts.pool import EnvironmentPool, Session
 from actors.environments.rows import ENVIRONMENT
 from actors.environments.tool_calls import parse_tool_calls
 from actors.processors.chat import ChatProcessor
+from actors.rollout.episode import Admission, Episode
 from actors.rollout.media_batcher import MediaBatcher
 from actors.samplers.base import Sampler
 from cluster.errors import EnvironmentFailedError, RolloutError
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaHandle, MediaSpan
-from cluster.records.partial_response import Attempt, SampledSequence, shifted
-from cluster.records.trajectory import (
-    EpisodeTurn,
-    FinishReason,
-    Prompt,
-    Response,
-    Trajectory,
-    TrajectoryGroup,
-    WeightSpan,
-)
+from cluster.records.partial_response import Attempt, SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.runtime.concurrency import run_all
 from cluster.runtime.seeds import derived_seed
@@ -40,61 +29,12 @@ _logger = logging.getLogger(__name__)
 NUM_WATCHED = 100  # episodes whose share of failures may end the run
 
 
-@dataclass
-class _Episode:
-    """One episode as far as it has come. Every list and array is on the axis T, behind the prompt."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)
-    weight_spans: list[WeightSpan] = field(default_factory=list)
-    media: list[MediaHandle] = field(default_factory=list)
-    media_spans: list[MediaSpan] = field(default_factory=list)
-    turns: list[EpisodeTurn] = field(default_factory=list)
-    finish_reason: FinishReason = FinishReason.ABORT
-    failure: str = ""
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.token_ids)
-
-    def add_turn(self, sampled: SampledSequence) -> None:
-        assert isinstance(sampled.actions, TokenActions)
-        self.weight_spans += shifted(sampled.weight_spans, self.num_steps)
-        self.token_ids += sampled.actions.token_ids.tolist()
-        self.logprobs += sampled.logprobs.tolist()
-        self.mask += [True] * sampled.num_tokens
-
-    def add_masked(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not sample: they have the version of the turn before."""
-        if not len(ids):
-            return
-        last = self.weight_spans[-1]
-        self.weight_spans[-1] = replace(last, end=last.end + len(ids))
-        self.token_ids += list(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.mask += [False] * len(ids)
-
-    def prompt(self, start: Prompt, name: str) -> Prompt:
-        """The prompt of the next turn: the exact tokens and media so far."""
-        num = start.num_tokens
-        spans = (MediaSpan(span.start + num, span.end + num) for span in self.media_spans)
-        return replace(
-            start,
-            prompt_id=name,
-            expanded_ids=np.concatenate([start.expanded_ids, np.array(self.token_ids, dtype=np.int32)]),
-            media=(*start.media, *self.media),
-            media_spans=(*start.media_spans, *spans),
-        )
-
-
 class EpisodeRunner:
     """Runs the siblings of a prompt side by side, each a request of its own for every turn.
 
     Tokens are never made of text again: the prompt of a turn is the ids of the one before, the ids that were sampled,
-    and the ids of the observation (`TurnBridge`). An observation is admitted only if it fits into
-    `environment.max_tokens` with room for a token of the next turn, and into `sampler.max_images_per_prompt`; else the
-    episode is truncated behind the turn before.
+    and the ids of the observation (`TurnBridge`). An observation that does not fit (`Admission`) truncates the episode
+    behind the turn before.
 
     An episode whose environment fails is run again with the same seed, `environment.retries` times, and then has no
     reward. A rollout actor that is lost costs its episodes: they begin again elsewhere.
@@ -115,8 +55,7 @@ class EpisodeRunner:
         self._chat = chat
         self._sampler = sampler
         self._media = media
-        self._max_images = max_images
-        self._bridge = TurnBridge(chat, model)
+        self._admission = Admission(config, chat, model=model, max_images=max_images)
         self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
         self._has_failed: deque[bool] = deque(maxlen=NUM_WATCHED)
         self.failures: Counter[str] = Counter()  # by kind, retried ones included
@@ -134,9 +73,9 @@ class EpisodeRunner:
     def close(self) -> None:
         self._pool.close()
 
-    async def _tried(self, prompt: Prompt, settings: SamplingSettings, request_id: str, sibling: int) -> _Episode:
+    async def _tried(self, prompt: Prompt, settings: SamplingSettings, request_id: str, sibling: int) -> Episode:
         for number in range(self._config.retries + 1):
-            episode = _Episode()
+            episode = Episode()
             name = f"{request_id}#{sibling}.{number}"
             try:
                 async with self._pool.session() as session:
@@ -154,7 +93,7 @@ class EpisodeRunner:
 
     async def _run(
         self,
-        episode: _Episode,
+        episode: Episode,
         session: Session,
         prompt: Prompt,
         settings: SamplingSettings,
@@ -178,39 +117,19 @@ class EpisodeRunner:
             text = self._chat.decode(sampled.actions.token_ids)
             action = Action(text, parse_tool_calls(text, session.spec.tools), is_cut)
             step = await session.step(action)
-            episode.turns.append(_turn(begin, episode.num_steps, action, step))
+            episode.note_step(begin, action, step)
             if step.terminated:
                 episode.finish_reason = FinishReason.TERMINATED
                 return
             is_last = number + 1 == session.spec.max_turns
-            if step.truncated or is_last or not self._admitted(episode, prompt, step.observation):
+            if step.truncated or is_last or not self._admission.admit(episode, prompt, step.observation):
                 episode.finish_reason = FinishReason.TRUNCATED
                 return
-
-    def _admitted(self, episode: _Episode, prompt: Prompt, observation: Observation) -> bool:
-        """Append an observation to the episode if it fits; an observation that does not fit leaves nothing.
-
-        A turn that did not end in a token of its own (a limit, a stop string) gets the one that ends a turn.
-        """
-        delta = self._bridge.delta(observation)
-        is_open = episode.token_ids[-1] not in self._chat.eos_token_ids
-        num_more = len(delta.ids) + is_open
-        num_images = len(prompt.media) + len(episode.media) + len(delta.pictures)
-        if episode.num_steps + num_more >= self._config.max_tokens or num_images > self._max_images:
-            return False
-        media = self._bridge.stored(delta)
-        if is_open:
-            episode.add_masked([self._bridge.end_id])
-        offset = episode.num_steps
-        episode.add_masked(delta.ids.tolist())
-        episode.media += media
-        episode.media_spans += [MediaSpan(span.start + offset, span.end + offset) for span in delta.spans]
-        return True
 
     async def _sampled(
         self,
         prompt: Prompt,
-        episode: _Episode,
+        episode: Episode,
         settings: SamplingSettings,
         name: str,
         sibling: int,
@@ -231,18 +150,13 @@ class EpisodeRunner:
             raise RolloutError(f"the engine aborted a turn of {name}")
         return sampled
 
-    def _trajectory(self, prompt: Prompt, sibling: int, episode: _Episode) -> Trajectory:
+    def _trajectory(self, prompt: Prompt, sibling: int, episode: Episode) -> Trajectory:
         mask = np.array(episode.mask, dtype=bool)
         is_truncated = episode.finish_reason is FinishReason.TRUNCATED
         text = "\n".join(turn.action for turn in episode.turns)
-        ids, media, spans = (
-            np.array(episode.token_ids, dtype=np.int32),
-            tuple(episode.media),
-            tuple(episode.media_spans),
-        )
         return Trajectory(
             trajectory_id=f"{prompt.prompt_id}#{sibling}",
-            actions=TokenActions(ids, media=media, media_spans=spans),
+            actions=episode.actions,
             behavior_logprobs=np.array(episode.logprobs, dtype=np.float32),
             action_mask=mask,
             weight_spans=tuple(episode.weight_spans),
@@ -250,7 +164,7 @@ class EpisodeRunner:
             response=Response(text, int(mask.sum()), is_truncated, turns=tuple(episode.turns), failure=episode.failure),
         )
 
-    def _note(self, episode: _Episode) -> None:
+    def _note(self, episode: Episode) -> None:
         """Raises: EnvironmentFailedError: too large a share of the last episodes failed."""
         self._has_failed.append(bool(episode.failure))
         share = sum(self._has_failed) / NUM_WATCHED
@@ -261,8 +175,3 @@ class EpisodeRunner:
                 f"environment.max_failed_fraction is {self._config.max_failed_fraction:g}: repair the environment; the "
                 f"last one: {episode.failure}"
             )
-
-
-def _turn(start: int, end: int, action: Action, step: Step) -> EpisodeTurn:
-    observation = "\n".join(f"{message.role}: {message.text}" for message in step.observation)
-    return EpisodeTurn(start, end, action.text, observation, checked_rewards(step.reward), action.status)

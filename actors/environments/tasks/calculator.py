@@ -39,10 +39,11 @@ class Calculator:
             raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} is unfit: give 1 or more")
-        self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,))
+        self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,), demonstrates=True)
         self._pictures = pictures
         self._max_operand = max_operand
         self._tool_bonus = tool_bonus
+        self._expression = ""
         self._result = 0
         self._has_used_tool = False
         self._digits = _digits() if pictures else {}
@@ -52,12 +53,11 @@ class Calculator:
         first, second = (choice.randint(0, self._max_operand) for _ in range(2))
         sign = choice.choice(SIGNS)
         expression = f"{first} {sign} {second}"
-        self._result, self._has_used_tool = evaluate(expression), False
+        self._expression, self._result, self._has_used_tool = expression, evaluate(expression), False
         pictures = tuple(choice.choice(self._digits[value]) for value in (first, second)) if self._pictures else ()
         task = f"<image> {sign} <image>" if self._pictures else expression
         text = f"{describe_tools(self.spec.tools)}\nCompute {task} and answer with the number alone."
-        call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
-        return Reset((Message("user", text, pictures),), {"answer": str(self._result), "solution": call})
+        return Reset((Message("user", text, pictures),), {"answer": str(self._result), "solution": self.demonstrate()})
 
     def step(self, action: Action) -> Step:
         if action.tool_calls:
@@ -66,6 +66,12 @@ class Calculator:
         is_right = bool(numbers) and numbers[-1].lstrip("-").isdecimal() and _equal(numbers[-1], self._result)
         bonus = self._tool_bonus if is_right and self._has_used_tool else 0.0
         return Step((), {"answer": float(is_right), "tool": bonus}, True, False, {})
+
+    def demonstrate(self) -> str:
+        """Call the tool, then give its result."""
+        if self._has_used_tool:
+            return str(self._result)
+        return f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{self._expression}"}}}}</tool_call>'
 
     def close(self) -> None:
         """Nothing is held."""

@@ -45,12 +45,13 @@ class PixelMaze:
                 f"size={size}, hole_share={hole_share}, square_pixels={square_pixels}, max_turns={max_turns}: give "
                 "size >= 2, 0 <= hole_share < 1, and the others 1 or more"
             )
-        self.spec = EnvironmentSpec(max_turns=max_turns)
+        self.spec = EnvironmentSpec(max_turns=max_turns, demonstrates=layout == FROZEN_LAKE)
         self._layout, self._size, self._hole_share, self._scale = layout, size, hole_share, square_pixels
         self._names = tuple(MOVES if layout == FROZEN_LAKE else TURNS)
         self._invalid_reward = invalid_reward
         self._environment: gymnasium.Env[Any, Any] | None = None
         self._map: tuple[str, ...] = ()
+        self._place = (0, 0)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self.close()
@@ -78,6 +79,15 @@ class PixelMaze:
         message = Message("user", "<image>", (self._frame(observation),))
         return Step((message,), float(reward > 0), bool(terminated), bool(truncated), {"is_valid": True})
 
+    def demonstrate(self) -> str:
+        """The first move of a shortest way to the goal."""
+        squares = {(r, c): mark for r, row in enumerate(self._map) for c, mark in enumerate(row)}
+        goal = next(place for place, mark in squares.items() if mark == "G")
+        holes = {place for place, mark in squares.items() if mark == "H"}
+        way = _way(self._place, goal, holes, self._size)
+        assert way, "an episode that is not over has a way from every square"
+        return way[0]
+
     def close(self) -> None:
         if self._environment is not None:
             self._environment.close()
@@ -87,8 +97,9 @@ class PixelMaze:
         if self._layout == MINIGRID:
             return encoded(observation["image"])
         squares = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
+        self._place = divmod(int(observation), self._size)
         pixels = np.array([[COLORS[squares[square]] for square in row] for row in self._map], dtype=np.uint8)
-        pixels[divmod(int(observation), self._size)] = COLORS["player"]
+        pixels[self._place] = COLORS["player"]
         return encoded(pixels, scale=self._scale)
 
 

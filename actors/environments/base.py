@@ -81,11 +81,14 @@ class Action:
 class EnvironmentSpec:
     """What an environment offers. An episode is truncated after `max_turns` turns of the policy.
 
-    `demonstrates` says that it is a `Demonstrator`.
+    `is_deterministic` says that equal actions after a reset with equal seeds give equal observations: an episode whose
+    rollout actor is lost then goes on elsewhere by playing its turns again, and else begins again. `demonstrates` says
+    that it is a `Demonstrator`.
     """
 
     max_turns: int
     tools: tuple[Tool, ...] = ()
+    is_deterministic: bool = True
     demonstrates: bool = False
 
 

@@ -83,6 +83,7 @@ class CounterName(StrEnum):
     DROPPED_SAMPLES = "dropped_samples"
     RECOVERED = "recovered"
     UNLOGGED_STEPS = "unlogged_steps"
+    EPISODE_FAILURES = "episode_failures"
 
 
 class LiveName(StrEnum):
@@ -248,6 +249,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
     CounterName.RECOVERED: Metric("", "Steps and groups that came back from the journal, and what did not, by reason"),
+    CounterName.EPISODE_FAILURES: Metric("", "Tries of an episode that its environment failed, by kind"),
     CounterName.UNLOGGED_STEPS: Metric("", "Steps that could not be written to the trajectory log"),
 }
 

@@ -102,11 +102,14 @@ class RetryingRollouts:
         *,
         max_retries: int,
         on_retry: Callable[[str], None],
+        on_sampled: Callable[[GroupSummary], None] = lambda summary: None,
     ) -> None:
+        """`on_sampled` is called with the summary of each group."""
         self._rollouts = rollouts
         self._in_flight_requests = in_flight_requests
         self._max_retries = max_retries
         self._on_retry = on_retry
+        self._on_sampled = on_sampled
         self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
@@ -115,7 +118,9 @@ class RetryingRollouts:
         ExcludedPromptError: the prompt ended several engines.
         """
         with self._in_flight_requests.held(prompt, settings):
-            return await self._try(prompt, settings)
+            generated = await self._try(prompt, settings)
+        self._on_sampled(generated.summary)
+        return generated
 
     async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         num_failed = 0

@@ -81,7 +81,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
-    in_flight_requests = InFlightRequests(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
+    in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
     return Inference(
         rollouts=rollout_pool(prepared, spawner, in_flight_requests, on_lost),
         in_flight_requests=in_flight_requests,
@@ -176,6 +176,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_sampled=partial(_count_failures, metrics),
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
@@ -245,6 +246,11 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
         keeps_sets=sampler.is_cut,
         stop_strings=sampler.stop_strings,
     )
+
+
+def _chunk_tokens(config: RunConfig) -> int:
+    """Tokens of a response between two reports of it; of an episode whole turns are reported."""
+    return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
 
 
 def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
@@ -362,6 +368,11 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
     metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
     if reason == OVER_AGE:
         metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
+
+
+def _count_failures(metrics: Metrics, summary: GroupSummary) -> None:
+    for kind, number in summary.failures.items():
+        metrics.count(CounterName.EPISODE_FAILURES, kind, number)
 
 
 async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,13 +34,20 @@ def episode_config(model: Path, *overrides: str) -> RunConfig:
 
 
 class Scripted:
-    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k + 1."""
+    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k."""
 
-    spec = EnvironmentSpec(max_turns=8)
+    played: ClassVar[list[tuple[int, int, str]]] = []  # seed, turn and text of every step in this process
+    broken: ClassVar[set[tuple[int, str]]] = set()
 
-    def __init__(self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1) -> None:
+    def __init__(
+        self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1, deterministic: bool = True
+    ) -> None:
+        self.spec = EnvironmentSpec(max_turns=8, is_deterministic=deterministic, demonstrates=True)
         self._num_turns, self._fault, self._pictures, self._at = num_turns, fault, pictures, turn
         self._seed = self._turn = 0
+
+    def demonstrate(self) -> str:
+        return f"turn {self._turn + 1}"
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._seed, self._turn = seed, 0
@@ -52,6 +59,7 @@ class Scripted:
 
     def step(self, action: Action) -> Step:
         self._turn += 1
+        self.played.append((self._seed, self._turn, action.text))
         reward: float = self._turn
         observation: Sequence[Message] = (self._message(),)
         if self._turn == self._at:
@@ -64,6 +72,12 @@ class Scripted:
                     os._exit(3)
                 case "nan":
                     reward = float("nan")
+                case "once":
+                    if (self._seed, "once") not in self.broken:
+                        self.broken.add((self._seed, "once"))
+                        raise RuntimeError("not yet")
+                case "drift":
+                    observation = (Message("user", f"at {time.monotonic_ns()}"),)
                 case "role":
                     observation = (Message("wizard", "hello"),)
                 case "large":

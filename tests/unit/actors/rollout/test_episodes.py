@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from episode_data import episode_config
+from episode_data import Scripted, episode_config
+from fakes import make_prompt
 
 from actors.environments.bridge import TurnBridge
 from actors.environments.rows import environment_split
@@ -24,9 +26,10 @@ from cluster.errors import EnvironmentFailedError
 from cluster.records.actions import TokenActions
 from cluster.records.arrow import from_batch, to_batch
 from cluster.records.media import MediaReader, MediaStore
-from cluster.records.partial_response import Attempt
+from cluster.records.partial_response import Attempt, TokenChunk
 from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings
+from cluster.rollout.in_flight import InFlightRequests
 from cluster.weight_sync.manifest import checkpoint_manifest
 from learner.batch import fetch_items
 from learner.policies.batch import collate
@@ -37,6 +40,7 @@ from learner.policies.token import TokenPolicy
 from learner.policies.trained import row_of
 
 TEMPERATURE = 0.8
+FIRST = Attempt("r")
 Run = Callable[..., TrajectoryGroup]
 
 
@@ -80,12 +84,20 @@ class Bench:
         row = environment_split(honest, "train", takes_pictures=True).rows[0]
         return runner, chat.prepare(row, "0/0/x")
 
-    def run(self, *overrides: str, num_samples: int = 2, max_tokens: int = 5) -> TrajectoryGroup:
+    def run(
+        self,
+        *overrides: str,
+        num_samples: int = 2,
+        max_tokens: int = 5,
+        attempt: Attempt = FIRST,
+        report: Callable[[Sequence[TokenChunk]], None] = lambda chunks: None,
+        note_failure: Callable[[str], None] = lambda kind: None,
+    ) -> TrajectoryGroup:
         async def run() -> TrajectoryGroup:
             runner, prompt = self.prompt(*overrides)
             settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7)
             try:
-                return await runner.generate(prompt, settings, Attempt("r"))
+                return await runner.generate(prompt, settings, attempt, report=report, note_failure=note_failure)
             finally:
                 runner.close()
 
@@ -228,3 +240,76 @@ def test_a_stretch_of_actions_keeps_whole_media(group: TrajectoryGroup) -> None:
     with pytest.raises(ValueError, match="cut one of the media"):
         actions.stretch(0, span.start + 1)
     assert replace(actions, media=(), media_spans=()).stretch(0, 1).media == ()
+
+
+def interrupted(bench: Bench, num_turns: int, *overrides: str) -> tuple[InFlightRequests, Attempt]:
+    """What the driver knows when the actor is lost after it has reported `num_turns` turns of each sibling."""
+    table = InFlightRequests(5)
+    request = table.of(make_prompt("0/0/x"), SamplingSettings(2, TEMPERATURE, 5, seed=7))
+    attempt, num = request.next_attempt(), Counter[int]()
+
+    def take(chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            num[chunk.sibling] += 1
+            if num[chunk.sibling] <= num_turns:
+                request.add(chunk)
+
+    bench.run(*overrides, attempt=attempt, report=take)
+    return table, request.next_attempt()
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_an_episode_goes_on_elsewhere_from_the_turns_that_were_reported(
+    bench: Bench, group: TrajectoryGroup, num_turns: int
+) -> None:
+    """The group is that of an actor that lived; turns that were known are played, not sampled."""
+    table, attempt = interrupted(bench, num_turns)
+    reported: list[TokenChunk] = []
+    Scripted.played.clear()
+    resumed = bench.run(attempt=attempt, report=reported.extend)
+    for found, whole in zip(resumed.trajectories, group.trajectories, strict=True):
+        assert found.actions.token_ids.tolist() == whole.actions.token_ids.tolist()
+        assert found.behavior_logprobs.tolist() == whole.behavior_logprobs.tolist()
+        assert (found.response, found.weight_spans) == (whole.response, whole.weight_spans)
+        assert [m.key for m in found.actions.media] == [m.key for m in whole.actions.media]
+        assert found.actions.media_spans == whole.actions.media_spans
+    assert len(Scripted.played) == 2 * 3, "every turn is played, also the known ones"
+    assert len(reported) == 2 * (3 - num_turns), "and only new ones are reported"
+    kept = sum(turn.end - turn.start for t in group.trajectories for turn in t.response.turns[:num_turns])
+    assert table.resumed["tokens_kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [("deterministic: false", {}), ("fault: drift, turn: 1", {"replay_differs": 2})],
+)
+def test_an_episode_that_cannot_be_played_again_begins_again(bench: Bench, options: str, kinds: dict[str, int]) -> None:
+    words = f"environment.options={{{options}}}"
+    _, attempt = interrupted(bench, 2, words)
+    reported: list[TokenChunk] = []
+    failures: Counter[str] = Counter()
+    found = bench.run(words, attempt=attempt, report=reported.extend, note_failure=lambda kind: failures.update([kind]))
+    assert failures == kinds
+    assert [t.response.failure for t in found.trajectories] == ["", ""]
+    first = [next(chunk for chunk in reported if chunk.sibling == n) for n in range(2)]
+    assert all(chunk.is_restart and chunk.start == 0 for chunk in first)
+    assert sum(chunk.is_restart for chunk in reported) == 2
+
+
+def test_a_failed_try_is_run_again_with_the_same_seed_and_what_it_reported_counts_no_longer(bench: Bench) -> None:
+    """The driver takes the chunks of both tries; the failure is counted by its kind."""
+    Scripted.broken.clear()
+    table, failures = InFlightRequests(5), Counter[str]()
+    request = table.of(make_prompt("0/0/x"), SamplingSettings(1, TEMPERATURE, 5, seed=7))
+    [trajectory] = bench.run(
+        "environment.options={fault: once, turn: 2}",
+        num_samples=1,
+        attempt=request.next_attempt(),
+        report=lambda chunks: [request.add(chunk) for chunk in chunks],
+        note_failure=lambda kind: failures.update([kind]),
+    ).trajectories
+    assert failures == {"raised": 1}
+    assert trajectory.response.failure == ""
+    [known] = request.siblings
+    assert known.actions.token_ids.tolist() == trajectory.actions.token_ids[trajectory.action_mask].tolist()
+    assert known.finish_reason is FinishReason.TERMINATED and len(known.turns) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,11 +51,12 @@ class Demonstrations:
         Raises:
             DatasetError: the environment failed, or its turns are longer than those of the policy may be.
         """
-        seed = prompt.metadata[ENVIRONMENT]["seed"]
+        task = prompt.metadata[ENVIRONMENT]
+        seed = task["seed"]
         if seed not in self._made:
             try:
                 async with self._pool.session() as session:
-                    self._made[seed] = await self._demonstrated(prompt, session, seed)
+                    self._made[seed] = await self._demonstrated(prompt, session, task)
             except EpisodeError as error:
                 raise DatasetError(
                     f"environment.name={self._config.name} cannot demonstrate seed {seed} ({error.kind}): {error}"
@@ -63,8 +66,8 @@ class Demonstrations:
     def close(self) -> None:
         self._pool.close()
 
-    async def _demonstrated(self, prompt: Prompt, session: Session, seed: int) -> Demonstration:
-        start = await session.reset(seed)
+    async def _demonstrated(self, prompt: Prompt, session: Session, task: Mapping[str, Any]) -> Demonstration:
+        start = await session.reset(task["seed"], task["options"])
         episode = Episode()
         if not session.spec.demonstrates:
             self._add(episode, str(start.info.get("solution", "")))

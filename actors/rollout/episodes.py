@@ -195,7 +195,7 @@ class EpisodeRunner:
         Raises: EpisodeError: the environment failed.
         """
         task = request.prompt.metadata[ENVIRONMENT]
-        start = await session.reset(task["seed"])
+        start = await session.reset(task["seed"], task["options"])
         if observation_hash(start.observation) != task["hash"]:
             raise EpisodeError(
                 "seed_ignored",

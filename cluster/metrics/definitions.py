@@ -63,6 +63,7 @@ class MetricName(StrEnum):
     CANARY = "canary"
     CONCURRENCY_LIMIT = "concurrency_limit"
     KV_USAGE_MAX = "kv_usage_max"
+    CURRICULUM_STAGE = "curriculum_stage"
 
 
 class CounterName(StrEnum):
@@ -192,6 +193,7 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
     MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
     MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),
+    MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0 on"),
     MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar, cast
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from actors.environments.base import (
     ROLES_OF_RESET,
@@ -47,9 +48,9 @@ class Session:
     def spec(self) -> EnvironmentSpec:
         return self._environment.spec
 
-    async def reset(self, seed: int) -> Reset:
+    async def reset(self, seed: int, options: Mapping[str, Any] = MappingProxyType({})) -> Reset:
         """Raises: EpisodeError: the environment raised, hung, or returned what cannot be used."""
-        call = partial(self._environment.reset, seed=seed, options={})
+        call = partial(self._environment.reset, seed=seed, options=dict(options))
         found = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
         return found._replace(observation=self._checked(found.observation, ROLES_OF_RESET))
 

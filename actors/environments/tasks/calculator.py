@@ -31,17 +31,16 @@ NUMBER = re.compile(r"-?\d+")
 class Calculator:
     """The reward is 1 for an answer whose last number is right, and `tool_bonus` more if the calculator was used.
 
-    With `pictures` the operands are handwritten digits of scikit-learn, which the policy has to read.
+    With `pictures` the operands are handwritten digits of scikit-learn, which the policy has to read. An option of a
+    reset is `max_operand`.
     """
 
     def __init__(self, *, pictures: bool, max_operand: int, max_turns: int, tool_bonus: float) -> None:
-        if not 0 <= max_operand <= (9 if pictures else MAX_VALUE):
-            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} is unfit: give 1 or more")
         self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,), demonstrates=True)
         self._pictures = pictures
-        self._max_operand = max_operand
+        self._max_operand = self._checked(max_operand)
         self._tool_bonus = tool_bonus
         self._expression = ""
         self._result = 0
@@ -49,8 +48,8 @@ class Calculator:
         self._digits = _digits() if pictures else {}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        choice = Random(seed)
-        first, second = (choice.randint(0, self._max_operand) for _ in range(2))
+        choice, largest = Random(seed), self._checked(options.get("max_operand", self._max_operand))
+        first, second = (choice.randint(0, largest) for _ in range(2))
         sign = choice.choice(SIGNS)
         expression = f"{first} {sign} {second}"
         self._expression, self._result, self._has_used_tool = expression, evaluate(expression), False
@@ -75,6 +74,11 @@ class Calculator:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _checked(self, max_operand: int) -> int:
+        if not 0 <= max_operand <= (9 if self._pictures else MAX_VALUE):
+            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
+        return max_operand
 
     def _called(self, action: Action) -> str:
         results = []

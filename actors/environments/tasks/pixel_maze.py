@@ -25,6 +25,7 @@ class PixelMaze:
 
     `frozen_lake` draws a map of `size` x `size` squares from the seed, a share `hole_share` of them holes that end the
     episode; there is always a way. It is walked with the transitions of Gymnasium's FrozenLake-v1 without slipping.
+    Options of a reset: `size` and `hole_share`, in place of those that the environment was made with.
     `minigrid` is `MiniGrid-SimpleCrossingS9N1-v0`, seen from above. A frame is `size * square_pixels` pixels wide.
     """
 
@@ -40,13 +41,13 @@ class PixelMaze:
     ) -> None:
         if layout not in (FROZEN_LAKE, MINIGRID):
             raise ValueError(f"layout={layout!r} is unknown: choose {FROZEN_LAKE} or {MINIGRID}")
-        if size < 2 or not 0 <= hole_share < 1 or square_pixels < 1 or max_turns < 1:
-            raise ValueError(
-                f"size={size}, hole_share={hole_share}, square_pixels={square_pixels}, max_turns={max_turns}: give "
-                "size >= 2, 0 <= hole_share < 1, and the others 1 or more"
-            )
+        if square_pixels < 1 or max_turns < 1:
+            raise ValueError(f"square_pixels={square_pixels}, max_turns={max_turns}: give 1 or more")
         self.spec = EnvironmentSpec(max_turns=max_turns, demonstrates=layout == FROZEN_LAKE)
-        self._layout, self._size, self._hole_share, self._scale = layout, size, hole_share, square_pixels
+        self._layout, self._scale = layout, square_pixels
+        _check_lake(size, hole_share)
+        self._lake = {"size": size, "hole_share": hole_share}
+        self._size = size
         self._names = tuple(MOVES if layout == FROZEN_LAKE else TURNS)
         self._invalid_reward = invalid_reward
         self._environment: gymnasium.Env[Any, Any] | None = None
@@ -57,7 +58,9 @@ class PixelMaze:
         self.close()
         info: dict[str, str] = {}
         if self._layout == FROZEN_LAKE:
-            self._map, way = _lake(Random(seed), self._size, self._hole_share)
+            chosen = {**self._lake, **options}
+            self._map, way = _lake(Random(seed), **chosen)
+            self._size = chosen["size"]
             self._environment = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False)
             info = {"answer": way[0], "solution": way[0]}
         else:
@@ -103,8 +106,14 @@ class PixelMaze:
         return encoded(pixels, scale=self._scale)
 
 
+def _check_lake(size: int, hole_share: float) -> None:
+    if size < 2 or not 0 <= hole_share < 1:
+        raise ValueError(f"size={size}, hole_share={hole_share}: give size >= 2 and 0 <= hole_share < 1")
+
+
 def _lake(choice: Random, size: int, hole_share: float) -> tuple[tuple[str, ...], list[str]]:
     """A map with a start and a goal in other places, and a shortest way between them."""
+    _check_lake(size, hole_share)
     places = [(row, column) for row in range(size) for column in range(size)]
     for _ in range(MAX_TRIES):
         start, goal = choice.sample(places, 2)

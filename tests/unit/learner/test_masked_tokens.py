@@ -1,4 +1,4 @@
-"""What an environment wrote has no part in an update: whatever is recorded for its tokens, the weights become the same."""
+"""What an environment wrote has no part in an update, whatever is recorded for its tokens."""
 
 from __future__ import annotations
 

@@ -176,14 +176,35 @@ def test_the_learner_does_not_train_what_the_environment_wrote(group: Trajectory
     assert not items[1].loss_mask.any()
 
 
-def test_records_keep_turns_and_the_places_of_pictures(group: TrajectoryGroup) -> None:
+def test_records_keep_turns_and_pictures_of_later_turns_once(group: TrajectoryGroup) -> None:
     recorded = from_batch(to_batch(group, [Reward(1.0), None]))
     for found, trajectory in zip(recorded.group.trajectories, group.trajectories, strict=True):
         assert found.response == trajectory.response
         assert found.actions.media == trajectory.actions.media
         assert found.actions.media_spans == trajectory.actions.media_spans
         assert found.finish_reason is trajectory.finish_reason
-    assert not recorded.has_all_media
+        for again, once in zip(found.actions.media, trajectory.actions.media, strict=True):
+            for name, tensor in once.reference.inputs.items():
+                np.testing.assert_array_equal(again.reference.inputs[name], tensor)
+            assert again.reference.thumbnail == once.reference.thumbnail
+    assert recorded.has_all_media
+    first, second = (trajectory.actions.media for trajectory in recorded.group.trajectories)
+    assert all(a.reference is b.reference for a, b in zip(first, second, strict=True)), "written once"
+
+
+def test_an_episode_is_trained_from_its_record_as_from_itself(bench: Bench, group: TrajectoryGroup) -> None:
+    """The loss of the learner needs the pictures of later turns."""
+    recorded = from_batch(to_batch(group, [Reward(1.0), None])).group
+    policy = TokenPolicy(
+        load_model(str(bench.model), torch.float32, "sdpa").eval(), episode_config(bench.model).learner
+    )
+    reader = [MediaReader(timeout_s=5, max_items=64) for _ in range(2)]
+    found = []
+    for of, own in zip((group, replace(recorded, prompt=group.prompt)), reader, strict=True):
+        batch = collate([row_of(of.prompt, t.actions) for t in of.trajectories], own, torch.device("cpu"))
+        with torch.no_grad():
+            found.append(policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs)
+    assert torch.equal(*found)
 
 
 def test_an_observation_that_does_not_fit_leaves_no_token_and_no_picture(bench: Bench) -> None:

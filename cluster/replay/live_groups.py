@@ -25,7 +25,7 @@ class KnownPrompts(Protocol):
 
 
 class LiveGroups:
-    """Records hold no pictures of prompts: each prompt is made again from its id, and must be the one that was sampled from."""
+    """Records hold no pictures of prompts: each prompt is made again from its id, and must be the one it was then."""
 
     def __init__(self, prompts: KnownPrompts, put: Callable[[Any], Any]) -> None:
         """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`

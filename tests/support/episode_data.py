@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from actors.processors.chat import ChatProcessor
+from actors.samplers.base import EngineSettings
+from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 
@@ -33,6 +37,18 @@ def episode_config(model: Path, *overrides: str) -> RunConfig:
     )
 
 
+def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:
+    """Of transformers' sampler."""
+    return EngineSettings(
+        model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
+        max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8, max_videos_per_prompt=0,
+        kv_cache_bytes=1 << 20,
+        keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
+        banned_ids=chat.media_token_ids, stop_ids=chat.eos_token_ids, pad_id=chat.pad_token_id,
+        expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
+    )  # fmt: skip
+
+
 class Scripted:
     """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k."""
 
@@ -51,6 +67,8 @@ class Scripted:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._seed, self._turn = seed, 0
+        self._fault, self._at = options.get("fault", self._fault), options.get("turn", self._at)
+        self._marker = options.get("marker", "")
         if self._fault == "seed":
             self._seed = time.monotonic_ns() % 251
         if self._fault == "reset":
@@ -72,6 +90,9 @@ class Scripted:
                     os._exit(3)
                 case "nan":
                     reward = float("nan")
+                case "kill" if not os.path.exists(self._marker):
+                    open(self._marker, "x").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
                 case "once":
                     if (self._seed, "once") not in self.broken:
                         self.broken.add((self._seed, "once"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from episode_data import Scripted, episode_config
+from episode_data import Scripted, engine_settings, episode_config
 from fakes import make_prompt
 
 from actors.environments.bridge import TurnBridge
@@ -20,7 +20,6 @@ from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.rollout.episodes import EpisodeRunner
 from actors.rollout.media_batcher import MediaBatcher
-from actors.samplers.base import EngineSettings
 from actors.samplers.huggingface import HuggingFaceSampler
 from cluster.errors import EnvironmentFailedError
 from cluster.records.actions import TokenActions
@@ -30,7 +29,6 @@ from cluster.records.partial_response import Attempt, TokenChunk
 from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.rollout.in_flight import InFlightRequests
-from cluster.weight_sync.manifest import checkpoint_manifest
 from learner.batch import fetch_items
 from learner.policies.batch import collate
 from learner.policies.loading import load_model
@@ -56,16 +54,7 @@ class Bench:
         config = episode_config(model)
         self.model = model
         self.chat = self.processor(config)
-        self.sampler = HuggingFaceSampler(
-            EngineSettings(
-                model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
-                max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8, max_videos_per_prompt=0,
-                kv_cache_bytes=1 << 20,
-                keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
-                banned_ids=self.chat.media_token_ids, stop_ids=self.chat.eos_token_ids, pad_id=self.chat.pad_token_id,
-                expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
-            )
-        )  # fmt: skip
+        self.sampler = HuggingFaceSampler(engine_settings(model, self.chat))
         self._loop = asyncio.Runner()  # what the sampler waits with belongs to one loop
         self._loop.run(self.sampler.start())
 

@@ -45,6 +45,7 @@ class Name(StrEnum):
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
     PLANNER = "planner"
+    EPISODES = "episodes"
     ALL = "all"
 
 

@@ -25,7 +25,7 @@ Rule = Callable[["RunConfig"], str | None]
 
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
-MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one prompt of the task; of the others, 1
+MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12, DataKind.NLVR2: 2}  # a prompt; of other tasks, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:

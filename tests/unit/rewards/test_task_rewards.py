@@ -20,7 +20,7 @@ from rewards.functions.geography.stages import STAGES
 from rewards.isolation.process import IsolatedProcess
 from rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(), "cpu", "float32")
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 
 
 def request(text: str, *references: str, **metadata: Any) -> RewardRequest:

@@ -25,7 +25,7 @@ Rule = Callable[["RunConfig"], str | None]
 
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
-MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one prompt of the task; of the others, 1
+MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12, DataKind.NLVR2: 2}  # a prompt; of other tasks, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
@@ -332,6 +332,16 @@ def _pixel_range_is_open(config: RunConfig) -> str | None:
     )
 
 
+def _remote_environment_has_a_server(config: RunConfig) -> str | None:
+    environment = config.environment
+    if not environment.is_on or environment.host != "remote" or environment.url.startswith(("http://", "https://")):
+        return None
+    return (
+        f"environment.host=remote asks a server, and environment.url={environment.url!r} is none: set it to the URL "
+        "that `mobula serve-environment` prints"
+    )
+
+
 def _services_have_workers(config: RunConfig) -> str | None:
     own = config.resources.reward_services
     known = [SHARED_SERVICE, *own]
@@ -626,6 +636,7 @@ RULES: tuple[Rule, ...] = (
     _videos_have_an_engine,
     _pixel_range_is_open,
     _mixture_has_sources,
+    _remote_environment_has_a_server,
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,

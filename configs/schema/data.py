@@ -23,9 +23,19 @@ class DataKind(StrEnum):
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
+    NLVR2 = "nlvr2"
+    CAPTIONING = "captioning"
+    GEOSPOT = "geospot"
 
 
-WRITTEN = (DataKind.DIGITS, DataKind.DIGIT_SUM, DataKind.DIGIT_LIST)
+WRITTEN = (
+    DataKind.DIGITS,
+    DataKind.DIGIT_SUM,
+    DataKind.DIGIT_LIST,
+    DataKind.NLVR2,
+    DataKind.CAPTIONING,
+    DataKind.GEOSPOT,
+)
 """Data that a run writes itself, as JSONL."""
 
 
@@ -33,8 +43,9 @@ class SourceConfig(Section):
     """Where rows are read from, and what their columns are called."""
 
     kind: DataKind
-    """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks write theirs first if
-    their folder is missing. `environment` asks what `environment.name` observes first, and reads no files."""
+    """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks, `nlvr2`, `captioning`
+    and `geospot` write theirs first if their folder is missing. `environment` asks what `environment.name` observes
+    first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]

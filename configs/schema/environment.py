@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from configs.schema.base import NOT_EMPTY, Section
 
@@ -34,12 +34,19 @@ class EnvironmentConfig(Section):
     """What answers the policy's turns; docs/environments.md describes it. `data.kind=environment` goes with it."""
 
     name: Annotated[str, NOT_EMPTY]
-    """`none`, a built-in environment (`calculator`, `gymnasium`, `pixel_maze`), or `module:Class` of your own."""
+    """`none`, a built-in environment or adapter (docs/environments.md lists them), or `module:Class` of your own."""
     options: dict[str, Any]
     """Arguments of the environment."""
-    host: Literal["inline", "process"]
+    host: Literal["inline", "process", "ray", "remote"]
     """`process` runs each environment in a process of its own, which is killed at a deadline; `inline` runs it on a
-    thread of the rollout actor, which costs less and cannot be killed."""
+    thread of the rollout actor, which costs less and cannot be killed; `ray` runs it in a Ray actor on any node;
+    `remote` asks the server of `environment.url` (`mobula serve-environment`)."""
+    ray_num_cpus: NonNegativeFloat
+    """CPUs that Ray books for one environment with `host=ray`, beside the run's own; 0 books none."""
+    url: str
+    """The server of `host=remote`, e.g. `http://127.0.0.1:8600`."""
+    token_env: str
+    """The environment variable with the bearer token of that server; empty for none."""
     max_tokens: PositiveInt
     """Longest episode behind its prompt, tokens of observations and pictures included; `sampler.max_tokens` bounds one
     turn."""

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
-from actors.environments.base import Demonstrator, Environment
+from actors.environments.base import Demonstrator, Environment, EpisodeError
 from actors.environments.registry import build_environment
 
 GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
 
 
 def serve(connection: Connection) -> None:
-    """Answer `(method, arguments, timeout_s)` with `(succeeded, result or error text)`.
+    """Answer `(method, arguments, timeout_s)` with `(succeeded, result or (kind of failure, detail))`.
 
     The first message is `("make", {"name": ..., "options": ...}, timeout_s)`, answered with the spec.
     """
@@ -34,8 +34,10 @@ def serve(connection: Connection) -> None:
             else:
                 assert environment is not None, "the first message is `make`"
                 reply = (True, _call(environment, method, arguments))
+        except EpisodeError as error:
+            reply = (False, (error.kind, str(error)))
         except BaseException as error:  # a sys.exit() of an environment is a failure of its episode as well
-            reply = (False, f"{type(error).__name__}: {error}")
+            reply = (False, ("raised", f"{type(error).__name__}: {error}"))
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
 
@@ -57,7 +59,8 @@ def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
     except (BrokenPipeError, ConnectionResetError):
         raise SystemExit(0) from None  # it is not awaited any more
     except Exception as error:  # pickling runs code of the result's own class
-        connection.send((False, f"a result that cannot be pickled, {type(error).__name__}: {error}"))
+        detail = f"a result that cannot be pickled, {type(error).__name__}: {error}"
+        connection.send((False, ("raised", detail)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from actors.environments.base import (
     checked_observation,
 )
 from actors.environments.hosts.process import ProcessEnvironment
+from actors.environments.hosts.ray_actor import RayEnvironment
+from actors.environments.hosts.remote import RemoteEnvironment
 from actors.environments.registry import build_environment
 from configs.schema.environment import EnvironmentConfig
 
@@ -75,8 +77,9 @@ class Session:
 class EnvironmentPool:
     """Environments of one kind. Those whose episode went well are used again; others are closed.
 
-    `environment.host=process` runs each in a process that is killed at its deadline. An inline environment cannot be
-    killed: its episode ends at the deadline, and its thread is lost until the call returns.
+    `environment.host=process` runs each in a process that is killed at its deadline, `ray` in a Ray actor that is,
+    `remote` on a server that does so. An inline environment cannot be killed: its episode ends at the deadline, and its
+    thread is lost until the call returns.
     """
 
     def __init__(self, config: EnvironmentConfig, *, takes_pictures: bool) -> None:
@@ -106,19 +109,7 @@ class EnvironmentPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _make(self) -> Environment:
-        config = self._config
-        if config.host == "inline":
-            make = partial(build_environment, config.name, config.options)
-        else:
-            make = partial(
-                ProcessEnvironment,
-                config.name,
-                config.options,
-                start_timeout_s=config.start_timeout_s,
-                reset_timeout_s=config.reset_timeout_s,
-                step_s=config.step_timeout_s,
-            )
-        return await self._run(make, config.start_timeout_s, "start")
+        return await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")
 
     async def _run(self, call: Callable[[], T], timeout_s: float, what: str) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -132,3 +123,21 @@ class EnvironmentPool:
         except Exception as error:  # whatever an environment raises costs its episode, never the run
             detail = f"environment {self._config.name} raised in {what}: {type(error).__name__}: {error}"
             raise EpisodeError("raised", detail) from error
+
+
+def _made(config: EnvironmentConfig) -> Environment:
+    """A new environment where `environment.host` says."""
+    limits = {
+        "start_timeout_s": config.start_timeout_s,
+        "reset_timeout_s": config.reset_timeout_s,
+        "step_s": config.step_timeout_s,
+    }
+    match config.host:
+        case "inline":
+            return build_environment(config.name, config.options)
+        case "process":
+            return ProcessEnvironment(config.name, config.options, **limits)
+        case "ray":
+            return RayEnvironment(config.name, config.options, num_cpus=config.ray_num_cpus, **limits)
+        case "remote":
+            return RemoteEnvironment(config.name, config.url, token_env=config.token_env, **limits)

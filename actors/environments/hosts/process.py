@@ -71,5 +71,6 @@ class ProcessEnvironment:
             raise
         if not succeeded:
             self.close()  # its state is unknown
-            raise EpisodeError("raised", f"environment {self._name} raised in {method}: {result}")
+            kind, detail = result
+            raise EpisodeError(kind, f"environment {self._name} raised in {method}: {detail}")
         return result

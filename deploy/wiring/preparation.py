@@ -18,6 +18,7 @@ from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
+from actors.datasets.tasks.tones import write_tones
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
@@ -27,7 +28,7 @@ from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
-from configs.schema.data import WRITTEN
+from configs.schema.data import WRITTEN, DataKind
 from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -95,6 +96,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.sampler.is_flow:
         _check_flow(checkpoint, config)
     else:
+        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)
@@ -260,9 +262,13 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the digits of `data.kind` if their folder is not there yet."""
-    if config.data.kind in WRITTEN:
-        with _writing("data.path", config.data.path):
+    """Write the data of `data.kind` if it is a task of ours and its folder is not there yet."""
+    if config.data.kind not in WRITTEN:
+        return
+    with _writing("data.path", config.data.path):
+        if config.data.kind is DataKind.TONES:
+            write_tones(config.data.path)
+        else:
             write_digits(config.data.path, task=config.data.kind.value)
 
 

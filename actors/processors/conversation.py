@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending, Turn
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
+from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from actors.processors.chat import ChatProcessor, expand
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
@@ -113,8 +113,9 @@ class ConversationProcessor:
         """The row's pictures."""
         self._chat.check_pictures(row.images, row.sample_id)
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
-            if VIDEO_PLACEHOLDER in turn.text:
-                raise PromptError(f"{row.sample_id} has {VIDEO_PLACEHOLDER}: offline jobs take pictures and no videos")
+            for placeholder in (VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER):
+                if placeholder in turn.text:
+                    raise PromptError(f"{row.sample_id} has {placeholder}: offline jobs take pictures and texts alone")
             for part in turn.text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
                 self._chat.refuse_special_tokens(part)
         return row.images

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.datasets.digits import write_digits
+from actors.datasets.tasks.tones import write_tones
 from actors.datasets.written.captioning import write_captioning
 from actors.datasets.written.geospot import write_geospot
 from actors.datasets.written.nlvr2 import write_nlvr2
@@ -39,4 +40,5 @@ WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
     DataKind.NLVR2: write_nlvr2,
     DataKind.CAPTIONING: write_captioning,
     DataKind.GEOSPOT: _write_geospot,
+    DataKind.TONES: write_tones,
 }

@@ -95,6 +95,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.sampler.is_flow:
         _check_flow(checkpoint, config)
     else:
+        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)

@@ -14,11 +14,11 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
     others,
     present,
-    refuse_other_media,
     text_of,
     videos_of,
 )
@@ -34,6 +34,8 @@ COLUMNS = (
     "history",
     "images",
     "videos",
+    "audios",
+    "audio",
     "answer",
     "chosen",
     "rejected",
@@ -41,7 +43,6 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     system = first_of(record, "system")
     asked = (first_of(record, "instruction"), first_of(record, "input"))
     question = "\n".join(text_of(text, "instruction") for text in asked if text is not None)
@@ -60,6 +61,7 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=record.get("images"),
         videos=videos_of(record, ()),
+        audios=audios_of(record, ()),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),

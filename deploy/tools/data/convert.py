@@ -88,8 +88,8 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
 
 def _record(row: Row, limits: ImageLimits, writer: Writer, row_format: str) -> dict[str, Any]:
     """The row as a record of the format; its pictures are stored once all of them are whole."""
-    if row.videos:
-        raise ValueError(f"{row.sample_id} has videos, which are not written: convert files without them")
+    if row.videos or row.audios:
+        raise ValueError(f"{row.sample_id} has videos or sounds, which are not written: convert files without them")
     files = []
     for picture in row.images:
         content = read_image(picture, limits)

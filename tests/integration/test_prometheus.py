@@ -138,7 +138,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             "--include-dashboard=true",
         )
     ]
-    job = Job(folder, (*WORDS, f"data.path={folder / 'digits'}", f"resources.address={address}"))
+    reward = f"rewards.components.0.function={folder / 'job_reward.py'}:score"  # the head has no path of the driver's
+    job = Job(folder, (*WORDS, f"data.path={folder / 'digits'}", f"resources.address={address}", reward))
     try:
         wait_until((sessions / SERVICES).is_file, START_S, lambda: f"{SERVICES} of the head")
         processes.append(prometheus(folder, own, sessions / SERVICES))

@@ -39,6 +39,7 @@ def test_a_job_on_two_nodes_is_stopped_in_order_queued_again_and_finished(tmp_pa
             "name=job",
             f"num_steps={NUM_STEPS}",
             "resources.rollout.strategy=spread",
+            f"rewards.components.0.function={tmp_path / 'job_reward.py'}:score",
             f"folder={tmp_path / 'runs'}",
             f"data.path={tmp_path / 'digits'}",
             f"policy.model={tmp_path / 'model'}",

@@ -105,6 +105,7 @@ def train(pair: Pair) -> subprocess.CompletedProcess[str]:
         f"data.path={pair.folder / 'digits'}",
         f"policy.model={pair.folder / 'model'}",
         f"resources.address={pair.address}",
+        f"rewards.components.0.function={pair.folder / 'job_reward.py'}:score",
         f"resources.rollout.node_labels={{host: {pair.other.address}}}",
         f"resources.learner.node_labels={{host: {pair.head.address}}}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import wandb
@@ -12,6 +13,7 @@ from cluster.metrics.sinks.trackers import TrackedRun
 from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 STEP = "trained_step"
+STAGED = "wandb/data"  # tables with pictures, until they are sent
 
 
 class WandbSink:
@@ -23,6 +25,7 @@ class WandbSink:
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("WANDB_DATA_DIR", str((run.folder / STAGED).absolute()))  # else it is the home folder
         server = {"base_url": run.address} if run.address else {}
         settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True, **server)
         self._run = wandb.init(

@@ -124,6 +124,8 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
     pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
+    monkeypatch.setenv("WANDB_DATA_DIR", "")  # restored at the end, for the sink sets it
+    monkeypatch.delenv("WANDB_DATA_DIR")
     write_two_parts("wandb", tmp_path / "run")
     records = offline_records(tmp_path / "run", num_parts=2)
     assert {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"} == {"digits"}
@@ -144,7 +146,8 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
         ["best", "Which digit is this?", "seven", "7", 1.0],
         ["worst", "Say a word.", HOSTILE, "", 0.0],
     ]
-    assert written["data"][0][6]["_type"] == "image-file" and written["data"][1][6] is None
+    staged = [path.read_bytes() for path in (tmp_path / "run" / "wandb" / "data").rglob("*") if path.is_file()]
+    assert sum(b'"image-file"' in content and b"seven" in content for content in staged) >= 1, "the table to be sent"
     [shown] = (tmp_path / "run").rglob("samples_best*.png")
     assert Image.open(shown).size == (56, 56)
     assert not any(b"x" * 40 in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()), "no key is kept"

@@ -63,7 +63,7 @@ class Scripted:
         self._seed = self._turn = 0
 
     def demonstrate(self) -> str:
-        return f"turn {self._turn + 1}"
+        return f"go {self._turn + 1}"
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._seed, self._turn = seed, 0

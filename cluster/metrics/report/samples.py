@@ -252,6 +252,8 @@ def _rank(kind: Kind, period: Period, reward: float, step: int) -> tuple[float, 
 def _turns(trajectory: Trajectory) -> tuple[ReportTurn, ...]:
     """The turns of an episode, each with the pictures that stand between it and the next one."""
     turns, actions = trajectory.response.turns, trajectory.actions
+    if not turns:
+        return ()
     ends = [*(turn.start for turn in turns[1:]), trajectory.num_steps]
     return tuple(
         ReportTurn(

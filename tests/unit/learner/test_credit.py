@@ -233,6 +233,7 @@ def test_a_filtered_response_has_no_part_in_the_selection(tokenizer) -> None:
 
 
 EPISODES = ("data=environment", "environment=calculator", "warm_start=none")
+ACCURACY = "rewards.accuracy_component=paid"
 RECIPE = (
     "rewards.components=[{name: paid, function: environment, weight: 2.0, options: {discount: 1.0}, service: reward, "
     "needs_pictures: false, retries: 0, cache_entries: 0}, {name: brief, function: exact_match, weight: 1.0, options: "
@@ -255,7 +256,7 @@ def episodes(tokenizer) -> ScoredGroup:
 
 
 def test_return_to_go_credits_each_turn_with_what_followed_it(folder, tokenizer) -> None:
-    words = (*EPISODES, RECIPE, "algorithm.advantage=return_to_go")
+    words = (*EPISODES, RECIPE, ACCURACY, "algorithm.advantage=return_to_go")
     items, metrics = credited(folder, [episodes(tokenizer)], *words)
     # by turn: [2 * 1.5, 2 * 3 + 0.25] and [2 * 1 + 0.5]
     assert items[0].advantages.tolist() == pytest.approx([9.25 - 2.5] * 2 + [0.0] * 2 + [6.25])
@@ -277,7 +278,7 @@ def test_return_to_go_credits_each_turn_with_what_followed_it(folder, tokenizer)
 def test_a_critic_credits_tokens_with_the_reward_of_their_own_turn(folder, tokenizer, advantage, expected) -> None:
     """At lambda 0 a reward reaches no earlier decision but through a value; a decision is a token or a turn."""
     values = np.array([0.2, 0.5, 9.0, 9.0, 0.7, 9.0], np.float32)
-    words = (*EPISODES, RECIPE, f"algorithm.advantage={advantage}", "algorithm.critic.place=learner_ranks")
+    words = (*EPISODES, RECIPE, ACCURACY, f"algorithm.advantage={advantage}", "algorithm.critic.place=learner_ranks")
     lean = ("algorithm.gae_lambda=0", "algorithm.turn_discount=0.5")
     [items] = fetch_items([episodes(tokenizer)], 0, 1.0)
     valued = [[replace(item, values=values[: len(item.loss_mask) + 1]) for item in items]]

@@ -36,10 +36,10 @@ async def demonstrated(config: RunConfig, num: int = 1) -> tuple[ChatProcessor, 
 
 @pytest.mark.parametrize("host", ["inline", "process"])
 async def test_a_demonstration_is_a_whole_episode_whose_turns_alone_are_trained(model: Path, host: str) -> None:
-    words = (f"environment.host={host}", "environment.num_train=1", "sampler.max_tokens=16")
+    words = (f"environment.host={host}", "environment.num_train=1")
     chat, [found] = await demonstrated(episode_config(model, *words))
     written = chat._tokenizer.decode(found.actions.token_ids[found.mask])
-    assert written == "turn 1<|im_end|>turn 2<|im_end|>turn 3<|im_end|>"
+    assert written == "go 1<|im_end|>go 2<|im_end|>go 3<|im_end|>"
     assert found.mask[-1], "what follows the last turn is no part of it"
     assert len(found.actions.media) == 2
     pad = chat.image_token_id
@@ -59,12 +59,12 @@ async def test_the_calculator_shows_a_call_and_its_result_and_the_maze_a_way(mod
 
 async def test_a_demonstrated_turn_that_the_policy_could_not_write_is_refused(model: Path) -> None:
     words = ["experiment=calculator", f"policy.model={model}", "environment.num_train=1", "sampler.max_tokens=64"]
-    with pytest.raises(DatasetError, match=r"has 7\d tokens .* set sampler.max_tokens=7\d or more"):
+    with pytest.raises(DatasetError, match=r"has 8\d tokens .* set sampler.max_tokens=8\d or more"):
         await demonstrated(load_config(words))
 
 
 async def test_an_environment_that_shows_nothing_is_refused(model: Path) -> None:
-    words = ["environment=gymnasium", "environment.host=inline", "environment.num_train=1", "data.max_pixels=50176"]
-    config = episode_config(model, *words).model_copy(update={})
+    words = ["data=environment", "environment=gymnasium", "environment.host=inline", "environment.num_train=1"]
+    config = load_config([*words, "rewards=environment", f"policy.model={model}", "data.max_pixels=50176"])
     with pytest.raises(DatasetError, match="demonstrates nothing"):
         await demonstrated(config)

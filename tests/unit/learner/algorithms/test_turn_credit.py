@@ -89,7 +89,7 @@ def test_a_mean_over_the_siblings_that_reach_a_turn_would_be_biased() -> None:
 
     biased, unbiased = expected_gradient(by_index, 2), true_gradient()
     scale = (biased @ unbiased) / (unbiased @ unbiased)  # a baseline that includes i shrinks the gradient at least
-    assert np.abs(biased - scale * unbiased).max() > 0.01
+    assert np.abs(biased / scale - unbiased).max() > 0.02
 
 
 def test_return_to_go_finds_siblings_by_id_and_leaves_out_what_has_no_reward() -> None:

@@ -20,6 +20,7 @@ from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli.data_commands import data
+from deploy.cli.environment_commands import play, rollout, serve_environment
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -457,6 +458,9 @@ def doctor(
 
 app.add_typer(data, name="data")
 app.command()(lmms_eval)
+app.command()(play)
+app.command()(rollout)
+app.command()(serve_environment)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

@@ -51,13 +51,16 @@ class PromptSource:
         seed: int,
         split_name: str,
         on_skipped: Callable[[Skipped], None] = lambda skipped: None,
+        is_open: Callable[[Row], bool] | None = None,
     ) -> None:
+        """With `is_open`, rows that are not when their turn comes are passed over, until the next epoch."""
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = endless(rows, seed)
         self._processor = processor
         self._split_name = split_name
         self._on_skipped = on_skipped
+        self._is_open = is_open
         self._cursor = 0
         self._pending: deque[int] = deque()
         self._skipped: dict[str, Skipped] = {}
@@ -89,12 +92,13 @@ class PromptSource:
         """The next usable prompt; unusable rows are skipped, counted by reason and named once.
 
         Raises:
-            DatasetError: as many rows as the split has, one after the other, are unusable.
+            DatasetError: no row of a whole epoch is usable.
         """
-        for _ in range(len(self._pending) + len(self._rows)):
+        for _ in range(len(self._pending) + 2 * len(self._rows)):  # a whole epoch lies within two
             index = self._take_index()
             try:
-                return self.prompt_at(index)
+                if self._is_open is None or self._is_open(self._rows.row(index)):
+                    return self.prompt_at(index)
             except SkippedSample as error:
                 self._skip(self._sample_at(index), error)
         raise DatasetError(

@@ -205,6 +205,21 @@ def _episodes_fit(config: RunConfig) -> str | None:
     return None
 
 
+def _stages_are_a_curriculum(config: RunConfig) -> str | None:
+    curriculum = config.environment.curriculum
+    if curriculum.is_on == (len(curriculum.stages) > 1):
+        return None
+    if curriculum.is_on:
+        return (
+            f"environment.curriculum.kind={curriculum.kind} has {len(curriculum.stages)} stages to open: give 2 or "
+            "more in environment.curriculum.stages, or set environment.curriculum.kind=none"
+        )
+    return (
+        f"environment.curriculum.stages has {len(curriculum.stages)} stages and environment.curriculum.kind=none opens "
+        "none: set environment.curriculum.kind=success, or leave the stages out"
+    )
+
+
 def _lengths_fit(config: RunConfig) -> str | None:
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     if longest <= config.sampler.max_model_len:
@@ -590,6 +605,7 @@ RULES: tuple[Rule, ...] = (
     _every_rank_gets_samples,
     _environment_has_its_data,
     _episodes_fit,
+    _stages_are_a_curriculum,
     _lengths_fit,
     _batch_holds_sequences,
     _engine_reports_what_it_keeps,

@@ -11,6 +11,25 @@ from configs.schema.base import NOT_EMPTY, Section
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
+class StagesConfig(Section):
+    """A curriculum: training episodes begin with the first stage, and later ones open as the run goes on."""
+
+    kind: Literal["none", "episodes", "success"]
+    """What opens the next stage. `none`: there are no stages; `episodes`: a number of episodes of the newest one;
+    `success`: a share of them that reached `evaluation.correct_from` in `rewards.accuracy_component`."""
+    stages: tuple[dict[str, Any], ...]
+    """Options of the environment's reset for each stage, the first one first: of a difficulty, or of a task. All open
+    stages are sampled alike; held-out episodes are of the last one."""
+    episodes: PositiveInt
+    """Episodes of the newest stage before the next one opens; with `success`, the last ones that the share is of."""
+    success: Annotated[float, Field(ge=0, le=1)]
+    """The share that opens the next stage."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.kind != "none"
+
+
 class EnvironmentConfig(Section):
     """What answers the policy's turns; docs/environments.md describes it. `data.kind=environment` goes with it."""
 
@@ -51,6 +70,9 @@ class EnvironmentConfig(Section):
     """Episodes of the validation split; their seeds are in no other split."""
     num_test: PositiveInt
     """Episodes of the test split."""
+
+    curriculum: StagesConfig
+    """Which training episodes are run before which."""
 
     @property
     def is_on(self) -> bool:

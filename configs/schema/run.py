@@ -190,7 +190,8 @@ class TimeoutsConfig(Section):
     start_s: Seconds
     """Starting one role, engine load included."""
     rollout_s: Seconds
-    """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown."""
+    """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown, and at every
+    turn of an episode."""
     reward_s: Seconds
     """Scoring one group."""
     reference_s: Seconds

@@ -22,6 +22,8 @@ from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
+from learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from learner.optim.optimizers import OPTIMIZERS
 from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
 from learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
@@ -80,7 +82,7 @@ def _models() -> Iterator[Row]:
 
 def _algorithms() -> Iterator[Row]:
     yield "presets", groups()["algorithm"], "`algorithm=`"
-    yield "advantages", ADVANTAGES, "`algorithm.advantage`"
+    yield "advantages", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES), "`algorithm.advantage`"
     yield "policy losses", POLICY_LOSSES, "`algorithm.loss`"
     yield "loss aggregation", AGGREGATIONS, "`algorithm.loss_aggregation`"
     yield "KL estimators", KL_ESTIMATORS, "`algorithm.kl.estimator`"

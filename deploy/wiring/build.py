@@ -10,13 +10,14 @@ from typing import Any
 import ray
 
 from actors.datasets.prompts import PromptSource, fixed_prompts
-from actors.datasets.rows import count_by_reason
+from actors.datasets.rows import Row, count_by_reason
+from actors.environments.rows import ENVIRONMENT
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
-from cluster.records.trajectory import GroupSummary, Prompt
+from cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.recovery.restartable_learner import RestartableLearner
@@ -24,6 +25,7 @@ from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
 from cluster.replay.run_identity import run_identity
 from cluster.roles import Rollouts, SamplingSettings
+from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
@@ -81,7 +83,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
-    in_flight_requests = InFlightRequests(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
+    in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
     return Inference(
         rollouts=rollout_pool(prepared, spawner, in_flight_requests, on_lost),
         in_flight_requests=in_flight_requests,
@@ -163,12 +165,14 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
 def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
     """The main loop and its collaborators."""
     config = prepared.config
+    curriculum = _curriculum(config, metrics)
     source = PromptSource(
         prepared.splits[TRAIN].rows,
         prepared.processor,
         seed=config.seed,
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
+        is_open=partial(_is_open, curriculum) if curriculum else None,
     )
     in_flight = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     rollouts = RetryingRollouts(
@@ -176,9 +180,10 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_sampled=partial(_count_failures, metrics),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, curriculum)
     on_result, folder = partial(record_evaluation, metrics), config.run_folder / RESPONSES_FOLDER
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, folder)
     weights = _weights(prepared, inference, training)
@@ -192,7 +197,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=records.learner,
-        parts={"stream": dispatcher, "evaluator": evaluator},
+        parts={"stream": dispatcher, "evaluator": evaluator, **({"curriculum": curriculum} if curriculum else {})},
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
@@ -247,6 +252,11 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
     )
 
 
+def _chunk_tokens(config: RunConfig) -> int:
+    """Tokens of a response between two reports of it; of an episode whole turns are reported."""
+    return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
+
+
 def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     """The handles of all learner ranks, which build themselves in the background.
 
@@ -297,6 +307,7 @@ def _dispatcher(
     inference: Inference,
     training: Training,
     metrics: Metrics,
+    curriculum: StageCurriculum | None,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
     return RolloutDispatcher(
@@ -315,7 +326,28 @@ def _dispatcher(
         age_limit=age_limit(config),
         on_rejected=partial(_count_rejected, metrics),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
     )
+
+
+def _curriculum(config: RunConfig, metrics: Metrics) -> StageCurriculum | None:
+    """Which episodes are run before which; None where all rows are asked alike."""
+    found = config.environment.curriculum
+    if not found.is_on:
+        return None
+    metrics.observe(MetricName.CURRICULUM_STAGE, 0)
+    rule = OpeningRule(found.episodes, found.success if found.kind == "success" else 0.0)
+    return StageCurriculum(len(found.stages), rule, on_opened=partial(metrics.observe, MetricName.CURRICULUM_STAGE))
+
+
+def _is_open(curriculum: StageCurriculum, row: Row) -> bool:
+    return curriculum.is_open(row.metadata[ENVIRONMENT]["stage"])
+
+
+def _observe_stage(config: RunConfig, curriculum: StageCurriculum, prompt: Prompt, group: ScoredGroup) -> None:
+    name, enough = config.rewards.accuracy_component, config.evaluation.correct_from
+    successes = [reward.components.get(name, reward.value) >= enough for reward in group.scored_rewards]
+    curriculum.observe(prompt.metadata[ENVIRONMENT]["stage"], successes)
 
 
 def _regenerator(
@@ -362,6 +394,11 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
     metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
     if reason == OVER_AGE:
         metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
+
+
+def _count_failures(metrics: Metrics, summary: GroupSummary) -> None:
+    for kind, number in summary.failures.items():
+        metrics.count(CounterName.EPISODE_FAILURES, kind, number)
 
 
 async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:

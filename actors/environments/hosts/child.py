@@ -7,9 +7,9 @@ import signal
 import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from actors.environments.base import Environment, EpisodeError
+from actors.environments.base import Demonstrator, Environment, EpisodeError
 from actors.environments.registry import build_environment
 
 GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
@@ -43,7 +43,14 @@ def serve(connection: Connection) -> None:
 
 
 def _call(environment: Environment, method: str, arguments: Mapping[str, Any]) -> Any:
-    return environment.reset(**arguments) if method == "reset" else environment.step(**arguments)
+    match method:
+        case "reset":
+            return environment.reset(**arguments)
+        case "step":
+            return environment.step(**arguments)
+        case "demonstrate":
+            return cast("Demonstrator", environment).demonstrate()
+    raise ValueError(f"{method} is no method of an environment")
 
 
 def _send(connection: Connection, reply: tuple[bool, Any]) -> None:

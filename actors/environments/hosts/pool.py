@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from actors.environments.base import (
     ROLES_OF_RESET,
     ROLES_OF_STEP,
     Action,
+    Demonstrator,
     Environment,
     EnvironmentSpec,
     EpisodeError,
@@ -48,9 +50,9 @@ class Session:
     def spec(self) -> EnvironmentSpec:
         return self._environment.spec
 
-    async def reset(self, seed: int) -> Reset:
+    async def reset(self, seed: int, options: Mapping[str, Any] = MappingProxyType({})) -> Reset:
         """Raises: EpisodeError: the environment raised, hung, or returned what cannot be used."""
-        call = partial(self._environment.reset, seed=seed, options={})
+        call = partial(self._environment.reset, seed=seed, options=dict(options))
         found = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
         return found._replace(observation=self._checked(found.observation, ROLES_OF_RESET))
 
@@ -59,6 +61,17 @@ class Session:
         call = partial(self._environment.step, action)
         found = Step(*await self._run(call, self._config.step_timeout_s, "step"))
         return found._replace(observation=self._checked(found.observation, ROLES_OF_STEP))
+
+    async def demonstrate(self) -> str:
+        """The text of a good next turn; only where `spec.demonstrates`.
+
+        Raises: EpisodeError: the environment raised, hung, or gave no text.
+        """
+        demonstrator = cast("Demonstrator", self._environment)
+        text = await self._run(demonstrator.demonstrate, self._config.step_timeout_s, "demonstrate")
+        if not isinstance(text, str) or not text:
+            raise EpisodeError("bad_demonstration", f"demonstrate() gave {text!r:.40}: return the text of a turn")
+        return text
 
 
 class EnvironmentPool:

@@ -20,7 +20,7 @@ from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli.data_commands import data
-from deploy.cli.environment_commands import play, rollout, serve_environment
+from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -478,6 +478,7 @@ app.command()(lmms_eval)
 app.command()(play)
 app.command()(rollout)
 app.command()(serve_environment)
+app.command()(serve_policy)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

@@ -1,4 +1,4 @@
-"""`mobula play`, `rollout`, `serve-environment`: environments, and what a policy does in them."""
+"""`mobula play`, `rollout`, `serve-environment`, `serve-policy`: environments, and policies outside a run."""
 
 from __future__ import annotations
 
@@ -99,3 +99,25 @@ def serve_environment(
         serving.serve(
             config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
         )
+
+
+def serve_policy(
+    overrides: Overrides = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    capture: Annotated[Path | None, typer.Option(help="The folder for trajectories of sessions with a reward.")] = None,
+    siblings: Annotated[int, typer.Option(min=1, help="Sessions of one task that make a group.")] = 8,
+) -> None:
+    """Serve policy.model to agent programs: OpenAI's chat completions with exact token ids and log-probs."""
+    from configs.load import load_config
+
+    with explained("the server has stopped"):
+        config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
+        from deploy.tools.policy import serve_policy as serving
+        from deploy.tools.serve_rewards import read_token
+
+        options = serving.ServeOptions(host, port, read_token(token_env, token_file), capture, siblings)
+        console = terminal(soft_wrap=True)
+        serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))

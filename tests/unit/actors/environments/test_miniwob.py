@@ -84,7 +84,7 @@ def test_episodes_side_by_side_have_contexts_of_their_own(browser: Browser) -> N
         return reward
 
     with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(episode, range(8))) == [1.0] * 8
+        assert list(threads.map(episode, range(4))) == [1.0] * 4
     pages = [Page(browser, width=100, height=100, timeout_s=10) for _ in range(2)]
     for number, page in enumerate(pages):
         page.goto(Path(__file__).as_uri())

@@ -3,6 +3,7 @@
     POST /v1/sessions                                       -> {"session": ID, "name": ..., "spec": {...}}
     POST /v1/sessions/ID/reset {"call": N, "seed": S, "options": {}}    -> {"result": {...}}
     POST /v1/sessions/ID/step  {"call": N, "action": {...}}             -> {"result": {...}}
+    POST /v1/sessions/ID/demonstrate {"call": N}                        -> {"result": TEXT}
     DELETE /v1/sessions/ID
 
 What an environment does wrong is a reply, {"failure": {"kind": ..., "detail": ...}}, and ends the session. A call that
@@ -27,6 +28,7 @@ from actors.environments.hosts.pool import EnvironmentPool, Session
 from actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
 from configs.schema.environment import EnvironmentConfig
 
+METHODS = ("reset", "step", "demonstrate")
 RETRY_AFTER_S = 1
 CHECKS_A_LIMIT = 4  # how often abandoned sessions are looked for within the time after which they are
 
@@ -109,9 +111,11 @@ class EnvironmentServer:
                 if held.used_at < latest and not held.lock.locked():
                     await self._end(name, EpisodeError("abandoned", "no call came"), keep_reply=False)
 
-    async def _result(self, session: Session, method: str, given: Json) -> Json:
+    async def _result(self, session: Session, method: str, given: Json) -> Any:
         if method == "reset":
-            return reset_to_json(await session.reset(given["seed"]))
+            return reset_to_json(await session.reset(given["seed"], given.get("options", {})))
+        if method == "demonstrate":
+            return await session.demonstrate()
         return step_to_json(await session.step(action_from_json(given["action"])))
 
     async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
@@ -154,8 +158,8 @@ def make_app(server: EnvironmentServer) -> FastAPI:
 
     @app.post("/v1/sessions/{name}/{method}")
     async def call(name: str, method: str, body: Annotated[dict[str, Any], Body()]) -> Response:
-        if method not in ("reset", "step"):
-            return JSONResponse({"detail": f"no method {method!r}: use reset or step"}, 404)
+        if method not in METHODS:
+            return JSONResponse({"detail": f"no method {method!r}: use {', '.join(METHODS)}"}, 404)
         try:
             return JSONResponse(await server.call(name, method, int(body["call"]), body))
         except KeyError as error:

@@ -27,12 +27,18 @@ def observation_from_json(messages: Sequence[Mapping[str, Any]]) -> Observation:
 
 def spec_to_json(spec: EnvironmentSpec) -> Json:
     tools = [{"name": t.name, "description": t.description, "parameters": dict(t.parameters)} for t in spec.tools]
-    return {"max_turns": spec.max_turns, "tools": tools}
+    flags = {"is_deterministic": spec.is_deterministic, "demonstrates": spec.demonstrates}
+    return {"max_turns": spec.max_turns, "tools": tools, **flags}
 
 
 def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
     tools = tuple(Tool(t["name"], t["description"], t["parameters"]) for t in given["tools"])
-    return EnvironmentSpec(int(given["max_turns"]), tools)
+    return EnvironmentSpec(
+        int(given["max_turns"]),
+        tools,
+        is_deterministic=bool(given["is_deterministic"]),
+        demonstrates=bool(given["demonstrates"]),
+    )
 
 
 def action_to_json(action: Action) -> Json:

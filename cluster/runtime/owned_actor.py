@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import ray
@@ -19,7 +20,8 @@ class OwnedActor:
 
     def __init__(self, role: type, *args: Any, name: str, num_cpus: float) -> None:
         self._name = name
-        env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        paths = os.pathsep.join(path for path in sys.path if path)  # where modules of the user's are found
+        env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         options = {"num_cpus": num_cpus, "max_restarts": 0, "runtime_env": {"env_vars": env_vars}}
         self._handle = ray.remote(role).options(**options).remote(*args)
 

@@ -21,6 +21,7 @@ from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
+from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -57,6 +58,12 @@ class Compatible(StrEnum):
     """Whose published results `score` reproduces."""
 
     AERORL = "aerorl"
+
+
+class Baseline(StrEnum):
+    """What `evaluate` times its sampler beside."""
+
+    HUGGINGFACE = "huggingface"
 
 
 def _show_version(is_asked: bool) -> None:
@@ -114,12 +121,23 @@ def evaluate(
     overrides: Overrides = None,
     scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
     output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
+    compare_with: Annotated[
+        Baseline | None, typer.Option("--compare", help="Time the sampler beside plain transformers instead.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="With --compare: timed runs after the warm-up.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="With --compare: prompts of one run.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --compare: prompts at a time.")] = 1,
 ) -> None:
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     from configs.load import load_config
 
     with explained():
         config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
+        if compare_with is not None:
+            from deploy.tools.policy import compare_samplers
+
+            options = compare_samplers.Options(prompts, batch_size, runs)
+            raise typer.Exit(compare_samplers.compare(config, options, output or Path(), terminal(soft_wrap=True)))
         from deploy.run import runtime
 
         raise typer.Exit(runtime.evaluate(config, output))
@@ -459,6 +477,10 @@ def doctor(
 app.add_typer(data, name="data")
 app.command()(dashboard)
 app.command()(lmms_eval)
+app.command()(play)
+app.command()(rollout)
+app.command()(serve_environment)
+app.command()(serve_policy)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

@@ -62,6 +62,7 @@ def _build(folder: Path, places: Sequence[Place], stages: Mapping[str, int], see
     points = np.array([(place.latitude, place.longitude) for place in places])  # [N, 2]
     per_country = Counter(place.country for place in places)
     fit = [place for place in places if place.region and per_country[place.country] >= MIN_PLACES]
+    world = draw_world(points)
     names, begins = list(stages), list(stages.values())
     chosen = iter(Random(seed).sample(fit, sum(NUM_ROWS.values())))
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -71,7 +72,7 @@ def _build(folder: Path, places: Sequence[Place], stages: Mapping[str, int], see
             stage = sum(begin <= number for begin in begins) - 1 if split == "train" else len(names) - 1
             place = next(chosen)
             image = f"images/{split}-{number:04d}.png"
-            Image.fromarray(draw_map(points, place.latitude, place.longitude)).save(folder / image)
+            Image.fromarray(draw_map(world, points, place.latitude, place.longitude)).save(folder / image)
             rows[split].append(_row(f"geospot-{split}-{number:04d}", place, image, names[stage], stage))
     return rows
 
@@ -96,12 +97,17 @@ def _row(row_id: str, place: Place, image: str, stage: str, stage_number: int) -
     }
 
 
-def draw_map(points: np.ndarray, latitude: float, longitude: float) -> np.ndarray:
+def draw_world(points: np.ndarray) -> np.ndarray:
+    """uint8 [56, 112, 3]: all cities, `points` [N, 2] (latitude, longitude) in degrees."""
+    return _panel(points, 0.0, 0.0, 90.0, 180.0, width=2 * PANEL)
+
+
+def draw_map(world: np.ndarray, points: np.ndarray, latitude: float, longitude: float) -> np.ndarray:
     """uint8 [112, 112, 3]: above the world with a red mark, below the surroundings, far on the left, near on the right.
 
-    `points` [N, 2] are the cities, (latitude, longitude) in degrees.
+    `world` is what `draw_world` makes of `points`.
     """
-    world = _panel(points, 0.0, 0.0, 90.0, 180.0, width=2 * PANEL)
+    world = world.copy()
     row, column = _pixel(latitude, longitude, 0.0, 0.0, 90.0, 180.0, width=2 * PANEL)
     world[max(0, row - 1) : row + 2, max(0, column - 1) : column + 2] = MARK
     around = []

@@ -76,13 +76,15 @@ class TextArena:
         while True:
             player, messages = self._game.get_observation()
             if player == 0:
-                return self._text(messages), False
+                return self._text(messages, 0), False
             assert self._opponent is not None, "a game of one player has no other"
-            done, _ = self._game.step(action=str(self._opponent(self._text(messages))))
+            done, _ = self._game.step(action=str(self._opponent(self._text(messages, player))))
             if done:
                 return "", True
 
-    def _text(self, messages: Sequence[tuple[int, str, Any]]) -> str:
+    def _text(self, messages: Sequence[tuple[int, str, Any]], player: int) -> str:
+        """What is new to a player: what it has said itself is not."""
         names = self._game.state.role_mapping
-        lines = [text if sender == GAME else f"[{names.get(sender, sender)}] {text}" for sender, text, _ in messages]
+        others = [(sender, text) for sender, text, _ in messages if sender != player]
+        lines = [text if sender == GAME else f"[{names.get(sender, sender)}] {text}" for sender, text in others]
         return "\n".join(line.strip() for line in lines).strip() or "Your turn."

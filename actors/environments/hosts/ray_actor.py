@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-from actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
+from actors.environments.base import Action, Demonstrator, EnvironmentSpec, EpisodeError, Reset, Step
 from actors.environments.registry import build_environment
 from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.runtime.owned_actor import OwnedActor
@@ -26,6 +26,9 @@ class Hosted:
     def step(self, action: Action) -> Step:
         return self._environment.step(action)
 
+    def demonstrate(self) -> str:
+        return cast("Demonstrator", self._environment).demonstrate()
+
 
 class RayEnvironment:
     """After a call that failed the actor is gone."""
@@ -43,7 +46,7 @@ class RayEnvironment:
         step_s: float,
     ) -> None:
         self._name = name
-        self._timeouts = {"spec": start_timeout_s, "reset": reset_timeout_s, "step": step_s}
+        self._timeouts = {"spec": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
         self._actor = OwnedActor(Hosted, name, dict(options), name=f"environment {name}", num_cpus=num_cpus)
         self.spec = self._called("spec")
 
@@ -52,6 +55,9 @@ class RayEnvironment:
 
     def step(self, action: Action) -> Step:
         return self._called("step", action)
+
+    def demonstrate(self) -> str:
+        return self._called("demonstrate")
 
     def close(self) -> None:
         self._actor.kill()

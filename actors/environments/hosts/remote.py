@@ -45,7 +45,7 @@ class RemoteEnvironment:
         step_s: float,
     ) -> None:
         self._url = url.rstrip("/")
-        self._timeouts = {"start": start_timeout_s, "reset": reset_timeout_s, "step": step_s}
+        self._timeouts = {"start": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
         self._client = httpx.Client(headers=_headers(token_env), trust_env=False)
         self._call = 0
         try:
@@ -64,6 +64,9 @@ class RemoteEnvironment:
     def step(self, action: Action) -> Step:
         return step_from_json(self._called("step", {"action": action_to_json(action)}))
 
+    def demonstrate(self) -> str:
+        return str(self._called("demonstrate", {}))
+
     def close(self) -> None:
         try:
             self._client.delete(f"{self._url}{self._session}", timeout=self._timeouts["step"])
@@ -71,7 +74,7 @@ class RemoteEnvironment:
             """The server ends a session that no call reaches."""
         self._client.close()
 
-    def _called(self, method: str, given: Json) -> Json:
+    def _called(self, method: str, given: Json) -> Any:
         self._call += 1
         return self._post(method, f"{self._session}/{method}", {"call": self._call, **given})["result"]
 

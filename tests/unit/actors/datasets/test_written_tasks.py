@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from actors.datasets.written.captioning import describe, keywords_of, write_captioning
-from actors.datasets.written.geospot import MARK, draw_map, write_geospot
+from actors.datasets.written.geospot import MARK, draw_map, draw_world, write_geospot
 from actors.datasets.written.nlvr2 import write_nlvr2
 from actors.datasets.written.shapes import BACKGROUND, COLORS, Shape
 from rewards.functions.geography.gazetteer import Place
@@ -91,7 +91,7 @@ def test_places_are_asked_once_and_stages_begin_where_they_should(tmp_path: Path
 @pytest.mark.parametrize(("latitude", "longitude"), [(0.0, 0.0), (-41.3, 174.8), (71.0, -179.9), (-77.8, 179.99)])
 def test_a_map_marks_the_place(latitude: float, longitude: float) -> None:
     points = np.array([(latitude, longitude), (latitude + 1.0, -longitude)])
-    picture = draw_map(points, latitude, longitude)
+    picture = draw_map(draw_world(points), points, latitude, longitude)
     assert picture.shape == (112, 112, 3)
     rows, columns = np.nonzero((picture[:56] == MARK).all(-1))
     assert 90 - rows.mean() * 180 / 56 == pytest.approx(latitude, abs=5)

@@ -223,7 +223,9 @@ class Measurement:
         media: dict[str, list[Any]] = {}
         if case.pictures:
             media["image"] = list(case.pictures)
+        options = self.family.processor_options(self.config.data) if case.pictures else {}
         if case.frames:
+            options = self.family.engine_video_options(self.config.data.video)
             times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
             whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
             media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
@@ -231,7 +233,6 @@ class Measurement:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
             return True
-        options = self.family.processor_options(self.config.data) if case.pictures else {}
         ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
         return ids == case.prompt.expanded_ids.tolist()
 

@@ -65,10 +65,16 @@ def _unwrap_loader(tensor: torch.Tensor) -> None:
 
 
 def _pack(model: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Have every layer pack the weights that were loaded into it; attention comes last, as in a first load."""
+    """Have every layer pack the weights that were loaded into it; attention comes last, as in a first load.
+
+    Experts are packed by their kernel, which vLLM asks for that where it makes the kernel, and never again.
+    """
     for layer in model.modules():
         if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
+            kernel = getattr(method, "moe_kernel", None)
             method.process_weights_after_loading(layer)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
             layer.process_weights_after_loading(model_config.dtype)

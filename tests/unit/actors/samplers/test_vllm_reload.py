@@ -80,3 +80,24 @@ def test_only_plain_weights_in_host_memory() -> None:
     assert can_load_again(CONFIG, torch.device("cpu"))
     assert not can_load_again(CONFIG, torch.device("cuda"))
     assert not can_load_again(SimpleNamespace(quantization="fp8"), torch.device("cpu"))
+
+
+class Experts(Packing):
+    """As vLLM's: the kernel packs, and is asked to where it is made."""
+
+    moe_kernel: SimpleNamespace | None = None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if self.moe_kernel is None:
+            self.moe_kernel = SimpleNamespace(fused_experts=Packing())
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def test_experts_are_packed_by_their_kernel_after_every_push() -> None:
+    model = Model()
+    layer = model.layers[0]
+    layer.quant_method = Experts()
+    for value in (10.0, 20.0):
+        load_again(model, CONFIG, whole(value).items())
+        assert layer.packed.unique().tolist() == [value]
+        assert layer.weight.numel() == 0

@@ -36,7 +36,6 @@ from actors.samplers.vllm.arguments import engine_args, sampling_params
 from actors.samplers.vllm.load import LoadLogger
 from actors.samplers.vllm.outputs import OutputReader
 from actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
-from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
 from actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm.process import core_failure, engine_in_its_own_process
 from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
@@ -77,7 +76,8 @@ class VLLMSampler:
         self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
     async def start(self) -> None:
-        keep_sampled_logprobs_alone()
+        if self._settings.device == "cpu":
+            keep_sampled_logprobs_alone()
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
         )  # one picture alone is not copied
@@ -90,8 +90,6 @@ class VLLMSampler:
         except Exception as error:
             _logger.exception("the engine failed to start")
             raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
-        if isinstance(self._engine.output_processor, ThreadedOutputs):
-            self._engine.output_processor.on_preempted = self._load.preempted
         if self._engine.model_config.is_multimodal_model:
             processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
             self._fields_of = processor._get_mm_fields_config

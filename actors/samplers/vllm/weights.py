@@ -118,8 +118,11 @@ def _from_bytes(manifest: Manifest, bucket_bytes: int, packed: list[bytes]) -> I
 
 @contextmanager
 def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the body a reload packs experts in host memory. vLLM has their kernel do so only where it makes the kernel;
-    a later reload would leave plain weights to a kernel that reads packed ones."""
+    """Within the body a reload packs experts in host memory.
+
+    vLLM has their kernel do so where it makes the kernel, and never again: a later reload would leave plain weights to
+    a kernel that reads packed ones.
+    """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if device.type == "cpu" else []
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:

@@ -108,9 +108,7 @@ class ChatProcessor:
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
-        config = AutoConfig.from_pretrained(model)
-        if isinstance(self._family, AudioFamily):
-            self._audio_token_id = self._family.audio_placeholder_id(config)
+        config = self._model_config = AutoConfig.from_pretrained(model)
         self.image_token_id: int | None = (
             self._family.placeholder_id(config) if isinstance(self._family, PictureFamily) else None
         )
@@ -250,7 +248,7 @@ class ChatProcessor:
             except ValueError as error:
                 shown = f"{len(clip.timestamps)} frames of {clip.width} x {clip.height}"
                 raise MediaError(f"{source} gives {shown}: {error}; change the video or remove its row") from error
-        places = np.flatnonzero(compact_ids == self._processor.video_token_id)
+        places = np.flatnonzero(compact_ids == self._family.video_placeholder_id(self._model_config))
         if len(places) != len(expansions):
             raise PromptError(
                 f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(places)} placeholders: the "
@@ -272,7 +270,7 @@ class ChatProcessor:
                 raise MediaError(
                     f"{source} has {length} samples: {error}; change the sound or remove its row"
                 ) from error
-        places = np.flatnonzero(compact_ids == self._audio_token_id)
+        places = np.flatnonzero(compact_ids == self._family.audio_placeholder_id(self._model_config))
         if len(places) != len(expansions):
             raise PromptError(
                 f"{row.sample_id} has {len(expansions)} sounds and its rendered text {len(places)} placeholders: the "

@@ -158,7 +158,11 @@ class Measurement:
 
     async def _measure_adapters(self, report: Report) -> None:
         """Of a learner with adapters, whose pushes carry merged weights."""
-        config = _config(self.model, f"policy.lora.rank={RANK}")
+        names = [spec.name for spec in self.prepared.checkpoint.tensors]
+        usual = self.config.policy.lora.target_modules
+        targets = [module for module in usual if any(name.endswith(f".{module}.weight") for name in names)]
+        words = (f"policy.lora.rank={RANK}", f"policy.lora.target_modules=[{','.join(targets)}]")
+        config = _config(self.model, *words)
         self._learn(config)
         generator = torch.Generator().manual_seed(len(report.pushes))
         with torch.no_grad():
@@ -219,7 +223,9 @@ class Measurement:
         media: dict[str, list[Any]] = {}
         if case.pictures:
             media["image"] = list(case.pictures)
+        options = self.family.processor_options(self.config.data) if case.pictures else {}
         if case.frames:
+            options = self.family.engine_video_options(self.config.data.video)
             times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
             whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
             media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
@@ -227,7 +233,6 @@ class Measurement:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
             return True
-        options = self.family.processor_options(self.config.data) if case.pictures else {}
         ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
         return ids == case.prompt.expanded_ids.tolist()
 

@@ -10,6 +10,7 @@ position (`patches.seeds`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             tensors = self.receive(manifest, update_info.bucket_bytes)
         if update_info.adapters is not None:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
-        with torch.no_grad():
+        with torch.no_grad(), _experts_packed_again(self.model, torch.device(self.device)):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(tensors)
             finalize_layerwise_reload(self.model, self.model_config)
@@ -113,6 +114,24 @@ class WorkerExtension:
 def _from_bytes(manifest: Manifest, bucket_bytes: int, packed: list[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
     for bucket, data in zip(manifest.buckets(bucket_bytes), packed, strict=True):
         yield from unpack(bucket, torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())[: bucket.num_bytes])
+
+
+@contextmanager
+def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the body a reload packs experts in host memory.
+
+    vLLM has their kernel do so where it makes the kernel, and never again: a later reload would leave plain weights to
+    a kernel that reads packed ones.
+    """
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if device.type == "cpu" else []
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            method.moe_kernel = kernel
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -160,6 +160,10 @@ class VideoFamily(PictureFamily):
         """The token whose places the embeddings of videos take."""
         return int(config.video_token_id)
 
+    def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
+        """Settings with which the engine's own processing scales frames as `process_video` does."""
+        return {}
+
     @abstractmethod
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         """int32 [N]: what a video becomes in a prompt, in the place of its one compact placeholder.

@@ -55,6 +55,10 @@ class Qwen25Omni(QwenVL, AudioFamily):
         num_patches = images.get_number_of_image_patches(height, width)
         return np.full(num_patches // images.merge_size**2, _id_of(processor, processor.image_token), dtype=np.int32)
 
+    def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
+        """The bounds of a frame; those in the processor's code are larger."""
+        return {"min_pixels": limits.min_frame_pixels, "max_pixels": limits.max_frame_pixels}
+
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         videos = processor.video_processor
         height, width = self.frame_size(videos, clip, limits)

@@ -265,6 +265,15 @@ def test_every_format_has_videos(tmp_path: Path, row_format: str) -> None:
     assert row.videos == (tmp_path / "a.gif",)
 
 
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_every_format_has_sounds(tmp_path: Path, row_format: str) -> None:
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    record = json.loads(json.dumps(ONE_VIDEO[row_format]).replace("video", "audio").replace("a.gif", "a.wav"))
+    [row] = read(tmp_path, row_format, record)
+    assert (row.question, row.answer, row.videos) == ("<audio>Which?", "7", ())
+    assert row.audios == (tmp_path / "a.wav",)
+
+
 def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> None:
     folder_of(tmp_path)
     (tmp_path / "clip").mkdir()

@@ -46,6 +46,7 @@ class Name(StrEnum):
     DATA_READING = "data_reading"
     PLANNER = "planner"
     EPISODES = "episodes"
+    FLOW = "flow"
     ALL = "all"
 
 

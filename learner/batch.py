@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from cluster.records.media import MediaReader
-from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from learner.algorithms.aggregation import Totals
 from learner.policies.base import PolicyRow
 from learner.policies.batch import pad_rows
 from learner.policies.trained import PolicyBatch, collate_rows, row_of
 
+RowOf = Callable[[Prompt, Any], PolicyRow]
+"""A prompt and what the policy did after it -> a row to score."""
 SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, computed in other batches
 
 
@@ -90,11 +92,14 @@ class LearnerBatch:
     reference_logprobs: Tensor | None  # float32 [B, T]
 
 
-def fetch_items(groups: Sequence[ScoredGroup], version: int, timeout_s: float) -> list[list[LearnerItem]]:
+def fetch_items(
+    groups: Sequence[ScoredGroup], version: int, timeout_s: float, row: RowOf = row_of
+) -> list[list[LearnerItem]]:
     """The trajectories of each group with the ages that their tokens have for the step that trains from `version`;
     advantages are 0. Media stay where they are.
 
-    A trajectory without a reward (None) is not trained.
+    A trajectory without a reward (None) is not trained. `row` makes of a prompt and its actions what is scored: the
+    steps one by one, or one target for all of them, where a loss is of the whole.
     """
     fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in groups], timeout_s=timeout_s, what="groups")
     references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
@@ -102,12 +107,13 @@ def fetch_items(groups: Sequence[ScoredGroup], version: int, timeout_s: float) -
     items: list[list[LearnerItem]] = []
     num = 0
     for group, scored, reference in zip(fetched, groups, references, strict=True):
-        row = [
-            _item(group, i, scored.rewards[i], reference, version, index=num + i, place=ids[scored.summary.group_id])
+        place = ids[scored.summary.group_id]
+        siblings = [
+            _item(group, i, scored.rewards[i], reference, version, row, index=num + i, place=place)
             for i in range(len(group.trajectories))
         ]
-        items.append(row)
-        num += len(row)
+        items.append(siblings)
+        num += len(siblings)
     return items
 
 
@@ -117,27 +123,30 @@ def _item(
     reward: Reward | None,
     references: Sequence[np.ndarray] | None,
     version: int,
+    row: RowOf,
     *,
     index: int,
     place: int,
 ) -> LearnerItem:
     trajectory = group.trajectories[sibling]
-    mask = trajectory.action_mask & (reward is not None)
+    sequence = row(group.prompt, trajectory.actions)
+    last = slice(trajectory.num_steps - sequence.num_targets, None)
+    mask = trajectory.action_mask[last] & (reward is not None)
     return LearnerItem(
         index=index,
         group=place,
-        sequence=row_of(group.prompt, trajectory.actions),
-        behavior_logprobs=trajectory.behavior_logprobs,
+        sequence=sequence,
+        behavior_logprobs=trajectory.behavior_logprobs[last],
         loss_mask=mask,
         kept_mask=mask,
         policy_mask=mask,
-        ages=version - trajectory.weight_versions,
+        ages=version - trajectory.weight_versions[last],
         advantages=np.zeros(len(mask), dtype=np.float32),
         reward=reward,
         metadata=group.prompt.metadata,
         is_truncated=trajectory.is_truncated,
         turn_rewards=tuple(sum(turn.rewards.values()) for turn in trajectory.response.turns),
-        reference_logprobs=None if references is None else references[sibling],
+        reference_logprobs=None if references is None else references[sibling][last],
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,10 @@ from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
 from learner.optim.average import NullAverage, WeightAverage
+from learner.optim.slow import NullSlow, SlowWeights
+from learner.pictures.teaching import PictureTrainer
 from learner.policies.base import PolicyOutput
+from learner.policies.flow.policy import Replay
 from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
@@ -48,7 +52,7 @@ from learner.profiling import UpdateProfiler, profiled
 from learner.residence import Residence
 from learner.scoring_pass import ScoringPass, unscored
 from learner.state import StateWriter, load_state
-from learner.supervised import SupervisedExample, SupervisedTrainer
+from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -103,18 +107,18 @@ class Learner:
         self._policy = self._backend.wrap(as_policy(model, self._config))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
-        scoring = ScoringPass(self._backend, self._step, lambda rows: self._forward(rows)[0])
-        self._scored = scoring if self._config.algorithm.needs_scoring_pass else unscored
-        self._supervised = SupervisedTrainer(
-            self._policy,
+        scoring = ScoringPass(
             self._backend,
-            self._gradient_step(self._backend.optimizer()),
-            self._reader,
-            self._device,
+            self._step,
+            lambda rows: self._forward(rows)[0],
+            keeps_predictions=self._config.algorithm.needs_old_predictions,
         )
+        self._scored = scoring if self._config.algorithm.needs_scoring_pass else unscored
+        self._supervised, self._num_taught = self._trainer(), 0
         self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
         self._critic.connect()
         self._average = self._weight_average()
+        self._slow = self._slow_weights()
         self._residence = Residence(self._policy, self._optimizer, self._device)
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
@@ -122,15 +126,17 @@ class Learner:
     def begin_rl(self) -> None:
         """RL begins with the weights of this moment, and so do critic and average; they take a warm start over."""
         self._average.begin()
+        self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
     @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
         algorithm = self._config.algorithm
-        fetched = fetch_items(groups, version - 1, self._config.timeouts.object_s)
+        fetched = fetch_items(groups, version - 1, self._config.timeouts.object_s, self._scoring.row)
         credited = self._credit.assign(self._critic.valued(fetched))
-        items = self._scored(self._filtered(credited.groups))
+        with self._slow.in_place():
+            items = self._scored(self._filtered(credited.groups))
         is_alone = algorithm.critic.is_alone(version)
         rate = 0.0 if is_alone else learning_rate(self._config.learner, version - 1, self._config.num_steps)
         order = (self._config.seed, version)
@@ -144,6 +150,7 @@ class Learner:
         meter = Meter()
         losses = [self._loss(part, meter, is_first=n == 0) for n, part in enumerate(parts)]
         grad_norms = [self._optimized(part, loss, rate) for part, loss in zip(parts, losses, strict=True)]
+        self._slow.follow(version)
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
         if "kl" in metrics:
@@ -155,12 +162,15 @@ class Learner:
         report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
-    def supervised_step(self, examples: Sequence[SupervisedExample]) -> dict[str, float]:
+    def supervised_step(self, examples: Sequence[Any]) -> dict[str, float]:
         """One step of the warm start, with an optimizer of its own: RL starts with a fresh one."""
-        return self._supervised.step(examples, self._config.warm_start.learning_rate)
+        rate = taught_rate(self._config.warm_start, self._num_taught)
+        self._num_taught += 1
+        return self._supervised.step(examples, rate)
 
-    def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
-        """Exact-match accuracy that greedy decoding would have on these examples."""
+    def answer_accuracy(self, examples: Sequence[Any]) -> float:
+        """Exact-match accuracy that greedy decoding would have on these examples; of pictures, the share of their
+        velocities that is predicted."""
         return self._supervised.answer_accuracy(examples, self._scoring.training)
 
     def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
@@ -168,7 +178,7 @@ class Learner:
 
         Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
         """
-        with self._backend.inference():
+        with self._slow.in_place(), self._backend.inference():
             batch = collate_rows([self._scoring.canary_row(prompt)], self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
@@ -190,11 +200,12 @@ class Learner:
 
     def send_weights(self, bucket_bytes: int, epoch: int) -> None:
         """Push the weights to a transfer group."""
-        self.weights.send(bucket_bytes, epoch)
+        with self._slow.in_place():
+            self.weights.send(bucket_bytes, epoch)
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         """The version and, on rank 0, its packed buckets; for engines that are in no transfer group yet."""
-        with self._residence.policy_here():
+        with self._residence.policy_here(), self._slow.in_place():
             return self.version, self.weights.export(bucket_bytes)
 
     def offload(self, part: str) -> None:
@@ -209,7 +220,7 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Copy the learner's state for an exact resume; it is written while training goes on."""
-        parts = (self._critic, self._average)
+        parts = (self._critic, self._average, self._slow)
         self._states.save(folder, self._backend, self._optimizer, parts, self.version, self._credit.state())
 
     def finish_save(self) -> None:
@@ -219,7 +230,7 @@ class Learner:
     def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
         self._states.finish()
-        parts = (self._critic, self._average)
+        parts = (self._critic, self._average, self._slow)
         self.version, algorithm = load_state(folder, self._backend, self._optimizer, parts, self._rank)
         self._credit.load(algorithm)
         return self.version
@@ -273,9 +284,21 @@ class Learner:
             return groups
         return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
 
+    def _trainer(self) -> SupervisedTrainer | PictureTrainer:
+        step = self._gradient_step(self._backend.optimizer())
+        parts = (self._policy, self._backend, step, self._reader, self._device)
+        replay = self._scoring.canary
+        return PictureTrainer(*parts, replay) if isinstance(replay, Replay) else SupervisedTrainer(*parts)
+
     def _weight_average(self) -> WeightAverage | NullAverage:
         decay = self._config.learner.ema_decay
         return WeightAverage(self._policy, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
+
+    def _slow_weights(self) -> SlowWeights | NullSlow:
+        nft = self._config.algorithm.losses.nft
+        if self._config.algorithm.loss != "nft" or nft.max_decay == 0:
+            return NullSlow()
+        return SlowWeights(self._policy, nft.decay_rate, nft.max_decay, ShardedWriter().copied)
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,10 +12,11 @@ from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.distillation import reverse_kl
+from learner.algorithms.flow_losses import grpo_guard, nft
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.kl.base import capped
 from learner.algorithms.over_age import by_age, truncated_importance
-from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
 from learner.batch import LearnerBatch, TokensByAge
 from learner.credit import missing_reference
 from learner.meter import Meter
@@ -32,7 +34,7 @@ class PolicyObjective:
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self._aggregate = partial(AGGREGATIONS[config.loss_aggregation], norm=config.loss_norm)
-        self._policy_loss = partial(POLICY_LOSSES[config.loss], **config.loss_parameters)
+        self._policy_loss = _policy_loss(config)
         self._old = OLD_LOGPROBS[config.old_logprobs]
         self._correction = partial(CORRECTIONS[config.correction], **config.correction_parameters)
         self._kl = KL_ESTIMATORS[config.kl.estimator]
@@ -43,7 +45,7 @@ class PolicyObjective:
         """This micro-batch's part of the minibatch's loss; its metrics go to `meter`."""
         mask = batch.loss_mask
         old = self._old(output.logprobs, batch.behavior_logprobs, batch.old_logprobs, batch.ages)
-        policy = self._policy_loss(output.logprobs, old, batch.advantages, mask)
+        policy = self._policy_loss(output, old, batch)
         weights = self._correction(old, batch.behavior_logprobs, mask)
         by_token = self._by_age(policy.loss * weights, output, batch)
         policy_loss = self._aggregate(torch.where(batch.policy_mask, by_token, 0.0), mask, totals)
@@ -104,6 +106,38 @@ class PolicyObjective:
     def _is_left_out(self, batch: LearnerBatch) -> Tensor:
         """bool [B, T]: tokens without a term of the loss."""
         return (batch.ages > self._config.max_trained_age) | ~batch.kept_mask
+
+
+Loss = Callable[[PolicyOutput, Tensor, LearnerBatch], PolicyLoss]
+"""(what the policy says, log-probs of the old policy, the batch) -> the policy loss, [B, T]"""
+
+
+def _policy_loss(config: AlgorithmConfig) -> Loss:
+    """`algorithm.loss`, given what it needs of a policy's output."""
+    given = {"nft": _of_velocities, "grpo_guard": _of_moves}.get(config.loss)
+    if given is not None:
+        return partial(given, **config.loss_parameters)
+    return partial(_of_likelihoods, partial(POLICY_LOSSES[config.loss], **config.loss_parameters))
+
+
+def _of_likelihoods(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch: LearnerBatch) -> PolicyLoss:
+    return loss(output.logprobs, old, batch.advantages, batch.loss_mask)
+
+
+def _of_moves(output: PolicyOutput, old: Tensor, batch: LearnerBatch, **parameters: float) -> PolicyLoss:
+    moves = output.moves
+    assert moves is not None and moves.drift is not None, "a scoring pass comes before algorithm.loss=grpo_guard"
+    std, length = (torch.where(batch.loss_mask, values, 1.0) for values in (moves.std, moves.length))
+    return grpo_guard(output.logprobs, old, batch.advantages, std, length, moves.drift, **parameters)
+
+
+def _of_velocities(
+    output: PolicyOutput, old: Tensor, batch: LearnerBatch, *, beta: float, max_advantage: float, **others: float
+) -> PolicyLoss:
+    found = output.velocities
+    assert found is not None and found.old is not None, "a scoring pass comes before algorithm.loss=nft"
+    parts = (found.predicted, found.old, found.noised, found.clean, found.sigmas)
+    return nft(*parts, batch.advantages, beta=beta, max_advantage=max_advantage)
 
 
 def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:

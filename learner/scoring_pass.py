@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from learner.backends.base import Backend
 from learner.batch import LearnerItem
@@ -15,20 +16,29 @@ from learner.gradient_step import GradientStep
 from learner.policies.base import PolicyOutput
 
 S = TypeVar("S")
-Scores = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Index of an item -> its log-probs and entropies, float32 [T] each."""
+Scores = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]]
+"""Index of an item -> its log-probs and entropies, float32 [T] each, and what a flow model predicted, float32 [N, ...].
+"""
 
 
 class ScoringPass:
     """Scores a step's tokens, each rank a share, and hands every rank the scores of all. Collective.
+
+    With `keeps_predictions` rows of a flow model get what it predicted, for losses that compare with that.
 
     Which rank trains a row changes from minibatch to minibatch, so every rank needs the scores of every row: 8 bytes a
     token.
     """
 
     def __init__(
-        self, backend: Backend, step: GradientStep, forward: Callable[[Sequence[LearnerItem]], PolicyOutput]
+        self,
+        backend: Backend,
+        step: GradientStep,
+        forward: Callable[[Sequence[LearnerItem]], PolicyOutput],
+        *,
+        keeps_predictions: bool,
     ) -> None:
+        self._keeps_predictions = keeps_predictions
         self._backend = backend
         self._step = step
         self._forward = forward
@@ -43,11 +53,19 @@ class ScoringPass:
         with self._backend.inference():
             for rows in self._step.shares(items):
                 output = self._forward(rows)
-                both = zip(rows, output.logprobs.cpu().numpy(), output.entropy.cpu().numpy(), strict=True)
-                for row, logprobs, entropies in both:
+                parts = (output.logprobs.cpu().numpy(), output.entropy.cpu().numpy(), self._predicted(rows, output))
+                for row, logprobs, entropies, predicted in zip(rows, *parts, strict=True):
                     end = row.sequence.num_targets
-                    scores[row.index] = (logprobs[:end].copy(), entropies[:end].copy())
+                    scores[row.index] = (logprobs[:end].copy(), entropies[:end].copy(), predicted)
         return scores
+
+    def _predicted(self, rows: Sequence[LearnerItem], output: PolicyOutput) -> Sequence[np.ndarray | None]:
+        """By row."""
+        if not self._keeps_predictions:
+            return [None] * len(rows)
+        assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
+        parts = output.predicted.float().cpu().split([row.sequence.num_predictions for row in rows])
+        return [part.numpy().copy() for part in parts]
 
 
 def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
@@ -56,8 +74,9 @@ def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
 
 
 def _scored(item: LearnerItem, scores: Scores) -> LearnerItem:
-    logprobs, entropies = scores[item.index]
-    return replace(item, old_logprobs=logprobs, entropies=entropies)
+    logprobs, entropies, predicted = scores[item.index]
+    sequence = item.sequence if predicted is None else item.sequence.with_old(predicted)
+    return replace(item, sequence=sequence, old_logprobs=logprobs, entropies=entropies)
 
 
 def gathered(own: dict[int, S]) -> dict[int, S]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 from cluster.records.actions import TokenActions
 from cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from cluster.records.trajectory import Prompt
+from configs.schema import WarmStartConfig
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.backends.base import Backend
 from learner.gradient_step import GradientStep
@@ -42,6 +44,17 @@ class SupervisedExample:
 
     def untrained(self) -> SupervisedExample:
         return replace(self, answer_mask=np.zeros_like(self.answer_mask))
+
+
+WARMUP_STEPS = 30  # of the cosine schedule
+
+
+def taught_rate(config: WarmStartConfig, step: int) -> float:
+    """The learning rate of step `step` of a warm start, from 0 on; a cosine ends at a tenth of the peak."""
+    if config.schedule == "constant":
+        return config.learning_rate
+    rise = min(1.0, (step + 1) / WARMUP_STEPS)
+    return config.learning_rate * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / config.num_steps)))
 
 
 class SupervisedTrainer:

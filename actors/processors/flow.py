@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
@@ -15,7 +18,12 @@ from cluster.records.trajectory import NO_IDS, Prompt
 from configs.schema import DataConfig
 from configs.schema.rollout import FlowConfig
 from learner.policies.flow.checkpoint import FlowCheckpoint
+from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.families import PictureCodec
 from learner.policies.flow.rows import CONDITION, WHERE
+
+TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
+MAX_PICTURES = 4096  # whose latents are kept
 
 
 class FlowProcessor:
@@ -30,7 +38,10 @@ class FlowProcessor:
     pad_token_id = 0
 
     def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaStore) -> None:
+        self._checkpoint = checkpoint
         self._family = checkpoint.family
+        self._codec: Any = None  # loaded for the first picture
+        self._root = data.path.resolve()
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = data.prompt_suffix
         self._flow = flow
@@ -65,6 +76,68 @@ class FlowProcessor:
         if not (row.question + self._suffix).strip():
             raise PromptError(f"{row.sample_id} has no text: write what the picture shows, or remove the row")
         return 0
+
+    def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
+        """float32 [...]: latents of one of the pictures that a prompt's row names under `target_images`.
+
+        Raises:
+            PromptError: the row names none, one lies outside `data.path` or cannot be read, or is of another size.
+        """
+        names = prompt.metadata.get(TARGETS)
+        if not isinstance(names, list | tuple) or not names:
+            raise PromptError(
+                f"{prompt.sample_id} names no pictures to learn from: write {TARGETS}, a list of files below "
+                "data.path, into its metadata, or set warm_start=none"
+            )
+        path = (self._root / str(names[choice % len(names)])).resolve()
+        if not path.is_relative_to(self._root):
+            raise PromptError(f"{prompt.sample_id}: {path} of {TARGETS} is not below data.path={self._root}")
+        return self.latents(path)
+
+    def latents(self, path: Path) -> np.ndarray:
+        """float32 [...]: those of a picture, or those in a NumPy file.
+
+        Raises:
+            PromptError: the file cannot be read, or is of another size.
+        """
+        return self._stored(path) if path.suffix == ".npy" else self._encoded_picture(path)
+
+    def _stored(self, path: Path) -> np.ndarray:
+        try:
+            found = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise PromptError(f"{path} cannot be read as latents: {error}") from error
+        wanted = self._checkpoint.latent_shape(Denoising.of(self._flow))
+        if found.shape != wanted or not np.isfinite(found).all():
+            raise PromptError(
+                f"{path} has latents of shape {found.shape}, finite or not, and those of this run are finite and "
+                f"{wanted}: encode the picture again, or set sampler.flow.width and height"
+            )
+        return found.astype(np.float32)
+
+    @lru_cache(maxsize=MAX_PICTURES)  # noqa: B019 - one processor a run
+    @torch.no_grad()
+    def _encoded_picture(self, path: Path) -> np.ndarray:
+        if not isinstance(self._family, PictureCodec):
+            raise PromptError(
+                f"{type(self._family).__name__} cannot turn pictures of {TARGETS} into latents: set warm_start=none, "
+                "or choose a model of another family"
+            )
+        size = (self._flow.width, self._flow.height)
+        try:
+            with Image.open(path) as opened:
+                pixels = np.asarray(opened.convert("RGB"))
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise PromptError(f"{path} cannot be read as a picture: {error}") from error
+        if pixels.shape[1::-1] != size:
+            raise PromptError(
+                f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, and pictures of this run are {size[0]} x {size[1]}: "
+                "scale it, or set sampler.flow.width and height"
+            )
+        with self._lock:
+            if self._codec is None:
+                self._codec = self._checkpoint.codec()
+            return self._family.encode_pictures(self._codec, pixels[None])[0].float().numpy()
 
     def _condition(self, text: str) -> MediaHandle:
         key = content_key(text.encode(), self.fingerprint)

@@ -34,8 +34,8 @@ class FlowSampler(InProcessSampler):
     """Denoises the siblings of a prompt side by side, at most `max_num_seqs` at a time.
 
     Each sibling has random numbers of its own, so its picture does not depend on those beside it. A picture is reported
-    when its group is whole: an attempt after a loss begins at the noise. At temperature 0 all steps follow the ODE; the
-    steps of the window are stored with a log-prob of 0.
+    when its group is whole: an attempt after a loss begins at the noise. At temperature 0, and with the kernel ddim,
+    all steps follow the ODE; the steps of the window are stored with a log-prob of 0.
     """
 
     def __init__(self, settings: EngineSettings, denoising: Denoising) -> None:
@@ -90,7 +90,7 @@ class FlowSampler(InProcessSampler):
         siblings: Sequence[int],
     ) -> list[SampledSequence]:
         """Some siblings in one forward pass a step."""
-        how, num = self._denoising, len(siblings)
+        how, num = self._denoising.for_group(settings.seed, self._served.number), len(siblings)
         generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
 
         def noise() -> Tensor:
@@ -101,6 +101,7 @@ class FlowSampler(InProcessSampler):
 
         given, *negatives = [{name: t.expand(num, *t.shape[1:]) for name, t in c.items()} for c in conditions]
         latents = self._rounded(noise())
+        is_stochastic = settings.temperature > 0 and how.kernel != "ddim"
         kept, logprobs = [], []
         for i in range(how.num_steps):
             inputs = (latents, rows(self._timesteps[i]), given, negatives[0] if negatives else None)
@@ -109,7 +110,7 @@ class FlowSampler(InProcessSampler):
             is_decision = how.window_start <= i < how.window_end
             if is_decision:
                 kept.append(latents)
-            if is_decision and settings.temperature > 0:
+            if is_decision and is_stochastic:
                 move = how.transition(step)
                 latents = self._rounded(move.mean + move.std * noise())
                 logprobs.append(move.logprobs(latents))
@@ -125,14 +126,14 @@ class FlowSampler(InProcessSampler):
             )
         pictures = self._family.decode(self._pipeline, latents)
         steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
-        return [self._sequence(*one) for one in zip(steps, scores, pictures, strict=True)]
+        return [self._sequence(how, *one) for one in zip(steps, scores, pictures, strict=True)]
 
-    def _sequence(self, latents: np.ndarray, logprobs: np.ndarray, picture: np.ndarray) -> SampledSequence:
+    def _sequence(
+        self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, picture: np.ndarray
+    ) -> SampledSequence:
         """float32 [T + 1, ...], [T] and uint8 [H, W, 3] of one sibling."""
-        index = np.arange(self._denoising.window_start, self._denoising.window_end, dtype=np.int32)
-        actions = LatentActions(
-            latents.astype(self._denoising.dtype), index, self._timesteps.numpy()[index], self._sigmas.numpy()
-        )
+        index = np.arange(how.window_start, how.window_end, dtype=np.int32)
+        actions = LatentActions(latents.astype(how.dtype), index, self._timesteps.numpy()[index], self._sigmas.numpy())
         file = io.BytesIO()
         Image.fromarray(picture).save(file, format="PNG")
         spans = (WeightSpan(self._served.number, 0, len(index)),)
@@ -152,10 +153,11 @@ class FlowSampler(InProcessSampler):
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         """float32 [T]: log-probs of arbitrary steps, which depend on all weights that a push brings."""
-        row = self._checkpoint.canary(prompt, self._denoising)
+        how = self._denoising.proof
+        row = self._checkpoint.canary(prompt, how)
         batch = collate_latents([row], _AtHand(media), self._device)
         policy = FlowPolicy(self._model, self._family)
-        return policy(batch, Replay(self._denoising, "none")).logprobs[0].cpu().numpy()
+        return policy(batch, Replay(how, "none")).logprobs[0].cpu().numpy()
 
     @torch.no_grad()
     def _work_a_little(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -52,6 +52,35 @@ def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float
     means = samples[random.integers(0, samples.size, size=(NUM_RESAMPLES, samples.size))].mean(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of `values` [N], one for each prompt, and its standard error, std / sqrt(N) with N - 1 degrees of
+    freedom; the error of one value is not known, and 0."""
+    samples = np.asarray(values, dtype=np.float64)
+    if samples.size < 2:
+        return float(samples.mean()), 0.0
+    return float(samples.mean()), float(samples.std(ddof=1) / math.sqrt(samples.size))
+
+
+def paired_gains(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """What each component gained between two evaluations of the same prompts with the same seeds.
+
+    Prompt -> component -> mean over its responses. Each component has its mean `NAME_mean` and that mean's standard
+    error `NAME_se`, both of `after`, and `NAME_gain` and `NAME_gain_se` of the differences by prompt, which do not hold
+    what makes one prompt harder than another. A component counts where all prompts of `after` have it.
+    """
+    found: dict[str, float] = {}
+    names = set.intersection(*({*components} for components in after.values())) if after else set()
+    for name in sorted(names):
+        found[f"{name}_mean"], found[f"{name}_se"] = mean_and_error([after[prompt][name] for prompt in after])
+        both = [p for p in after if name in before.get(p, {})]
+        if both:
+            gain, error = mean_and_error([after[p][name] - before[p][name] for p in both])
+            found |= {f"{name}_gain": gain, f"{name}_gain_se": error}
+    return found
 
 
 def reflection_ratios(correct: Sequence[bool], reflects: Sequence[bool]) -> dict[str, float]:

@@ -176,6 +176,12 @@ class LatentActions:
         if num and not 0 <= self.step_index.min() <= self.step_index.max() < len(self.sigmas) - 1:
             raise ValueError(f"steps {self.step_index.tolist()} do not lie in a schedule of {len(self.sigmas) - 1}")
 
+    @classmethod
+    def of_picture(cls, latents: np.ndarray) -> LatentActions:
+        """A picture [...] that was not denoised here: one step that ends with it, of a schedule of that step alone."""
+        levels = np.array([1, 0], dtype=np.float32)
+        return cls(np.stack([latents, latents]), np.zeros(1, dtype=np.int32), levels[:1], levels)
+
     @property
     def num_steps(self) -> int:
         return int(self.step_index.shape[0])

@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from cluster.errors import ExcludedPromptError, RewardError
-from cluster.metrics.evaluation_statistics import bootstrap_interval, ks, pass_at_k, reflection_ratios, wilson_interval
+from cluster.metrics.evaluation_statistics import (
+    bootstrap_interval,
+    ks,
+    paired_gains,
+    pass_at_k,
+    reflection_ratios,
+    wilson_interval,
+)
 from cluster.metrics.step_records import HELD_OUT
 from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
@@ -35,7 +42,8 @@ class EvaluationResult:
     num_scored: int  # responses that the accuracy is of
     num_unscored: int
     suite: str = HELD_OUT
-    values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios
+    values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios, gains
+    by_prompt: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # prompt -> component -> mean
 
 
 @dataclass(frozen=True)
@@ -210,6 +218,8 @@ class Evaluator:
                 "see the reward failures in the metrics, and check rewards.components and evaluation.num_prompts"
             )
         accuracy, num = mean_of_component(self._accuracy_component, scored)
+        by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}
+        by_prompt = by_prompt if suite.settings.num_samples > 1 else {}
         if suite.settings.num_samples == 1:
             low, high = wilson_interval(accuracy, num)
         else:
@@ -223,8 +233,16 @@ class Evaluator:
             num,
             len(rewards) - len(scored),
             suite.name,
-            self._values(suite, prompts, scored),
+            {**self._values(suite, prompts, scored), **self._gains(suite, by_prompt)},
+            by_prompt,
         )
+
+    def _gains(self, suite: Suite, by_prompt: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Against the first evaluation of the suite; nothing for one response a prompt, whose error says little."""
+        if suite.settings.num_samples == 1:
+            return {}
+        first = [found for results in self.results.values() for found in results if found.suite == suite.name][:1]
+        return paired_gains(first[0].by_prompt if first else {}, by_prompt)
 
     def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
         """The accuracy of each prompt that has one."""
@@ -255,6 +273,12 @@ class Evaluator:
                 [row[name] >= self._correct_from for row in both], [row[REFLECTION] > 0 for row in both]
             )
         return values
+
+
+def component_means(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Component -> its mean, of those that all of these rewards have."""
+    names = set.intersection(*({*reward.components} for reward in rewards))
+    return {name: math.fsum(r.components[name] for r in rewards) / len(rewards) for name in sorted(names)}
 
 
 def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]:

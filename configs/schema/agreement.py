@@ -541,6 +541,13 @@ def _suites_have_names(config: RunConfig) -> str | None:
 
 
 def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
+    if config.sampler.is_flow:  # each response begins at other noise
+        return None
+    if config.evaluation.temperature == 0 and config.evaluation.num_samples > 1:
+        return (
+            f"evaluation.num_samples={config.evaluation.num_samples} at evaluation.temperature=0, whose responses are "
+            "all the same: set evaluation.num_samples=1, or a temperature above 0"
+        )
     for name, suite in config.evaluation.suites.items():
         if suite.temperature == 0 and suite.num_samples > 1:
             return (

@@ -16,6 +16,8 @@ VALUED = ("gae", "turn_gae")
 """Advantages that read the values of a critic."""
 TURNWISE = ("return_to_go", "turn_gae")
 """Advantages that credit each turn of an episode with what followed it."""
+PREDICTIVE = ("grpo_guard", "nft")
+"""Losses that read more than log-probs of a policy, and that flow models alone have."""
 STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp", *VALUED)
 """Advantages that do not compare a response with its siblings."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
@@ -123,6 +125,22 @@ class SAPOConfig(Section):
     """For the other tokens."""
 
 
+class NFTConfig(Section):
+    """DiffusionNFT. Its advantages are held within `max_advantage` of 0."""
+
+    beta: PositiveFloat
+    """How far the policies that good and bad pictures speak for are from the one that sampled."""
+    max_advantage: PositiveFloat
+    """The advantage from which a picture counts as wholly good or bad."""
+    num_draws: PositiveInt
+    """Noise levels at which one picture is trained."""
+    decay_rate: NonNegativeFloat
+    """The policy that samples is a slow copy: slow = d * slow + (1 - d) * trained after step v, d = min(max_decay,
+    decay_rate * v)."""
+    max_decay: Annotated[float, Field(ge=0, lt=1)]
+    """0 samples with the trained weights themselves."""
+
+
 class LossesConfig(Section):
     """Parameters of each policy loss; those of `algorithm.loss` are read. `reinforce` has none."""
 
@@ -142,6 +160,10 @@ class LossesConfig(Section):
     """REINFORCE weighted by a clipped constant ratio."""
     sapo: SAPOConfig
     """A smooth gate."""
+    grpo_guard: ClipConfig
+    """GRPO-Guard's normalised ratio of denoising steps, whose clip range is that of a deviation of 1."""
+    nft: NFTConfig
+    """DiffusionNFT, without a likelihood."""
 
 
 class CapConfig(Section):
@@ -235,6 +257,7 @@ class AlgorithmConfig(Section):
 
     advantage: Literal[
         "grpo",
+        "grpo_global_std",
         "dr_grpo",
         "rloo",
         "reinforce",
@@ -251,9 +274,10 @@ class AlgorithmConfig(Section):
         "return_to_go",
     ]
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
-    within the group; `rloo`: r - mean of the others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step;
-    `gae`: of each token, from the values of `critic`; `turn_gae`: of each turn of an episode, from the same;
-    `return_to_go`: what followed a turn less what followed it in the other siblings."""
+    within the group; `grpo_global_std`: the same mean, and the std of the step (Flow-GRPO); `rloo`: r - mean of the
+    others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step; `gae`: of each token, from the values of
+    `critic`; `turn_gae`: of each turn of an episode, from the same; `return_to_go`: what followed a turn less what
+    followed it in the other siblings."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
@@ -296,8 +320,10 @@ class AlgorithmConfig(Section):
         "cispo",
         "sapo",
         "reinforce",
+        "grpo_guard",
+        "nft",
     ]
-    """The policy loss: docs/algorithms.md has the formulas."""
+    """The policy loss: docs/algorithms.md has the formulas. `grpo_guard` and `nft` are for flow models alone."""
     losses: LossesConfig
     """Parameters of each policy loss."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"]
@@ -351,4 +377,14 @@ class AlgorithmConfig(Section):
     @property
     def needs_scoring_pass(self) -> bool:
         """Whether the learner scores a step's tokens before it trains on them."""
-        return self.old_logprobs == "recomputed" or self.entropy.top_share < 1
+        return self.old_logprobs == "recomputed" or self.entropy.top_share < 1 or self.needs_old_predictions
+
+    @property
+    def needs_old_predictions(self) -> bool:
+        """Whether the loss compares with what the weights that a step trains from predicted."""
+        return self.loss in PREDICTIVE
+
+    @property
+    def has_likelihood(self) -> bool:
+        """Whether the loss reads log-probs of what was sampled."""
+        return self.loss != "nft"

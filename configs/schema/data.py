@@ -27,6 +27,7 @@ class DataKind(StrEnum):
     CAPTIONING = "captioning"
     GEOSPOT = "geospot"
     TONES = "tones"
+    GLYPHS = "glyphs"
 
 
 WRITTEN = (
@@ -37,6 +38,7 @@ WRITTEN = (
     DataKind.CAPTIONING,
     DataKind.GEOSPOT,
     DataKind.TONES,
+    DataKind.GLYPHS,
 )
 """Data that a run writes itself, as JSONL."""
 
@@ -46,7 +48,7 @@ class SourceConfig(Section):
 
     kind: DataKind
     """The reader: how records lie in files. `chat` is for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
-    `captioning`, `geospot`, `tones`) write theirs first if their folder is missing. `environment` asks what
+    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment` asks what
     `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from configs.schema.algorithm import PREDICTIVE
+
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
 
@@ -32,6 +34,64 @@ def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
     )
 
 
+def _window_has_the_last_step(config: RunConfig) -> str | None:
+    """What is trained on clean pictures finds them behind the last step."""
+    flow, algorithm = config.sampler.flow, config.algorithm
+    if not config.sampler.is_flow or algorithm.has_likelihood:
+        return None
+    if flow.window_end != flow.num_steps or flow.window_size > 0:
+        return (
+            f"algorithm.loss={algorithm.loss} trains on clean pictures, and sampler.flow.window_end={flow.window_end} "
+            f"with window_size={flow.window_size} does not keep them: set sampler.flow.window_start="
+            f"{flow.num_steps - 1}, window_end={flow.num_steps} and window_size=0"
+        )
+    if flow.guidance != 1:
+        return (
+            f"algorithm.loss={algorithm.loss} trains velocities without guidance, and sampler.flow.guidance="
+            f"{flow.guidance:g} samples with it: set sampler.flow.guidance=1"
+        )
+    return None
+
+
+def _losses_have_what_they_need(config: RunConfig) -> str | None:
+    algorithm, flow = config.algorithm, config.sampler.flow
+    if not config.sampler.is_flow:
+        if algorithm.loss not in PREDICTIVE:
+            return None
+        return (
+            f"algorithm.loss={algorithm.loss} is for flow models, and sampler.kind={config.sampler.kind.value} samples "
+            "tokens: set sampler=flow, or algorithm.loss=ppo_clip"
+        )
+    if flow.kernel == "ddim" and algorithm.has_likelihood and not config.offline.is_on:
+        return (
+            f"sampler.flow.kernel=ddim samples without a likelihood, which algorithm.loss={algorithm.loss} reads: set "
+            "sampler.flow.kernel=flow_grpo, or algorithm.loss=nft"
+        )
+    if algorithm.loss == "grpo_guard" and algorithm.old_logprobs != "recomputed":
+        return (
+            f"algorithm.loss=grpo_guard compares means with those of the weights that a step trains from, and "
+            f"algorithm.old_logprobs={algorithm.old_logprobs} takes log-probs from elsewhere: set "
+            "algorithm.old_logprobs=recomputed"
+        )
+    if algorithm.loss == "nft" and algorithm.num_epochs > 1:
+        return (
+            f"algorithm.loss=nft draws the same noise in each of algorithm.num_epochs={algorithm.num_epochs}: set "
+            "algorithm.num_epochs=1, and algorithm.losses.nft.num_draws higher"
+        )
+    return None
+
+
+def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
+    if config.algorithm.loss != "nft" or config.algorithm.losses.nft.max_decay == 0:
+        return None
+    if config.learner.backend != "deepspeed":
+        return None
+    return (
+        f"algorithm.losses.nft.max_decay={config.algorithm.losses.nft.max_decay:g} exchanges weights with their slow "
+        "copy, which learner.backend=deepspeed does not allow: use learner=fsdp2, or set max_decay to 0"
+    )
+
+
 def _nothing_reads_tokens(config: RunConfig) -> str | None:
     """Parts of a run that look at token ids or at a distribution over tokens."""
     if not config.sampler.is_flow:
@@ -48,9 +108,8 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
         ),
         "sampler.temperature": (config.sampler.temperature != 1, "sampler.temperature=1"),
         "policy.freeze": (bool(config.policy.freeze), "policy.freeze=[]"),
-        "warm_start.num_steps": (config.warm_start.num_steps > 0, "warm_start=none"),
         "environment.name": (config.environment.is_on, "environment=none"),
-        "offline.job": (config.offline.is_on, "offline.job=none"),
+        "offline.job": (config.offline.job not in ("none", "dpo"), "offline.job=none or dpo"),
         "resources.reference.num_workers": (
             config.resources.reference.num_workers > 0,
             "resources.reference.num_workers=0",
@@ -64,4 +123,11 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
     return f"sampler.kind=flow has no use for {', '.join(refused)}" if refused else None
 
 
-FLOW_RULES: tuple[Rule, ...] = (_kl_has_a_reference, _window_lies_in_the_schedule, _nothing_reads_tokens)
+FLOW_RULES: tuple[Rule, ...] = (
+    _kl_has_a_reference,
+    _window_lies_in_the_schedule,
+    _window_has_the_last_step,
+    _losses_have_what_they_need,
+    _slow_weights_can_be_exchanged,
+    _nothing_reads_tokens,
+)

@@ -62,7 +62,8 @@ class LearnerConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps before RL, so that RL has something to do."""
+    """Supervised steps before RL, so that RL has something to do. A flow model is taught the pictures that rows name
+    (`target_images`), by flow matching; its accuracy is the share of the velocities' squares that it predicts."""
 
     num_steps: Annotated[int, Field(ge=0)]
     """Longest warm start; 0 skips it."""
@@ -71,7 +72,9 @@ class WarmStartConfig(Section):
     batch_size: PositiveInt
     """Rows in one step."""
     learning_rate: PositiveFloat
-    """The optimizer's learning rate in the warm start."""
+    """The optimizer's learning rate in the warm start, at the peak of `schedule`."""
+    schedule: Literal["constant", "cosine"]
+    """Course of the learning rate over `num_steps`: `cosine` rises over the first 30 and falls to a tenth."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)]
     """Stop early once greedy accuracy on the validation split reaches this."""
     check_interval: PositiveInt

@@ -80,14 +80,22 @@ class FlowConfig(Section):
     """The text that guidance leads away from."""
     max_text_tokens: PositiveInt
     """Tokens of a prompt in the longest text encoder; a longer prompt is cut."""
-    kernel: Literal["flow_grpo", "sde", "dance", "cps"]
-    """The stochastic step, see docs/algorithms.md."""
+    kernel: Literal["flow_grpo", "sde", "dance", "cps", "ddim"]
+    """The stochastic step, see docs/algorithms.md; `ddim` follows the ODE throughout, for losses that need no
+    likelihood."""
     noise_level: PositiveFloat
     """How much noise a stochastic step adds."""
     window_start: Annotated[int, Field(ge=0)]
     """The first stochastic step; those before it follow the ODE and are not trained."""
     window_end: PositiveInt
     """The step after the last stochastic one."""
+    window_size: Annotated[int, Field(ge=0)]
+    """Stochastic steps of a group: a window of so many within [window_start, window_end), all others follow the ODE. 0
+    takes them all."""
+    window_order: Literal["random", "progressive"]
+    """Where the window is: at a random place for each group, or first at `window_start` and then further on."""
+    window_interval: PositiveInt
+    """Weight versions after which a `progressive` window moves."""
     latents: Literal["float32", "float16"]
     """The type that latents are rounded to before they are scored, and in which they travel."""
     divergence: Literal["exact", "per_time"]

@@ -56,8 +56,11 @@ class EvaluationConfig(Section):
     """Evaluate after every so many steps; 0 means only before and after RL."""
     num_prompts: PositiveInt
     """How many prompts of the split are scored (the first ones, always the same)."""
+    num_samples: PositiveInt
+    """Responses for each prompt, with the same seeds at every version: the gain since the first evaluation and its
+    standard error are of pairs. More than one needs a temperature above 0, or a flow model."""
     temperature: Annotated[float, Field(ge=0)]
-    """Sampling temperature of evaluation; 0 is greedy."""
+    """Sampling temperature of evaluation; 0 is greedy, and for a flow model the ODE from noise."""
     correct_from: float
     """The value of the accuracy component from which a response counts as correct, for pass@k and reflection ratios."""
     suites: dict[str, EvaluationSuite]
@@ -287,7 +290,8 @@ class RunConfig(Section):
     def needs_reference(self) -> bool:
         """Whether something reads the log-probs of the reference, or of the teacher in its place."""
         has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
-        return has_kl or self.algorithm.distillation.is_on or self.offline.job == "dpo"
+        has_pairs = self.offline.job == "dpo" and not self.sampler.is_flow
+        return has_kl or self.algorithm.distillation.is_on or has_pairs
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -10,6 +10,7 @@ from actors.datasets.digits import write_digits
 from actors.datasets.tasks.tones import write_tones
 from actors.datasets.written.captioning import write_captioning
 from actors.datasets.written.geospot import write_geospot
+from actors.datasets.written.glyphs import write_glyphs
 from actors.datasets.written.nlvr2 import write_nlvr2
 from configs.schema.data import DataKind
 from rewards.functions.geography.gazetteer import installed_places
@@ -41,4 +42,5 @@ WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
     DataKind.CAPTIONING: write_captioning,
     DataKind.GEOSPOT: _write_geospot,
     DataKind.TONES: write_tones,
+    DataKind.GLYPHS: write_glyphs,
 }

@@ -11,6 +11,7 @@ from cluster.metrics.hub import Metrics
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from cluster.records.trajectory import Prompt
 from cluster.roles import Rewards, Rollouts, SamplingSettings
+from cluster.rollout.contact_sheets import ContactSheets
 from cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, NoResponseLog, Suite
 from cluster.rollout.response_files import ResponseFiles
 from deploy.wiring.preparation import Prepared
@@ -45,7 +46,7 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
     """The run's own suite, then the others by name. A prompt has another id in each: ids are unique in a run."""
     evaluation, sampler = prepared.config.evaluation, prepared.config.sampler
     own = SamplingSettings(
-        num_samples=1,
+        num_samples=evaluation.num_samples,
         temperature=evaluation.temperature,
         max_tokens=sampler.max_tokens,
         seed=prepared.config.seed,
@@ -63,8 +64,11 @@ def _prompts(prepared: Prepared, split: str, num_prompts: int) -> tuple[Prompt, 
     return fixed_prompts(prepared.usable(split), prepared.processor, num_prompts).prompts
 
 
-def _responses(prepared: Prepared, folder: Path | None) -> ResponseFiles | NoResponseLog:
+def _responses(prepared: Prepared, folder: Path | None) -> ResponseFiles | ContactSheets | NoResponseLog:
+    """Of a flow model the pictures; of others the texts, if they are asked for."""
     config = prepared.config
+    if folder is not None and config.sampler.is_flow:
+        return ContactSheets(folder, timeout_s=config.timeouts.object_s)
     if folder is None or not config.evaluation.save_responses:
         return NoResponseLog()
     return ResponseFiles(

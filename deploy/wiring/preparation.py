@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 
 from actors.datasets.conversations import read_conversations
 from actors.datasets.open_split import curriculum_of, open_split
+from actors.datasets.preferences.picture_pairs import read_picture_pairs
 from actors.datasets.prompts import PreflightReport, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
@@ -39,6 +40,7 @@ from learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
     from actors.processors.flow import FlowProcessor
+    from actors.processors.picture_pairs import PicturePairProcessor
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +55,9 @@ class Prepared:
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
-    processor: ChatProcessor | ConversationProcessor | FlowProcessor  # by the job and the kind of model
+    processor: (
+        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor
+    )  # by the job and the kind of model
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -105,7 +109,11 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
-    if config.offline.is_on:
+    if config.offline.is_on and config.sampler.is_flow:
+        from actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
+
+        reader, processor = partial(read_picture_pairs, config.data.path), PicturePairProcessor(processor)
+    elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
         processor = ConversationProcessor(
             processor,

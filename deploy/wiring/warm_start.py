@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import zip_longest
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -17,13 +17,23 @@ from actors.datasets.rows import Row, RowError
 from actors.processors.chat import ChatProcessor
 from actors.rollout.demonstrations import Demonstrations
 from cluster.records.trajectory import Prompt
+from cluster.runtime.seeds import derived_seed
+from configs.schema import RunConfig
 from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
 from learner.learner_group import LearnerGroup
+from learner.pictures.teaching import PictureExample
+from learner.policies.flow.noising import CleanSequence, Noising
+from learner.policies.flow.rows import condition_of
+from learner.policies.trained import teaching_noising
 from learner.supervised import SupervisedExample
+
+if TYPE_CHECKING:
+    from actors.processors.flow import FlowProcessor  # which imports diffusers
 
 _logger = logging.getLogger(__name__)
 
 ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
+CHECKED_LEVELS = 16  # noise levels at which a picture is checked
 
 
 async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
@@ -43,10 +53,11 @@ async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples)
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
     source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
     held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
-    checks = [await examples.of(prompt) for prompt in held_out]
+    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(held_out)]
     accuracy = 0.0
     for step in range(1, config.num_steps + 1):
-        metrics = await learner.supervised_step([await examples.of(source.next()) for _ in range(config.batch_size)])
+        places = range(step * config.batch_size, (step + 1) * config.batch_size)
+        metrics = await learner.supervised_step([await examples.taught(source.next(), seed + n) for n in places])
         if step % config.check_interval == 0 or step == config.num_steps:
             accuracy = await learner.answer_accuracy(checks)
             _logger.info("warm start: step %d, loss %.3f, accuracy %.3f", step, metrics["loss"], accuracy)
@@ -72,18 +83,23 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
 
 
 class Examples(Protocol):
-    """Makes the supervised example of a prompt."""
+    """Makes an example that the learner takes, of a prompt and a seed of what is drawn."""
 
-    async def of(self, prompt: Prompt) -> SupervisedExample: ...
+    async def taught(self, prompt: Prompt, seed: int) -> Any: ...
+
+    async def checked(self, prompt: Prompt, seed: int) -> Any: ...
 
     def close(self) -> None: ...
 
 
 def _examples(prepared: Prepared) -> Examples:
     config = prepared.config
-    if not config.environment.is_on:
-        return Solutions(prepared.processor)
-    return Episodes(Demonstrations(config.environment, config.sampler, prepared.processor, model=config.policy.model))
+    if config.sampler.is_flow:
+        return Pictures(cast("FlowProcessor", prepared.processor), config)
+    processor = cast(ChatProcessor, prepared.processor)
+    if config.environment.is_on:
+        return Episodes(Demonstrations(config.environment, config.sampler, processor, model=config.policy.model))
+    return Solutions(processor)
 
 
 class Solutions:
@@ -92,10 +108,12 @@ class Solutions:
     def __init__(self, processor: ChatProcessor) -> None:
         self._processor = processor
 
-    async def of(self, prompt: Prompt) -> SupervisedExample:
+    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
         _, solution = prompt.references
         answer = self._processor.encode_answer(solution)
         return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))
+
+    checked = taught
 
     def close(self) -> None:
         """Nothing is held."""
@@ -107,10 +125,33 @@ class Episodes:
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 
-    async def of(self, prompt: Prompt) -> SupervisedExample:
+    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
         found = await self._demonstrations.of(prompt)
         actions = found.actions
         return SupervisedExample(prompt, actions.token_ids, found.mask, actions.media, actions.media_spans)
 
+    checked = taught
+
     def close(self) -> None:
         self._demonstrations.close()
+
+
+class Pictures:
+    """One of the pictures of a row, at one noise level to teach it and at several to check it."""
+
+    def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
+        self._processor = processor
+        self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
+
+    async def taught(self, prompt: Prompt, seed: int) -> PictureExample:
+        return self._example(self._taught, prompt, seed)
+
+    async def checked(self, prompt: Prompt, seed: int) -> PictureExample:
+        return self._example(self._checked, prompt, seed)
+
+    def _example(self, noising: Noising, prompt: Prompt, seed: int) -> PictureExample:
+        clean = self._processor.clean(prompt, derived_seed(seed, "picture"))
+        return PictureExample(CleanSequence(clean, condition_of(prompt)[:1], noising, seed))
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.records.actions import LatentActions, TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
-from learner.policies.batch import PADDING_ID, TokenBatch, TokenSequence, collate, pad_rows
+from cluster.runtime.seeds import derived_seed
+from learner.policies.base import PolicyRow
+from learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
+from learner.policies.flow.noising import CleanSequence, Noising
+from learner.policies.trained import PolicyBatch, collate_rows
 
-Row = Callable[[Prompt, np.ndarray], TokenSequence]
-"""A prompt and the tokens of an ending -> what a model reads of them, and where."""
+Row = Callable[[Prompt, Any], PolicyRow]
+"""A prompt and the actions of an ending -> what a model reads of them, and where."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One ending of a row."""
 
-    sequence: TokenSequence
+    sequence: PolicyRow
     mask: np.ndarray  # bool [T]: True on the assistant's tokens
     label: float
     reference_logprobs: np.ndarray | None  # float32 [T]
@@ -36,13 +42,22 @@ class Example:
     is_trained: bool = True
 
     @property
-    def sequence(self) -> TokenSequence:
+    def sequence(self) -> PolicyRow:
         """What the example takes of a micro-batch: as many rows as candidates, each as long as the longest."""
         first, *others = (candidate.sequence for candidate in self.candidates)
         if not others:
             return first
+        if isinstance(first, CleanSequence):
+            return first.drawn(len(self.candidates) * first.noising.num_draws)
+        assert isinstance(first, TokenSequence)
         longest = max(first.num_tokens, *(other.num_tokens for other in others))
         return replace(first, token_ids=np.broadcast_to(np.int32(PADDING_ID), len(self.candidates) * longest))
+
+    def compared(self, predicted: np.ndarray) -> Example:
+        """Pictures with what the initial weights predict of all candidates, float32 [N, ...] one after the other."""
+        parts = np.split(predicted, len(self.candidates))
+        rows = [(c, c.sequence.with_old(part)) for c, part in zip(self.candidates, parts, strict=True)]  # type: ignore[attr-defined]
+        return replace(self, candidates=tuple(replace(candidate, sequence=row) for candidate, row in rows))
 
     def untrained(self) -> Example:
         """The same example with nothing to learn from."""
@@ -63,21 +78,27 @@ class ExampleTotals:
 class ExampleBatch:
     """A micro-batch of E examples, whose B candidates follow each other."""
 
-    tokens: TokenBatch
+    tokens: PolicyBatch
     mask: Tensor  # bool [B, T]
     labels: Tensor  # float32 [B]
     is_trained: Tensor  # bool [E]
     reference_logprobs: Tensor | None  # float32 [B, T]
 
 
-def answer_row(prompt: Prompt, token_ids: np.ndarray) -> TokenSequence:
+def answer_row(prompt: Prompt, actions: TokenActions) -> TokenSequence:
     """The ending is scored, token by token."""
-    return TokenSequence.of_response(prompt, token_ids)
+    return TokenSequence.of_response(prompt, actions.token_ids)
 
 
-def end_row(prompt: Prompt, token_ids: np.ndarray) -> TokenSequence:
+def picture_row(noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
+    """The picture is scored at noise levels that all candidates of the row share, other ones in every epoch."""
+    seed = derived_seed(0, prompt.prompt_id)
+    return replace(CleanSequence.of_response(noising, prompt, actions), seed=seed)
+
+
+def end_row(prompt: Prompt, actions: TokenActions) -> TokenSequence:
     """The one target stands behind the last token, so a model is read at the state of that token."""
-    whole = TokenSequence.of_response(prompt, token_ids)
+    whole = TokenSequence.of_response(prompt, actions.token_ids)
     return replace(whole, token_ids=np.append(whole.token_ids, PADDING_ID), num_context=whole.num_tokens)
 
 
@@ -89,7 +110,7 @@ def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) ->
     for group, scored, logprobs in zip(fetched, groups, references, strict=True):
         candidates = [
             Candidate(
-                sequence=row(group.prompt, trajectory.actions.token_ids),
+                sequence=row(group.prompt, trajectory.actions),
                 mask=trajectory.action_mask,
                 label=reward.value,
                 reference_logprobs=None if logprobs is None else logprobs[n],
@@ -115,7 +136,7 @@ def collate_examples(examples: Sequence[Example], reader: MediaReader, device: t
     candidates = [candidate for example in examples for candidate in example.candidates]
     references = [c.reference_logprobs for c in candidates if c.reference_logprobs is not None]
     return ExampleBatch(
-        tokens=collate([candidate.sequence for candidate in candidates], reader, device),
+        tokens=collate_rows([candidate.sequence for candidate in candidates], reader, device),
         mask=_column([candidate.mask for candidate in candidates], np.bool_, device),
         labels=torch.tensor([candidate.label for candidate in candidates], dtype=torch.float32, device=device),
         is_trained=torch.tensor([example.is_trained for example in examples], device=device),

@@ -6,16 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import UpdateReport
 from configs.schema import RunConfig
+from learner.backends.sharded import ShardedWriter
 from learner.learner import Learner
 from learner.meter import Meter
 from learner.offline.examples import Example, ExampleTotals, collate_examples, fetch_examples, totals_of
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
+from learner.optim.slow import NullSlow, SlowWeights
 from learner.profiling import profiled
 
 
@@ -27,12 +30,18 @@ class OfflineLearner(Learner):
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
         super().__init__(config, rank, world_size, banned_ids)
-        self._offline_objective = build_objective(config.offline)
+        self._offline_objective = build_objective(config, self._scoring.canary)
+
+    def connect(self, init_method: str) -> None:
+        """As of a learner; the initial weights of a flow model are kept to compare with."""
+        super().connect(init_method)
+        compares = self._config.sampler.is_flow
+        self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
-        examples = self._examples(groups)
+        examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter()
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
@@ -45,7 +54,7 @@ class OfflineLearner(Learner):
 
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The job's metrics on these rows, with the weights as they are."""
-        examples = self._examples(groups)
+        examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter()
         with self._backend.inference():
             for rows in self._step.shares(examples):
@@ -54,6 +63,20 @@ class OfflineLearner(Learner):
 
     def _examples(self, groups: Sequence[ScoredGroup]) -> list[Example]:
         return fetch_examples(groups, self._offline_objective.row, self._config.timeouts.object_s)
+
+    def _compared(self, examples: list[Example]) -> list[Example]:
+        """Examples of a flow model with what the initial weights predict, this rank's own share of them."""
+        if not self._config.sampler.is_flow:
+            return examples
+        found: dict[int, Example] = {}
+        with self._initial.in_place(), self._backend.inference():
+            for rows in self._step.shares(examples):
+                batch = collate_examples(rows, self._reader, self._device)
+                predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()
+                found |= {
+                    id(row): row.compared(part) for row, part in zip(rows, np.split(predicted, len(rows)), strict=True)
+                }
+        return [found.get(id(example), example) for example in examples]
 
     def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[Example]) -> Tensor:
         batch = collate_examples(rows, self._reader, self._device)

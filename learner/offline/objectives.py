@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from configs.schema import OfflineConfig
+from configs.schema import OfflineConfig, RunConfig
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.meter import Meter
-from learner.offline.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row
+from learner.offline.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
+from learner.pictures.teaching import errors
+from learner.policies.flow.noising import Noising
+from learner.policies.flow.policy import Replay
 from learner.policies.logprobs import PLAIN
+from learner.policies.trained import teaching_noising
 
-Model = Callable[..., object]
+PAIR_LEVELS = 1  # noise levels of a pair in one step
+Model = Callable[..., Any]
 """The forward of `learner.policies.token.TokenPolicy` or `learner.policies.score_model.ScoreModel`."""
 
 
@@ -84,6 +89,34 @@ class PreferenceObjective:
         return loss
 
 
+class PicturePreferenceObjective:
+    """Diffusion-DPO: `offline.dpo.loss` on pictures. Both of a pair are seen at the same noise levels with the same
+    noise, and the log-ratio of a picture to the initial policy is
+
+        -1/2 mean over levels of (|v - (noise - picture)|^2 - |v_initial - (noise - picture)|^2),
+
+    with |.|^2 as a mean over the latents' numbers. Source: arXiv:2311.12908, equation 14.
+    """
+
+    def __init__(self, config: OfflineConfig, noising: Noising, replay: Replay) -> None:
+        parameters = config.dpo
+        self.row = partial(picture_row, noising)
+        self._replay = replay
+        self._beta = parameters.beta
+        self._loss = partial(
+            PREFERENCE_LOSSES[parameters.loss], beta=parameters.beta, label_smoothing=parameters.label_smoothing
+        )
+
+    def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
+        found = model(batch.tokens, self._replay).velocities
+        initial = found.predicted.detach() if found.old is None else found.old  # old is missing of rows not trained
+        ratio = -0.5 * (errors(found) - errors(found._replace(predicted=initial))).mean(dim=1)  # [B]
+        chosen, rejected = ratio.view(-1, 2).unbind(dim=1)  # [E] each
+        loss = _mean(self._loss(chosen, rejected), batch, totals)
+        _measure_pairs(self._beta * chosen, self._beta * rejected, batch, totals, meter, loss)
+        return loss
+
+
 class PairwiseScoreObjective:
     """A reward model from pairs: the Bradley-Terry loss of their scores."""
 
@@ -122,8 +155,11 @@ class RegressionScoreObjective:
         return loss
 
 
-def build_objective(config: OfflineConfig) -> Objective:
-    """The objective of `offline.job`."""
+def build_objective(run: RunConfig, replay: object) -> Objective:
+    """The objective of `offline.job`; `replay` is how the run's policy scores rows without a divergence."""
+    config = run.offline
+    if isinstance(replay, Replay):
+        return PicturePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)
     name = f"{config.job}.{config.reward_model.loss}" if config.job == "reward_model" else config.job
     return OBJECTIVES[name](config)
 

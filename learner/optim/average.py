@@ -33,6 +33,8 @@ class WeightAverage:
         average.update()
     """
 
+    folder = FOLDER
+
     def __init__(self, policy: nn.Module, decay: float, copy: Copy) -> None:
         """Of a policy as its backend has wrapped it. `copy(state, folder)` returns what writes a copy."""
         self._decay = decay
@@ -43,16 +45,16 @@ class WeightAverage:
     @torch.no_grad()
     def begin(self) -> None:
         """Start again from the weights of this moment."""
-        torch._foreach_copy_(_local(self.tensors.values()), _local(self._weights.values()))
+        torch._foreach_copy_(local(self.tensors.values()), local(self._weights.values()))
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of this moment into the average."""
-        torch._foreach_lerp_(_local(self.tensors.values()), _local(self._weights.values()), 1 - self._decay)
+        torch._foreach_lerp_(local(self.tensors.values()), local(self._weights.values()), 1 - self._decay)
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copy it; what is returned writes the copy to `folder`, beside training."""
-        return self._copy(self.tensors, folder / FOLDER)
+        return self._copy(self.tensors, folder / self.folder)
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote.
@@ -60,7 +62,7 @@ class WeightAverage:
         Raises:
             CheckpointError: there is no average in `folder`.
         """
-        read_average(folder, self.tensors, no_dist=not dist.is_initialized())
+        read_average(folder, self.tensors, no_dist=not dist.is_initialized(), name=self.folder)
 
 
 class NullAverage:
@@ -76,20 +78,20 @@ class NullAverage:
     def load(self, folder: Path) -> None: ...
 
 
-def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool) -> None:
-    """Fill `tensors`, by their names in the policy, with the average of a learner's state in `folder`.
+def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, name: str = FOLDER) -> None:
+    """Fill `tensors`, by their names in the policy, with the average called `name` of a learner's state in `folder`.
 
     Raises:
         CheckpointError: there is none.
     """
-    if not (folder / FOLDER / ".metadata").is_file():
+    if not (folder / name / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder} holds no average of the weights: a run with learner.ema_decay=0 wrote it, so resume with that, "
-            "or start a new run"
+            f"{folder} holds no average of the weights ({name}): a run with learner.ema_decay=0 or another "
+            "algorithm.loss wrote it, so resume with that, or start a new run"
         )
-    dcp.load(tensors, checkpoint_id=folder / FOLDER, no_dist=no_dist)
+    dcp.load(tensors, checkpoint_id=folder / name, no_dist=no_dist)
 
 
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
+def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     """What this rank holds of each."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

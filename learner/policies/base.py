@@ -30,6 +30,29 @@ class PolicyRow(Protocol):
     def media(self) -> tuple[MediaHandle, ...]: ...
 
 
+class Velocities(NamedTuple):
+    """Velocities of a flow model at K noise levels of each of B clean pictures: noise less picture, as predicted."""
+
+    predicted: Tensor  # float32 [B, K, ...]
+    old: Tensor | None  # float32 [B, K, ...]: of the weights that a step trains from, or of the reference
+    clean: Tensor  # float32 [B, K, ...]
+    noise: Tensor  # float32 [B, K, ...]
+    sigmas: Tensor  # float32 [B, K, 1, ...]
+
+    @property
+    def noised(self) -> Tensor:
+        """float32 [B, K, ...]: where they are predicted."""
+        return (1 - self.sigmas) * self.clean + self.sigmas * self.noise
+
+
+class Moves(NamedTuple):
+    """How far denoising steps lead, [B, T] each."""
+
+    std: Tensor  # of the Gaussian that a step is drawn from
+    length: Tensor  # -dt: what a step takes off the noise level
+    drift: Tensor | None  # mean of (mean - old mean)^2 / (2 std^2), against the weights that a step trains from
+
+
 class PolicyOutput(NamedTuple):
     """What the policy says about each target of a batch; 0 and False behind a row's end."""
 
@@ -37,6 +60,9 @@ class PolicyOutput(NamedTuple):
     entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
     is_argmax: Tensor  # bool [B, T]
     divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, of a policy that computes it itself
+    predicted: Tensor | None = None  # float32 [N, ...] of a flow model: means of its steps, or velocities; row by row
+    moves: Moves | None = None
+    velocities: Velocities | None = None
 
 
 class Policy(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from configs.schema import RunConfig
 from learner.policies.base import Policy, PolicyRow
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
 from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from learner.policies.loading import load_policy_model, save_policy
@@ -28,7 +29,9 @@ from learner.policies.token import TokenPolicy
 if TYPE_CHECKING:
     from learner.policies.flow.checkpoint import FlowCheckpoint
 
-PolicyBatch = TokenBatch | LatentBatch
+NUM_LEVELS = 1000  # noise levels of a schedule that is as good as continuous
+
+PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
 """Rows as the forward of their policy takes them."""
 
 
@@ -39,6 +42,7 @@ class Scoring:
     training: Distribution | Replay
     canary: Distribution | Replay
     canary_row: Callable[[Prompt], PolicyRow]
+    row: Callable[[Prompt, Any], PolicyRow]  # of a prompt and what the policy did after it
 
 
 def load_trained_model(config: RunConfig) -> nn.Module:
@@ -64,11 +68,27 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
     if config.sampler.is_flow:
         denoising = Denoising.of(config.sampler.flow)
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
-        canary_row = partial(flow_checkpoint(config).canary, denoising=denoising)
-        return Scoring(Replay(denoising, divergence), Replay(denoising, "none"), canary_row)
+        checkpoint, proof = flow_checkpoint(config), denoising.proof
+        canary_row = partial(checkpoint.canary, denoising=proof)
+        clean = partial(CleanSequence.of_response, rl_noising(config, checkpoint))
+        row = row_of if config.algorithm.has_likelihood else clean
+        return Scoring(Replay(denoising, divergence), Replay(proof, "none"), canary_row, row)
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
-    return Scoring(sampled, PLAIN, TokenSequence.of_prompt)
+    return Scoring(sampled, PLAIN, TokenSequence.of_prompt, row_of)
+
+
+def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
+    """The noise levels that pictures are trained at: those of the sampler, but the last."""
+    sigmas, timesteps = (t.numpy() for t in checkpoint.schedule(config.sampler.flow.num_steps))
+    num = max(1, len(timesteps) - 1)
+    return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
+
+
+def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
+    """The noise levels at which pictures of a data set are taught: all of the checkpoint's schedule."""
+    sigmas, timesteps = (t.numpy() for t in flow_checkpoint(config).schedule(NUM_LEVELS))
+    return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
 
 
 def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
@@ -96,6 +116,8 @@ def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
     """Rows of one kind as a batch, with their media."""
+    if isinstance(rows[0], CleanSequence):
+        return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)
     if isinstance(rows[0], LatentSequence):
         return collate_latents(cast(Sequence[LatentSequence], rows), reader, device)
     return collate(cast(Sequence[TokenSequence], rows), reader, device)

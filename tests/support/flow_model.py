@@ -31,7 +31,11 @@ SETTINGS = SamplingSettings(num_samples=5, temperature=1.0, max_tokens=1, seed=3
 
 def write_loud_sd3(folder: Path, seed: int = 0) -> Path:
     """The tiny model with matrices of a larger deviation."""
-    write_tiny_flow("sd3", folder, seed=seed)
+    return made_loud(write_tiny_flow("sd3", folder, seed=seed), seed)
+
+
+def made_loud(folder: Path, seed: int = 0) -> Path:
+    """The Stable Diffusion 3 in `folder` with matrices of a larger deviation, so that every layer matters."""
     model = SD3Transformer2DModel.from_pretrained(folder, subfolder=TRANSFORMER)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

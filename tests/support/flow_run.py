@@ -67,9 +67,10 @@ def redness(picture: bytes) -> float:
 class FlowRun:
     """Learner and rollout actor, which get on without Ray."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, writes: bool = True) -> None:
         self.config = config
-        write_texts(config.data.path)
+        if writes:
+            write_texts(config.data.path)
         self.prepared: Prepared = prepare(config, lambda value: value)
         self.actor = RolloutActor("flow", engine_settings(self.prepared, 0), object_timeout_s=5)
         self.learner = Learner(config, 0, 1, self.prepared.processor.media_token_ids)

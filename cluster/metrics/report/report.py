@@ -18,6 +18,8 @@ from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
 from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from cluster.metrics.report.samples import ReportSample
+from cluster.metrics.report.sheets import Sheet, read_sheets
+from cluster.metrics.report.tables import write_tables
 from cluster.metrics.summary import Summary
 from cluster.workers.faults import Fault
 
@@ -69,12 +71,14 @@ class FaultRow:
 
 
 def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
-    """Make `report.html` from the files of a run folder, whatever of them is there; returns its path.
+    """Make `report.html` and the CSV files from the files of a run folder, whatever of them is there; returns the
+    path of the report.
 
     `summary` takes the place of that in `summary.json`.
     """
     run = read_run_folder(run_folder)
-    text = render_report(run if summary is None else replace(run, summary=summary))
+    text = render_report(run if summary is None else replace(run, summary=summary), read_sheets(run_folder))
+    write_tables(run_folder, run)
     path = run_folder / REPORT_FILE
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8", errors="replace")
@@ -82,7 +86,7 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     return path
 
 
-def render_report(run: RunFolder) -> str:
+def render_report(run: RunFolder, sheets: Sequence[Sheet] = ()) -> str:
     """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
     status = run.summary.status if run.summary else _UNFINISHED
     return render(
@@ -91,6 +95,7 @@ def render_report(run: RunFolder) -> str:
         summary=run.summary,
         status=status,
         status_text=_STATUS_TEXTS.get(status, status),
+        sheets=[(sheet, _data_uri(sheet.png)) for sheet in sheets],
         before=run.evaluations[0] if run.evaluations else None,
         after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
         facts=_facts(run),

@@ -6,6 +6,7 @@ from learner.algorithms.advantages.cpgd import cpgd, cpgd_clip_filter
 from learner.algorithms.advantages.dr_grpo import dr_grpo
 from learner.algorithms.advantages.gdpo import gdpo
 from learner.algorithms.advantages.grpo import grpo
+from learner.algorithms.advantages.grpo_global_std import grpo_global_std
 from learner.algorithms.advantages.inputs import AdvantageFunction, AdvantageOptions, StepRewards
 from learner.algorithms.advantages.opo import opo
 from learner.algorithms.advantages.pass_at_k import pass_at_k
@@ -18,6 +19,7 @@ from learner.algorithms.advantages.statistics import GroupStatistics, whitened
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,
+    "grpo_global_std": grpo_global_std,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "reinforce": reinforce,

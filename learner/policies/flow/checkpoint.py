@@ -45,6 +45,10 @@ class FlowCheckpoint:
         """A pipeline without the parts that denoise and decode, in float32."""
         return self._pipeline([name for name in self._parts() if name not in DECODING], torch.float32)
 
+    def codec(self) -> Any:
+        """A pipeline of the VAE alone, in float32."""
+        return self._pipeline(["vae"], torch.float32)
+
     def schedule(self, num_steps: int) -> tuple[Tensor, Tensor]:
         """(noise levels [S + 1], times [S]) of the checkpoint's scheduler, float32."""
         scheduler: Any = self._pipeline(["scheduler"], torch.float32).scheduler

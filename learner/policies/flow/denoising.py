@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cluster.records.actions import LatentActions
+from cluster.runtime.seeds import derived_seed
 from configs.schema.rollout import FlowConfig
 from learner.policies.flow.families import FlowFamily
 from learner.policies.sde import KERNELS, FlowStep, Transition, guided
@@ -22,18 +23,21 @@ class Denoising:
     """How a picture is denoised.
 
     Steps [window_start, window_end) of the schedule are stochastic, by `kernel`; only those are decisions of the
-    policy. The others follow the ODE.
+    policy. The others follow the ODE. With a `window_size` above 0 a group has so many of them (`for_group`).
     """
 
     height: int  # of pictures
     width: int
     num_steps: int
     guidance: float  # 1: none, and no negative prompt
-    kernel: str  # of learner.policies.sde.KERNELS, other than ddim
+    kernel: str  # of learner.policies.sde.KERNELS; ddim: all steps follow the ODE, and have no likelihood
     noise_level: float
     window_start: int
     window_end: int
     dtype: str  # float32 | float16: latents are rounded to it before they are scored
+    window_size: int = 0  # 0: the whole window
+    window_order: str = "random"  # random | progressive
+    window_interval: int = 1  # weight versions between two moves of a progressive window
 
     def __post_init__(self) -> None:
         if not 0 <= self.window_start < self.window_end <= self.num_steps:
@@ -57,11 +61,38 @@ class Denoising:
             window_start=config.window_start,
             window_end=config.window_end,
             dtype=config.latents,
+            window_size=config.window_size,
+            window_order=config.window_order,
+            window_interval=config.window_interval,
         )
 
     @property
     def is_guided(self) -> bool:
         return self.guidance != 1
+
+    @property
+    def proof(self) -> Denoising:
+        """How a push of weights is proven: by stochastic steps, also where sampling has none."""
+        if self.kernel != "ddim":
+            return self
+        return replace(self, kernel="sde", window_start=0, window_end=max(1, self.num_steps - 1))
+
+    def for_group(self, seed: int, version: int) -> Denoising:
+        """With the window of one group.
+
+        `random`: at a place that the group's seed decides; `progressive`: it starts at the first step and moves by its
+        own size after every `window_interval` versions, and begins again behind the last (MixGRPO, arXiv:2507.21802).
+        """
+        places = self.window_end - self.window_start - self.window_size
+        if self.window_size == 0 or places <= 0:
+            return self
+        if self.window_order == "random":
+            offset = derived_seed(seed, "window") % (places + 1)
+        else:
+            num = -(-places // self.window_size) + 1  # the last place may overlap the one before
+            offset = min(version // self.window_interval % num * self.window_size, places)
+        start = self.window_start + offset
+        return replace(self, window_start=start, window_end=start + self.window_size)
 
     def transition(self, step: FlowStep) -> Transition:
         """A stochastic step."""

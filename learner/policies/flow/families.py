@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,6 +43,15 @@ class FlowFamily(Protocol):
         ...
 
 
+@runtime_checkable
+class PictureCodec(Protocol):
+    """A family whose VAE turns pictures into latents: they can be taught, and chosen between."""
+
+    def encode_pictures(self, pipeline: Any, pixels: np.ndarray) -> Tensor:
+        """[N, ...]: clean latents of uint8 [N, H, W, 3]; `decode` gives the pictures again."""
+        ...
+
+
 class StableDiffusion3:
     """Stable Diffusion 3 and 3.5."""
 
@@ -70,6 +79,13 @@ class StableDiffusion3:
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]
     ) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
+
+    def encode_pictures(self, pipeline: Any, pixels: np.ndarray) -> Tensor:
+        vae = pipeline.vae
+        levels = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1  # [N, 3, H, W]
+        found = vae.encode(levels.to(vae.device))
+        latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
+        return (latents - vae.config.shift_factor) * vae.config.scaling_factor
 
     def decode(self, pipeline: Any, latents: Tensor) -> np.ndarray:
         vae = pipeline.vae

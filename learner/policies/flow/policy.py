@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from learner.policies.adapters import has_adapters, without_adapters
-from learner.policies.base import Policy, PolicyOutput
+from learner.policies.base import Moves, Policy, PolicyOutput, Velocities
 from learner.policies.flow.denoising import Denoising, velocities
 from learner.policies.flow.families import FlowFamily
+from learner.policies.flow.noising import NoisedBatch
 from learner.policies.flow.rows import LatentBatch
 from learner.policies.sde import FlowStep, Transition, gaussian_kl
 
@@ -42,30 +44,77 @@ class FlowPolicy(Policy):
         kinds = self.model._no_split_modules or ()
         return (module for module in self.model.modules() if type(module).__name__ in kinds)
 
-    def forward(self, batch: LatentBatch, replay: Replay, *, entropy_has_gradient: bool = False) -> PolicyOutput:
-        """Log-probs of the batch's steps, all N of them side by side, and their divergence where it is asked for.
+    def forward(
+        self, batch: LatentBatch | NoisedBatch, replay: Replay, *, entropy_has_gradient: bool = False
+    ) -> PolicyOutput:
+        """Log-probs of the batch's steps, all N of them side by side, and their divergence where it is asked for. Of
+        clean pictures: velocities at their noise levels, without guidance, and log-probs of 0.
 
         The entropy is that of one number of the latents. It depends on the schedule alone, so it has no gradient.
 
         Raises:
             ValueError: a divergence is asked of a model without adapters, whose weights are all that there is.
         """
+        if isinstance(batch, NoisedBatch):
+            return self._at_levels(batch, replay)
         moved = self._transition(batch, replay.denoising)
         entropy = (torch.log(moved.std) + 0.5 * math.log(2 * math.pi * math.e)).flatten()
         parts = (moved.logprobs(batch.next_latents), entropy.detach(), torch.zeros_like(entropy, dtype=torch.bool))
-        output = PolicyOutput(*(_by_row(part, batch.target_mask) for part in parts))
+        output = PolicyOutput(
+            *(_by_row(part, batch.target_mask) for part in parts),
+            predicted=moved.mean.detach(),
+            moves=_moves(moved, batch),
+        )
         if replay.divergence == "none":
             return output
+        with self._as_reference():
+            reference = self._transition(batch, replay.denoising)
+        scale = moved.std if replay.divergence == "exact" else moved.rate
+        kl = gaussian_kl(moved.mean, reference.mean, scale)
+        return output._replace(divergence=_by_row(kl, batch.target_mask))
+
+    def _at_levels(self, batch: NoisedBatch, replay: Replay) -> PolicyOutput:
+        """`divergence` is the mean over levels and numbers of (v - reference v)^2."""
+        velocity = self._velocity(batch)
+        nothing = velocity.new_zeros(len(velocity) // batch.num_draws, 1)
+        output = PolicyOutput(
+            nothing,
+            nothing,
+            nothing.bool(),
+            predicted=velocity.detach(),
+            velocities=Velocities(
+                _by_picture(velocity, batch),
+                None if batch.old is None else _by_picture(batch.old, batch),
+                _by_picture(batch.clean, batch),
+                _by_picture(batch.noise, batch),
+                _by_picture(batch.sigmas.view(-1, *(1,) * (velocity.ndim - 1)), batch),
+            ),
+        )
+        if replay.divergence == "none":
+            return output
+        with self._as_reference():
+            reference = self._velocity(batch)
+        squares = _by_picture((velocity - reference) ** 2, batch)
+        return output._replace(divergence=squares.flatten(1).mean(1, keepdim=True))
+
+    def _velocity(self, batch: NoisedBatch) -> Tensor:
+        conditions = {name: tensor[batch.condition_rows] for name, tensor in batch.conditions.items()}
+        return velocities(self.model, self._family, batch.noised, batch.timesteps, conditions, None, guidance=1)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Without gradients and adapters.
+
+        Raises:
+            ValueError: there are no adapters.
+        """
         if not has_adapters(self.model):
             raise ValueError(
                 "algorithm.kl.coef is above 0, and a flow model is compared with itself without adapters: set "
                 "policy.lora.rank above 0, or algorithm.kl.coef=0"
             )
         with torch.no_grad(), without_adapters(self.model):
-            reference = self._transition(batch, replay.denoising)
-        scale = moved.std if replay.divergence == "exact" else moved.rate
-        kl = gaussian_kl(moved.mean, reference.mean, scale)
-        return output._replace(divergence=_by_row(kl, batch.target_mask))
+            yield
 
     def _transition(self, batch: LatentBatch, denoising: Denoising) -> Transition:
         def of(rows: Tensor) -> dict[str, Tensor]:
@@ -76,6 +125,21 @@ class FlowPolicy(Policy):
         velocity = velocities(self.model, self._family, *inputs, denoising.guidance)
         step = FlowStep(batch.latents, velocity, batch.sigmas, batch.next_sigmas, batch.max_sigmas)
         return denoising.transition(step)
+
+
+def _moves(moved: Transition, batch: LatentBatch) -> Moves:
+    mask, length = batch.target_mask, batch.sigmas - batch.next_sigmas
+    drift = None if batch.old_means is None else gaussian_kl(moved.mean, batch.old_means, moved.std)
+    return Moves(
+        _by_row(moved.std.flatten().detach(), mask),
+        _by_row(length, mask),
+        None if drift is None else _by_row(drift, mask),
+    )
+
+
+def _by_picture(values: Tensor, batch: NoisedBatch) -> Tensor:
+    """[N, ...] -> [B, K, ...]"""
+    return values.unflatten(0, (-1, batch.num_draws))
 
 
 def _by_row(values: Tensor, mask: Tensor) -> Tensor:

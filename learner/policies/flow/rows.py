@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +33,7 @@ class LatentSequence:
 
     actions: LatentActions
     media: tuple[MediaHandle, ...]
+    old: np.ndarray | None = None  # float32 [T, ...]: means of the steps, of the weights that a step trains from
 
     @classmethod
     def of_response(cls, prompt: Prompt, actions: LatentActions) -> LatentSequence:
@@ -41,13 +42,7 @@ class LatentSequence:
         Raises:
             ValueError: the prompt has other media than one or two conditions.
         """
-        kinds = [handle.modality for handle in prompt.media]
-        if kinds not in ([CONDITION], [CONDITION, CONDITION]):
-            raise ValueError(
-                f"prompt {prompt.prompt_id} has the media {kinds}: denoising steps need its encoded text, and with "
-                "guidance that of the negative prompt"
-            )
-        return cls(actions, prompt.media)
+        return cls(actions, condition_of(prompt))
 
     @property
     def num_targets(self) -> int:
@@ -62,6 +57,28 @@ class LatentSequence:
     def num_media_tokens(self) -> int:
         """0: conditions come encoded."""
         return 0
+
+    @property
+    def num_predictions(self) -> int:
+        return self.num_targets
+
+    def with_old(self, old: np.ndarray) -> LatentSequence:
+        return replace(self, old=old)
+
+
+def condition_of(prompt: Prompt) -> tuple[MediaHandle, ...]:
+    """The encoded prompt and, with guidance, the encoded negative prompt.
+
+    Raises:
+        ValueError: the prompt has other media.
+    """
+    kinds = [handle.modality for handle in prompt.media]
+    if kinds not in ([CONDITION], [CONDITION, CONDITION]):
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has the media {kinds}: denoising steps need its encoded text, and with "
+            "guidance that of the negative prompt"
+        )
+    return prompt.media
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,7 @@ class LatentBatch:
     conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
     condition_rows: Tensor  # int64 [N]: the condition of each step
     negative_rows: Tensor | None  # int64 [N]: its negative prompt; None without guidance
+    old_means: Tensor | None = None  # float32 [N, ...]
 
 
 def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
@@ -90,6 +108,7 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     has_negatives = len(sequences[0].media) == 2
     negatives = np.repeat([places[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
     actions = [s.actions for s in sequences]
+    old = [s.old for s in sequences if s.old is not None]
 
     def column(arrays: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
@@ -108,4 +127,5 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
         },
         condition_rows=torch.from_numpy(of_step).to(device),
         negative_rows=None if negatives is None else torch.from_numpy(negatives).to(device),
+        old_means=column(old) if len(old) == len(sequences) else None,
     )

@@ -47,7 +47,7 @@ class NoProcess(IsolatedProcess):
 NO_PROCESS = Tools(NoProcess(), "cpu", "float32")
 SCALES = {"response_scale": "pixels", "scale": "pixels"}
 IOU = {"extract": "whole", "boxes": "boxes", "form": "xyxy", "min_iou": 0, **SCALES}
-OCR = {"target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
+OCR = {"layout": "page", "target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -438,6 +438,7 @@ def test_exact_match_is_a_search_for_the_alias_between_its_edges(pieces: list[st
         ("iou", {**IOU, "form": "cxcywh"}, "use one of xyxy, xywh"),
         ("iou", {**IOU, "scale": "percent"}, "use one of relative, thousandths, pixels"),
         ("ocr", {**OCR, "target": "prompt"}, "use reference or quoted_prompt"),
+        ("ocr", {**OCR, "layout": "word"}, "use page, or line"),
         ("ocr", {**OCR, "frame_stride": 0}, "frame_stride=0 is unfit"),
         ("no/such/file.py:f", {}, "no file .*no/such/file.py here"),
         ("format", {"pattern": "("}, "no regular expression"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
-TINY_FLOW = {"sd3": "write_tiny_sd3"}
+TINY_FLOW = {"sd3": "write_tiny_sd3", "sd3_glyphs": "write_tiny_sd3_glyphs"}
 """Name of `mobula init-model` without `tiny-` -> function of the module of that name here."""
 
 

@@ -171,3 +171,34 @@ def test_the_tiny_model_is_a_whole_pipeline_and_follows_its_seed(folder: Path, t
     assert weights[0] == weights[1] != weights[2]
     model = SD3Transformer2DModel.from_pretrained(names[0], subfolder=TRANSFORMER)
     assert sum(p.numel() for p in model.parameters()) < 400_000
+
+
+async def test_a_window_of_a_group_is_sampled_scored_and_stored_alone(folder: Path, prompts: list[Prompt]) -> None:
+    sampler = await flow_sampler(folder, replace(DENOISING, window_size=2))
+    found = [await sample(sampler, prompts[0], replace(SETTINGS, seed=seed)) for seed in range(12)]
+    starts = [int(group[0].actions.step_index[0]) for group in found]
+    assert set(starts) == {0, 1, 2, 3}, "anywhere within the first five steps"
+    for group, start in zip(found, starts, strict=True):
+        assert {tuple(one.actions.step_index) for one in group} == {(start, start + 1)}, "the same for all siblings"
+        assert all(one.actions.latents.shape[0] == 3 and (one.logprobs != 0).all() for one in group)
+    again = replayed(policy(folder), prompts[0], found[0])
+    np.testing.assert_array_equal(again, np.stack([one.logprobs for one in found[0]]))
+
+
+def test_a_progressive_window_moves_with_the_versions_and_begins_again() -> None:
+    how = replace(DENOISING, window_size=2, window_order="progressive", window_interval=3)
+    starts = [how.for_group(0, version).window_start for version in range(0, 15)]
+    assert starts == [0] * 3 + [2] * 3 + [3] * 3 + [0] * 3 + [2] * 3, "the last one ends with the window of all"
+    assert replace(how, window_size=9).for_group(0, 4) == replace(how, window_size=9)
+
+
+async def test_the_kernel_ddim_follows_the_ode_and_its_push_is_proven(folder: Path, prompts: list[Prompt]) -> None:
+    how = replace(DENOISING, kernel="ddim", window_start=5, window_end=6)
+    sampler = await flow_sampler(folder, how)
+    drawn, greedy = [await sample(sampler, prompts[0], replace(SETTINGS, temperature=t)) for t in (1.0, 0.0)]
+    for one, other in zip(drawn, greedy, strict=True):
+        np.testing.assert_array_equal(one.actions.latents, other.actions.latents)
+        assert one.logprobs.tolist() == [0.0]
+    media = MediaReader(timeout_s=1, max_items=8).read(prompts[0].media)
+    found = await sampler.prompt_logprobs(prompts[0], media)
+    assert found.shape == (5,) and np.isfinite(found).all() and np.abs(found).max() < 1e4

@@ -1,0 +1,1 @@
+"""Rows with what is preferred to what."""

@@ -1,0 +1,89 @@
+"""Pairs of pictures for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
+
+    {"id": "12", "prompt": "write 42", "chosen": "images/12a.png", "rejected": "images/12b.png"}
+
+A path is relative to the folder and may not leave it. It names a picture, or latents as a NumPy file (`.npy`). A line
+that cannot be used is skipped and named; only a split without any usable row is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.datasets.rows import RowError, Skipped, Split, first_few
+from cluster.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class PicturePair:
+    """One row: what was asked, and two files, the better picture first."""
+
+    sample_id: str
+    question: str
+    chosen: Path
+    rejected: Path
+
+
+def read_picture_pairs(folder: Path, split: str) -> Split:
+    """The rows of a split, in order.
+
+    Raises:
+        DatasetError: there is no such file, or no line of it is usable.
+    """
+    file = folder / f"{split}.jsonl"
+    if not file.is_file():
+        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
+    rows: dict[str, PicturePair] = {}
+    skipped: list[Skipped] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        name = f"{split}-{number}"
+        try:
+            fields = _parsed(line)
+            name = str(fields.get("id", name))
+            if name in rows:
+                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
+            rows[name] = _pair(fields, folder.resolve(), name)
+        except RowError as why:
+            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, why.detail))
+    if not rows:
+        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
+    return Split(split, tuple(rows.values()), tuple(skipped))
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise RowError("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
+    if not isinstance(fields, dict):
+        raise RowError("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
+    return fields
+
+
+def _pair(fields: dict[str, Any], folder: Path, name: str) -> PicturePair:
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the pictures should show")
+    chosen, rejected = (_file(fields, key, folder) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise RowError("same_picture", f"`chosen` and `rejected` are both {chosen.name}: a pair has two")
+    return PicturePair(name, prompt, chosen, rejected)
+
+
+def _file(fields: dict[str, Any], key: str, folder: Path) -> Path:
+    value = fields.get(key)
+    if not isinstance(value, str) or not value:
+        raise RowError("missing_picture", f"`{key}` is {value!r}: write the path of a picture, or of latents")
+    path = (folder / value).resolve()
+    if not path.is_relative_to(folder):
+        raise RowError(
+            "outside_folder", f"`{key}` is {value!r}, which leads out of the data folder: use a path below it"
+        )
+    if not path.is_file():
+        raise RowError("missing_file", f"there is no file {path}: add it, or fix `{key}`")
+    return path

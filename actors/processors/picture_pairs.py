@@ -1,0 +1,70 @@
+"""PicturePairProcessor: rows of picture pairs to groups, prompts encoded and pictures as latents."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from actors.datasets.conversations import CHOSEN, REJECTED
+from actors.datasets.preferences.picture_pairs import PicturePair
+from actors.datasets.rows import Row
+from actors.processors.flow import FlowProcessor
+from cluster.records.actions import LatentActions
+from cluster.records.trajectory import (
+    FinishReason,
+    Response,
+    Reward,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
+
+
+class PicturePairProcessor:
+    """Makes a group of each row: two trajectories of one step that ends in a picture; rewards are the labels.
+
+    No policy has sampled them: `behavior_logprobs` are 0.
+    """
+
+    media_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, flow: FlowProcessor) -> None:
+        self._flow = flow
+
+    def prepare(self, row: PicturePair, prompt_id: str) -> ScoredGroup:
+        """The row as a group.
+
+        Raises:
+            PromptError: a picture or file of latents cannot be used.
+        """
+        prompt = self._flow.prepare(_asked(row), prompt_id)
+        both = (row.chosen, row.rejected)
+        trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(both))
+        group = TrajectoryGroup(prompt, trajectories)
+        return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
+
+    def check(self, row: PicturePair) -> int:
+        """0: a prompt has no tokens.
+
+        Raises:
+            PromptError: as `prepare`.
+        """
+        for path in (row.chosen, row.rejected):
+            self._flow.latents(path)
+        return self._flow.check(_asked(row))
+
+
+def _asked(row: PicturePair) -> Row:
+    return Row(row.sample_id, row.question, "", "")
+
+
+def _trajectory(name: str, latents: np.ndarray) -> Trajectory:
+    return Trajectory(
+        trajectory_id=name,
+        actions=LatentActions.of_picture(latents),
+        behavior_logprobs=np.zeros(1, dtype=np.float32),
+        action_mask=np.ones(1, dtype=bool),
+        weight_spans=(WeightSpan(0, 0, 1),),
+        finish_reason=FinishReason.STOP,
+        response=Response("", 1, False),
+    )

@@ -1,0 +1,51 @@
+"""Contact sheets of a run's evaluations, as its report shows them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+EVALUATIONS_FOLDER = "evaluations"  # of the run folder
+SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The pictures of one evaluation."""
+
+    suite: str
+    version: int
+    sha256: str
+    prompts: Sequence[str]
+    png: bytes
+
+
+def read_sheets(run_folder: Path) -> list[Sheet]:
+    """The first and the last sheet of each suite.
+
+    Raises:
+        ValueError: a file is not the one that was written.
+    """
+    folder = run_folder / EVALUATIONS_FOLDER
+    if not (folder / SHEETS_FILE).exists():
+        return []
+    rows = json.loads((folder / SHEETS_FILE).read_text(encoding="utf-8"))
+    by_suite: dict[str, list[dict[str, object]]] = {}
+    for row in sorted(rows, key=lambda row: row["version"]):
+        by_suite.setdefault(row["suite"], []).append(row)
+    chosen = [row for found in by_suite.values() for row in (found if len(found) == 1 else (found[0], found[-1]))]
+    return [_sheet(folder, row) for row in chosen]
+
+
+def _sheet(folder: Path, row: dict[str, object]) -> Sheet:
+    png = (folder / str(row["file"])).read_bytes()
+    digest = hashlib.sha256(png).hexdigest()
+    if digest != row["sha256"]:
+        raise ValueError(
+            f"{folder / str(row['file'])} has the SHA-256 {digest}, and {row['sha256']} was written: put the file of "
+            f"the run back, or remove its row from {SHEETS_FILE}"
+        )
+    return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)  # type: ignore[union-attr]

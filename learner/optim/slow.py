@@ -1,0 +1,57 @@
+"""SlowWeights: a copy of what is trained that follows it once a step; the policy that samples in DiffusionNFT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from learner.optim.average import Copy, NullAverage, WeightAverage, local
+
+FOLDER = "slow"  # of a learner's state
+
+
+class SlowWeights(WeightAverage):
+    """slow = d * slow + (1 - d) * weights after each step v, with d = min(max_decay, decay_rate * v).
+
+    Source: DiffusionNFT, arXiv:2509.16117, section 3.3: the old policy is moved softly.
+    """
+
+    folder = FOLDER
+
+    def __init__(self, policy: nn.Module, decay_rate: float, max_decay: float, copy: Copy) -> None:
+        """Of a policy as its backend has wrapped it."""
+        super().__init__(policy, max_decay, copy)
+        self._decay_rate, self._max_decay = decay_rate, max_decay
+
+    def follow(self, version: int) -> None:
+        """Take over what step `version` has made of the weights."""
+        self._decay = min(self._max_decay, self._decay_rate * version)
+        self.update()
+
+    @contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """Within the body the policy has the slow weights. No gradient may be under way."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        slow, weights = local(self.tensors.values()), local(self._weights.values())
+        kept = [w.detach().clone() for w in weights]
+        torch._foreach_copy_(weights, slow)
+        torch._foreach_copy_(slow, kept)
+
+
+class NullSlow(NullAverage):
+    """In the place of SlowWeights where the sampling policy is the trained one."""
+
+    def follow(self, version: int) -> None: ...
+
+    def in_place(self) -> AbstractContextManager[None]:
+        return nullcontext()

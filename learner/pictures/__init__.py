@@ -1,0 +1,1 @@
+"""Flow models on pictures of a data set."""

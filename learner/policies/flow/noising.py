@@ -1,0 +1,139 @@
+"""Clean pictures at drawn noise levels: what a flow model is trained on where it needs no likelihood of its steps."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.records.actions import LatentActions
+from cluster.records.media import MediaHandle
+from cluster.records.trajectory import Prompt
+from learner.policies.flow.rows import Reader, condition_of
+
+LevelDraw = Literal["uniform", "logit_normal"]
+
+
+@dataclass(frozen=True)
+class Noising:
+    """x = (1 - sigma) clean + sigma noise, for `num_draws` levels sigma of each picture.
+
+    `uniform` draws a level of the table as likely as any other. `logit_normal` draws more in the middle of it: the
+    place in the table is the sigmoid of a normal number (Stable Diffusion 3, arXiv:2403.03206).
+    """
+
+    sigmas: np.ndarray  # float32 [L], falling: levels to draw from
+    timesteps: np.ndarray  # float32 [L]: the time of each, as the model takes it
+    draw: LevelDraw
+    num_draws: int
+
+    def levels(self, generator: torch.Generator) -> Tensor:
+        """int64 [K]: drawn places in the table."""
+        num = len(self.sigmas)
+        if self.draw == "uniform":
+            return torch.randint(0, num, (self.num_draws,), generator=generator)
+        shares = torch.sigmoid(torch.randn(self.num_draws, generator=generator))
+        return (shares * num).long().clamp(max=num - 1)
+
+
+@dataclass(frozen=True)
+class CleanSequence:
+    """One row: a clean picture. `seed` decides levels and noise, so every rank and every pass draws the same.
+
+    `old` are velocities at these levels of another model: the one that sampled, or the reference.
+    """
+
+    clean: np.ndarray  # float [...]: latents
+    media: tuple[MediaHandle, ...]
+    noising: Noising
+    seed: int
+    old: np.ndarray | None = None  # float32 [K, ...]
+
+    @classmethod
+    def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
+        """The picture at the end of some denoising steps. The picture itself is the seed: no two are alike."""
+        clean = actions.latents[-1]
+        seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
+        return cls(clean, condition_of(prompt), noising, seed)
+
+    @property
+    def num_targets(self) -> int:
+        """1: a picture is one decision."""
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.noising.num_draws * int(np.prod(self.clean.shape[1:]))
+
+    @property
+    def num_media_tokens(self) -> int:
+        return 0
+
+    @property
+    def num_predictions(self) -> int:
+        return self.noising.num_draws
+
+    def with_old(self, old: np.ndarray) -> CleanSequence:
+        return replace(self, old=old)
+
+    def drawn(self, num_draws: int) -> CleanSequence:
+        """The same picture at so many levels."""
+        return replace(self, noising=replace(self.noising, num_draws=num_draws))
+
+
+@dataclass(frozen=True)
+class NoisedBatch:
+    """B clean pictures, each at K noise levels: N = B K rows, picture by picture."""
+
+    clean: Tensor  # float32 [N, ...]
+    noise: Tensor  # float32 [N, ...]
+    sigmas: Tensor  # float32 [N]
+    timesteps: Tensor  # float32 [N]
+    conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
+    condition_rows: Tensor  # int64 [N]
+    old: Tensor | None  # float32 [N, ...]
+    num_draws: int  # K
+
+    @property
+    def noised(self) -> Tensor:
+        """float32 [N, ...]: what the model is given."""
+        sigmas = self.sigmas.view(-1, *(1,) * (self.clean.ndim - 1))
+        return (1 - sigmas) * self.clean + sigmas * self.noise
+
+
+def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
+    """Draw levels and noise of each picture, and resolve the conditions; each unique one is read and placed once."""
+    handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
+    media = reader.read(handles)
+    places = {handle.key: place for place, handle in enumerate(handles)}
+    num_draws = sequences[0].noising.num_draws
+    levels, noise = [], []
+    for s in sequences:
+        generator = torch.Generator().manual_seed(s.seed)
+        levels.append(s.noising.levels(generator).numpy())
+        noise.append(torch.randn((num_draws, *s.clean.shape), generator=generator))
+    old = [s.old for s in sequences if s.old is not None]
+
+    def column(arrays: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+    return NoisedBatch(
+        clean=column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
+        noise=torch.cat(noise).to(device),
+        sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
+        timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
+        conditions={
+            name: torch.from_numpy(np.concatenate([m.inputs[name] for m in media])).to(device)
+            for name in media[0].inputs
+        },
+        condition_rows=torch.tensor([places[s.media[0].key] for s in sequences], device=device).repeat_interleave(
+            num_draws
+        ),
+        old=column(old) if len(old) == len(sequences) else None,
+        num_draws=num_draws,
+    )

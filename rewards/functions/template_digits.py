@@ -1,0 +1,76 @@
+"""Template digits: which number a small picture shows, by comparison with rendered ones; a judge beside OCR."""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.tools import Tools
+
+SHARES = (0.66, 0.7, 0.75)  # of the picture's height: sizes of the font
+SHIFTS = (-1, 0, 1)  # pixels off the centre, along both sides
+MAX_DIGITS = 3  # of a number: there are 10^n templates of each size and place
+MAX_SIDE = 64  # pixels: a larger picture is scaled down
+
+
+class TemplateDigits:
+    """value = the share of digits of the first reference that the most similar rendered number has at their places.
+
+    Similarity is the correlation of grey levels over numbers of as many digits, of some sizes and places. It shares
+    neither weights nor features with the `ocr` reward, so it shows where a policy learns to please that alone.
+
+    Raises:
+        RewardError: the response has no picture, or the reference is no number of one to three digits.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        """It has no options."""
+
+    def __call__(self, request: RewardRequest) -> Score:
+        wanted = request.references[0] if request.references else ""
+        if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= MAX_DIGITS):
+            raise RewardError(f"the reference {wanted!r} is no number of one to {MAX_DIGITS} digits")
+        if not request.response.pictures:
+            raise RewardError("the response has no picture to read")
+        found = [_read(picture, len(wanted)) for picture in request.response.pictures]
+        shares = [sum(a == b for a, b in zip(text, wanted, strict=True)) / len(wanted) for text in found]
+        return Score(sum(shares) / len(shares), f"most like {', '.join(found)}")
+
+
+def _read(picture: bytes, num_digits: int) -> str:
+    try:
+        with Image.open(io.BytesIO(picture)) as opened:
+            grey = opened.convert("L")
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        raise RewardError(f"a picture of the response cannot be opened: {error}") from error
+    grey.thumbnail((MAX_SIDE, MAX_SIDE))
+    texts, templates = _templates(num_digits, *grey.size)
+    pixels = _normalised(np.asarray(grey, dtype=np.float32).reshape(1, -1))
+    return texts[int((templates @ pixels[0]).argmax())]
+
+
+@lru_cache(maxsize=8)
+def _templates(num_digits: int, width: int, height: int) -> tuple[list[str], np.ndarray]:
+    """Numbers, and float32 [M, pixels] of one rendering of each, normalised."""
+    texts, rows = [], []
+    for share, right, down in product(SHARES, SHIFTS, SHIFTS):
+        font = ImageFont.load_default(share * height)
+        for number in range(10**num_digits):
+            picture = Image.new("L", (width, height), 0)
+            text, where = f"{number:0{num_digits}d}", (width / 2 + right, height / 2 + down)
+            ImageDraw.Draw(picture).text(where, text, fill=255, font=font, anchor="mm")
+            texts.append(text)
+            rows.append(np.asarray(picture, dtype=np.float32).ravel())
+    return texts, _normalised(np.stack(rows))
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    """Rows of mean 0 and length 1; a row without contrast stays 0."""
+    centred = rows - rows.mean(axis=1, keepdims=True)
+    return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), 1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class SupervisedExample:
     prompt: Prompt
     answer_ids: np.ndarray  # int32 [A]
     answer_mask: np.ndarray  # bool [A]: True where a token is trained
+    group: ClassVar[None] = None  # it has no siblings
 
     @cached_property
     def sequence(self) -> TokenSequence:

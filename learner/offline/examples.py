@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ class Example:
 
     candidates: tuple[Candidate, ...]
     is_trained: bool = True
+    group: ClassVar[None] = None  # its candidates are one row
 
     @property
     def sequence(self) -> TokenSequence:

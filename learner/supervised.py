@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +37,7 @@ class SupervisedExample:
     answer_mask: np.ndarray  # bool [A]: True where a token is trained
     media: tuple[MediaHandle, ...] = ()  # of later turns: `media[i]` fills `media_spans[i]` of `answer_ids`
     media_spans: tuple[MediaSpan, ...] = ()
+    group: ClassVar[None] = None  # it has no siblings
 
     @cached_property
     def sequence(self) -> TokenSequence:

@@ -4,6 +4,7 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
 
     {"messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": "7"}],
      "images": ["images/12.png"]}                                                          a conversation
+    {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 the same, answer apart
     {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
 
@@ -118,9 +119,12 @@ def _read_row(
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    if turns[-1].role == "user" and fields.get("solution") not in (None, ""):
+        turns = (*turns, _answer(fields["solution"], "solution"))
     start = next((place for place, turn in enumerate(turns) if turn.role == "assistant"), None)
     if start is None or turns[-1].role != "assistant":
-        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer to imitate")
+        detail = "the last message is not the assistant's: end the row in the answer to imitate, or give `solution`"
+        raise RowError("no_answer", detail)
     if not any(turn.is_trained for turn in turns[start:]):
         raise RowError("nothing_to_train", "every message of the assistant has weight 0: give one the weight 1")
     return turns[:start], (Ending(turns[start:], CHOSEN),)

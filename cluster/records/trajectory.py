@@ -264,7 +264,9 @@ class TrajectoryGroup:
             group_id=self.group_id,
             sample_id=self.prompt.sample_id,
             num_trajectories=len(self.trajectories),
+            num_steps=tuple(t.num_steps for t in self.trajectories),
             num_prompt_tokens=self.prompt.num_tokens,
+            num_media_tokens=sum(span.end - span.start for span in self.prompt.media_spans),
             num_tokens=sum(tokens_by_version.values()),
             num_truncated=sum(t.is_truncated for t in self.trajectories),
             tokens_by_version=tokens_by_version,
@@ -308,7 +310,9 @@ class GroupSummary:
     group_id: str
     sample_id: str
     num_trajectories: int
+    num_steps: tuple[int, ...]  # T of each trajectory
     num_prompt_tokens: int
+    num_media_tokens: int  # those of the prompt's tokens that stand for its media
     num_tokens: int  # sampled by the policy, all siblings
     num_truncated: int
     tokens_by_version: Mapping[int, int]

@@ -375,6 +375,12 @@ class AlgorithmConfig(Section):
         return self.corrections.model_dump().get(self.correction, {})
 
     @property
+    def credit_reads_logprobs(self) -> bool:
+        """Whether advantages depend on the log-probs of each token, and not on rewards and masks alone."""
+        has_kl = self.kl.coef > 0 and self.kl.place == "reward"
+        return has_kl or (self.distillation.is_on and self.distillation.place == "advantage")
+
+    @property
     def needs_scoring_pass(self) -> bool:
         """Whether the learner scores a step's tokens before it trains on them."""
         return self.old_logprobs == "recomputed" or self.entropy.top_share < 1 or self.needs_old_predictions

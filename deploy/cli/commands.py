@@ -101,19 +101,19 @@ def train(overrides: Overrides = None) -> None:
 @app.command()
 def sft(overrides: Overrides = None) -> None:
     """Fine-tune on the assistant's turns of conversations: train with experiment=sft."""
-    train(["experiment=sft", *(overrides or [])])
+    _train_offline("sft", overrides or [])
 
 
 @app.command()
 def reward_model(overrides: Overrides = None) -> None:
     """Train a reward model on pairs or scored answers: train with experiment=reward_model."""
-    train(["experiment=reward_model", *(overrides or [])])
+    _train_offline("reward_model", overrides or [])
 
 
 @app.command()
 def dpo(overrides: Overrides = None) -> None:
     """Direct preference optimisation on pairs of answers: train with experiment=dpo."""
-    train(["experiment=dpo", *(overrides or [])])
+    _train_offline("dpo", overrides or [])
 
 
 @app.command()
@@ -485,6 +485,22 @@ app.command()(submit)
 app.command()(stop)
 app.command()(logs)
 app.command("list")(list_jobs)
+
+
+def _train_offline(job: str, overrides: Sequence[str]) -> None:
+    """Train with the experiment of a job, or another experiment of the same job that `overrides` name."""
+    from configs.load import load_config
+    from configs.words import overridden
+
+    with explained():
+        words = overridden([f"experiment={job}"], overrides)
+        config = load_config(words)
+        if config.offline.job != job:
+            raise ConfigError(
+                f"offline.job={config.offline.job} with {' '.join(words)}: use `mobula train`, or name an experiment "
+                f"whose offline.job is {job}"
+            )
+    train(words)
 
 
 def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:

@@ -50,6 +50,10 @@ class TokenSequence:
         """A prompt alone; all but its first token is scored."""
         return cls(prompt.expanded_ids, 1, prompt.media, prompt.media_spans)
 
+    def with_end(self) -> TokenSequence:
+        """The row with a padding token after its last one, which is scored among all tokens."""
+        return replace(self, token_ids=np.append(self.token_ids, PADDING_ID), kept=None)
+
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])

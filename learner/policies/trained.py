@@ -15,7 +15,7 @@ from cluster.records.actions import Actions, LatentActions, TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt
 from configs.schema import RunConfig
-from learner.policies.base import Policy, PolicyRow
+from learner.policies.base import Policy, PolicyRow, RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
@@ -116,6 +116,7 @@ def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
     """Rows of one kind as a batch, with their media."""
+    assert not any(isinstance(row, RowOutline) for row in rows), "a row of another rank: no content of it was fetched"
     if isinstance(rows[0], CleanSequence):
         return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)
     if isinstance(rows[0], LatentSequence):

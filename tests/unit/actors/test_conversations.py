@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from actors.datasets.conversations import read_conversations
 from actors.datasets.rows import count_by_reason
@@ -18,6 +20,7 @@ from cluster.errors import DatasetError, PromptError
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
+from deploy.cli import app
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 USER = {"role": "user", "content": "2 + 2?"}
@@ -48,6 +51,41 @@ def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
     chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
     return ConversationProcessor(chat, **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options})
+
+
+def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> None:
+    apart = {"messages": [USER, FOUR, USER], "solution": "4", "answer": "other", "images": []}
+    together = {"messages": [USER, FOUR, USER, FOUR]}
+    first, second = read_conversations(written(tmp_path, apart, together), "train", "conversation").rows
+    assert (first.context, first.endings) == (second.context, second.endings)
+
+
+@pytest.mark.parametrize("form", ["conversation", "pair"])
+def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form: str) -> None:
+    """The commands of docs/offline_training.md, on a data set of the same columns."""
+    datasets = pytest.importorskip("datasets")
+    picture = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(picture, format="PNG")
+    asked = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Which colour?"}]}
+    answers = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("red", "blue")]
+    columns = {
+        "conversation": {"messages": [asked, answers[0]]},
+        "pair": {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]},
+    }
+    row = {**columns[form], "images": [{"bytes": picture.getvalue(), "path": None}]}
+    found = datasets.Dataset.from_list([row])
+    found = found.cast_column("images", datasets.Sequence(datasets.Image()))
+    datasets.DatasetDict({"train": found}).save_to_disk(str(tmp_path / "hub"))
+    words = ["data=huggingface", "data.row_format=messages", "data.prompt_suffix=''", f"data.path={tmp_path / 'hub'}"]
+    words += ["data.columns={messages: prompt}"] if form == "pair" else []
+    run = ["data", "convert", str(tmp_path / "rows"), "--to", "messages", "--split", "train", *words]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.output
+    [read] = read_conversations(tmp_path / "rows", "train", form).rows
+    assert [turn.text for turn in read.context] == ["<image>Which colour?"]
+    assert [ending.turns[0].text for ending in read.endings] == ["red", "blue"][: len(read.endings)]
+    assert len(read.endings) == (2 if form == "pair" else 1)
+    assert np.asarray(Image.open(read.images[0])).tolist() == np.full((4, 4, 3), (255, 0, 0)).tolist()
 
 
 @pytest.mark.parametrize(

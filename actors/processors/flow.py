@@ -10,7 +10,7 @@ import torch
 
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
-from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
+from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.trajectory import NO_IDS, Prompt
 from configs.schema import DataConfig
 from configs.schema.rollout import FlowConfig
@@ -29,7 +29,7 @@ class FlowProcessor:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
 
-    def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaStore) -> None:
+    def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper) -> None:
         self._family = checkpoint.family
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = data.prompt_suffix
@@ -65,6 +65,10 @@ class FlowProcessor:
         if not (row.question + self._suffix).strip():
             raise PromptError(f"{row.sample_id} has no text: write what the picture shows, or remove the row")
         return 0
+
+    def num_media(self, row: Row) -> int:
+        """How many media the prompt of a row has: texts that are encoded."""
+        return 1 if self._flow.guidance == 1 else 2
 
     def _condition(self, text: str) -> MediaHandle:
         key = content_key(text.encode(), self.fingerprint)

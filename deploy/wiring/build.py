@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -160,12 +160,17 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
     ]
 
 
-def build_controller(prepared: Prepared, inference: Inference, training: Training, metrics: Metrics) -> Controller:
-    """The main loop and its collaborators."""
+def build_controller(
+    prepared: Prepared, inference: Inference, training: Training, metrics: Metrics, beside: Sequence[Watched]
+) -> Controller:
+    """The main loop and its collaborators; `beside` are other roles that are watched.
+
+    It prepares the held-out prompts. Call it in a thread: processor workers are served by the event loop.
+    """
     config = prepared.config
     source = PromptSource(
         prepared.splits[TRAIN].rows,
-        prepared.processor,
+        prepared.preparation,
         seed=config.seed,
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
@@ -206,7 +211,7 @@ def build_controller(prepared: Prepared, inference: Inference, training: Trainin
         checkpoints=checkpoints,
         weights=LeasedWeights(weights, in_flight) if in_flight else weights,
         supervisor=Supervisor(
-            [*training.watched, *inference.watched],
+            [*training.watched, *inference.watched, *beside],
             [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
             interval_s=config.supervision.interval_s,
             deadline_s=config.supervision.sign_timeout_s,
@@ -352,7 +357,7 @@ def _weights(prepared: Prepared, inference: Inference, training: Training) -> We
 def probe_prompt(prepared: Prepared) -> Prompt:
     """The prompt on which engines and learner are compared: an early held-out one with a picture, else the first."""
     config = prepared.config
-    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.processor, PROBE_CANDIDATES).prompts
+    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.preparation, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 
 

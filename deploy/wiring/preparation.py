@@ -16,11 +16,13 @@ from huggingface_hub import snapshot_download
 from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
-from actors.datasets.prompts import PreflightReport, RowChecker, preflight
+from actors.datasets.prompts import PreflightReport, Preparation, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.processors.make import make_processor
+from actors.processors.preparation import InDriver
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -54,6 +56,7 @@ class Prepared:
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
     processor: ChatProcessor | ConversationProcessor | FlowProcessor  # by the job and the kind of model
+    preparation: Preparation  # `processor` in the driver, or workers that have one each
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
@@ -100,30 +103,23 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
-    processor = _processor(config, media)
+    processor = make_processor(config, media)
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
-        processor = ConversationProcessor(
-            processor,
-            system_prompt=config.data.system_prompt,
-            max_tokens=config.offline.max_tokens,
-            has_tail=config.offline.job == "reward_model",
-        )
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
-    return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
-
-
-def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor:
-    if config.sampler.is_flow:
-        from actors.processors.flow import FlowProcessor  # which imports diffusers
-
-        return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
-    return ChatProcessor(
-        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    return Prepared(
+        config,
+        model_folder,
+        checkpoint,
+        processor,
+        InDriver(processor),
+        media,
+        splits,
+        teacher_folder=teacher_folder,
     )
 
 

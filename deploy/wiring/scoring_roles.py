@@ -67,7 +67,7 @@ def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: Loss
         restarts=restart_policy(config),
         settings=ServiceSettings(
             start_s=timeouts.start_s,
-            alive_s=_alive_s(config),
+            alive_s=alive_s(config),
             timeout_s=timeouts.start_s + pool.batches_in_flight * pool.max_batch_groups * timeouts.reward_s,
             max_batch=pool.max_batch_groups,
             max_in_flight=pool.batches_in_flight,
@@ -105,7 +105,7 @@ def reference_pool(
         frozen,
         hosts=RoleHosts(spawner, "reference", start, stop_s=timeouts.stop_s),
         restarts=restart_policy(config),
-        alive_s=_alive_s(config),
+        alive_s=alive_s(config),
         timeout_s=timeouts.reference_s,
         max_attempts=config.max_rollout_retries + 1,
         on_lost=on_lost,
@@ -129,6 +129,6 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
     )
 
 
-def _alive_s(config: RunConfig) -> float:
+def alive_s(config: RunConfig) -> float:
     """Less than the supervisor gives the whole pool, so that it is the pool that replaces a silent worker."""
     return config.supervision.sign_timeout_s / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,12 +32,19 @@ async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
         return 0.0
     seed = prepared.config.seed + ORDER_SEED_OFFSET
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
-    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
-    held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
-    checks = [_example(processor, prompt) for prompt in held_out]
+    source = PromptSource(rows, prepared.preparation, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
+
+    def batch() -> list[SupervisedExample]:
+        return [_example(processor, source.next()) for _ in range(config.batch_size)]
+
+    # In threads: processor workers are served by the event loop.
+    held_out = await asyncio.to_thread(
+        fixed_prompts, prepared.usable(VALIDATION), prepared.preparation, config.max_checks_rows
+    )
+    checks = [_example(processor, prompt) for prompt in held_out.prompts]
     accuracy = 0.0
     for step in range(1, config.num_steps + 1):
-        metrics = await learner.supervised_step([_example(processor, source.next()) for _ in range(config.batch_size)])
+        metrics = await learner.supervised_step(await asyncio.to_thread(batch))
         if step % config.check_interval == 0 or step == config.num_steps:
             accuracy = await learner.answer_accuracy(checks)
             _logger.info("warm start: step %d, loss %.3f, accuracy %.3f", step, metrics["loss"], accuracy)

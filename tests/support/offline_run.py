@@ -61,7 +61,7 @@ class OfflineRun:
         )
         source = PromptSource(
             self.prepared.splits["train"].rows,
-            self.prepared.processor,
+            self.prepared.preparation,
             seed=config.seed,
             split_name="train",
             on_skipped=self.prepared.note_skipped,

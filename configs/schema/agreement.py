@@ -257,6 +257,14 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
     )
 
 
+def _videos_of_the_task_fit(config: RunConfig) -> str | None:
+    if config.data.kind is not DataKind.DIGIT_CLIPS or config.sampler.max_videos_per_prompt > 0:
+        return None
+    return (
+        f"data.kind={config.data.kind} shows a video in every prompt but sampler.max_videos_per_prompt=0: set it to 1"
+    )
+
+
 def _videos_have_an_engine(config: RunConfig) -> str | None:
     if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
         return None
@@ -585,6 +593,7 @@ RULES: tuple[Rule, ...] = (
     _engine_reports_what_it_keeps,
     _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
+    _videos_of_the_task_fit,
     _videos_have_an_engine,
     _pixel_range_is_open,
     _mixture_has_sources,

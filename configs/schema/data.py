@@ -23,9 +23,10 @@ class DataKind(StrEnum):
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
+    DIGIT_CLIPS = "digit_clips"
 
 
-WRITTEN = (DataKind.DIGITS, DataKind.DIGIT_SUM, DataKind.DIGIT_LIST)
+WRITTEN = (DataKind.DIGITS, DataKind.DIGIT_SUM, DataKind.DIGIT_LIST, DataKind.DIGIT_CLIPS)
 """Data that a run writes itself, as JSONL."""
 
 

@@ -13,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.datasets.formats.base import Draft, Record, RowFormat, first_of, others, plain, present, text_of, videos_of
+from actors.datasets.formats.base import (
+    Draft,
+    Record,
+    RowFormat,
+    first_of,
+    others,
+    plain,
+    present,
+    text_of,
+    videos_of,
+)
 from actors.datasets.rows import Row, RowError, Turn
 
 COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "metadata")
@@ -36,7 +46,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.history or row.rejected is not None:
         raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
     record: dict[str, Any] = {

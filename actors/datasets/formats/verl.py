@@ -17,6 +17,7 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     first_of,
+    held,
     only_one,
     others,
     plain,
@@ -55,7 +56,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.rejected is not None:
         raise ValueError(f"{row.sample_id} is a preference pair, which verl's schema has no place for: write messages")
     metadata = dict(row.metadata)
@@ -63,7 +64,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
     return {
         "data_source": str(metadata.pop("data_source", "")),
         "prompt": [*turns, {"role": "user", "content": row.question}],
-        "images": images,
+        **held(images, videos),
         "reward_model": {"style": "rule", "ground_truth": metadata.pop("ground_truth", row.answer)},
         "extra_info": {**metadata, "id": row.sample_id},
     }

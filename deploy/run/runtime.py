@@ -62,8 +62,8 @@ from deploy.wiring.evaluation import build_evaluator
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline
 from deploy.wiring.persistence import reached_version
+from deploy.wiring.pooled_roles import spawn_processors
 from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
-from deploy.wiring.processors import spawn_processors
 from deploy.wiring.scaling import control_loop
 from deploy.wiring.spawner import Spawner
 

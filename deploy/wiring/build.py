@@ -40,9 +40,9 @@ from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
+from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
-from deploy.wiring.scoring_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
 from learner.learner import Learner

@@ -29,8 +29,8 @@ from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from deploy.wiring.pooled_roles import reference_folder, reference_pool
 from deploy.wiring.preparation import TRAIN, Prepared
-from deploy.wiring.scoring_roles import reference_folder, reference_pool
 from deploy.wiring.spawner import Spawner
 from learner.learner_group import LearnerGroup
 

@@ -18,6 +18,7 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     first_of,
+    held,
     others,
     plain,
     present,
@@ -55,7 +56,8 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
         "answer": row.answer,
         "solution": row.solution,
     }
-    return {**record, **({"image": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+    media = {**({"image": images} if images else {}), **held([], videos)}
+    return {**record, **media, **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -12,8 +12,8 @@ from PIL import Image
 NUM_FRAMES = 8
 FRAME_MS = 250
 LENGTHS = ((6, 2), (4, 2, 2))  # frames of each digit of a clip, those of the longest first
-SIZE, UPSCALE = 56, 6  # of a frame, and of a digit's 8x8 pixels in it
-CENTRE, DRIFT = (SIZE - 8 * UPSCALE) // 2, 2  # where a digit begins, and how far it moves from there, in pixels
+SIZE, UPSCALE = 28, 3  # of a frame, and of a digit's 8x8 pixels in it
+CENTRE, DRIFT = (SIZE - 8 * UPSCALE) // 2, 1  # where a digit begins, and how far it moves from there, in pixels
 WHITE = 16  # the brightest value in load_digits
 
 

@@ -20,10 +20,9 @@ import numpy as np
 import ray
 from PIL import Image
 
-from actors.datasets.prompts import Preparation, PromptSource
+from actors.datasets.prompts import InDriver, Preparation, PromptSource
 from actors.processors.make import make_processor
 from actors.processors.pool import ProcessorPool
-from actors.processors.preparation import InDriver
 from actors.processors.video import require_av
 from actors.processors.worker import ProcessorWorker
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share

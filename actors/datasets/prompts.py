@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -22,8 +22,15 @@ from cluster.records.trajectory import Prompt
 logger = logging.getLogger(__name__)
 
 
+class PromptMaker(Protocol):
+    """Turns rows into prompts (`actors.processors.chat.ChatProcessor`)."""
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt: ...
+
+
+@runtime_checkable
 class Preparation(Protocol):
-    """Turns rows into prompts: in this process, or on processor workers (`actors.processors.preparation`)."""
+    """Where rows become prompts: in this process (`InDriver`), or on workers (`actors.processors.pool`)."""
 
     @property
     def num_ahead(self) -> int:
@@ -35,6 +42,28 @@ class Preparation(Protocol):
         ...
 
 
+class InDriver:
+    """Implements `Preparation`: a prompt is prepared in the caller's thread as it is begun."""
+
+    num_ahead = 1
+
+    def __init__(self, processor: PromptMaker) -> None:
+        self._processor = processor
+
+    def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
+        try:
+            prompt = self._processor.prepare(row, prompt_id)
+        except Exception as error:  # of a row, or one that ends the run: it is raised where the prompt is asked for
+            return failed(error)
+        begun: Future[Prompt] = Future()
+        begun.set_result(prompt)
+        return begun
+
+
+def _preparation(prompts: PromptMaker | Preparation) -> Preparation:
+    return prompts if isinstance(prompts, Preparation) else InDriver(prompts)
+
+
 class RowChecker(Protocol):
     """Says how many tokens a row's prompt takes, or raises a `SkippedSample`."""
 
@@ -44,7 +73,8 @@ class RowChecker(Protocol):
 class PromptSource:
     """An endless stream of prompts whose order is a pure function of (seed, epoch, position).
 
-    Up to `preparation.num_ahead` prompts are prepared at a time, and handed out in order.
+    Up to `num_ahead` prompts of a `Preparation` are prepared at a time, and handed out in order; those of a processor
+    are prepared when they are asked for.
 
     Every epoch is a permutation of its own. A prompt's id carries its place in the order, so a checkpoint needs only
     `cursor` and the ids of prompts that were handed out and not yet trained on:
@@ -56,7 +86,7 @@ class PromptSource:
     def __init__(
         self,
         rows: Sequence[Row],
-        preparation: Preparation,
+        prompts: PromptMaker | Preparation,
         *,
         seed: int,
         split_name: str,
@@ -65,7 +95,7 @@ class PromptSource:
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = endless(rows, seed)
-        self._preparation = preparation
+        self._preparation = _preparation(prompts)
         self._split_name = split_name
         self._on_skipped = on_skipped
         self._cursor = 0
@@ -188,7 +218,7 @@ class PromptSet:
     skipped: tuple[Skipped, ...]
 
 
-def fixed_prompts(split: Split, preparation: Preparation, num_prompts: int) -> PromptSet:
+def fixed_prompts(split: Split, maker: PromptMaker | Preparation, num_prompts: int) -> PromptSet:
     """The first `num_prompts` usable prompts in file order, always the same; fewer if the split has no more.
 
     Raises:
@@ -196,7 +226,7 @@ def fixed_prompts(split: Split, preparation: Preparation, num_prompts: int) -> P
     """
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    for sample, begun in _begun_ahead(split, preparation):
+    for sample, begun in _begun_ahead(split, _preparation(maker)):
         try:
             prompts.append(begun.result())
         except SkippedSample as error:

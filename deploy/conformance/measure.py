@@ -23,7 +23,6 @@ import torch
 from safetensors import safe_open
 
 from actors.processors.chat import ChatProcessor
-from actors.processors.preparation import InDriver
 from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from cluster.records.partial_response import Attempt
 from cluster.roles import SamplingSettings
@@ -107,9 +106,7 @@ class Measurement:
         self.processor = ChatProcessor(str(self.model), self.config.data, self.config.sampler, store, keep_files=False)
         self.cases = cases(self.processor, folder)
         checkpoint = checkpoint_manifest(self.model, self.config.resources.dtype)
-        self.prepared = Prepared(
-            self.config, self.model, checkpoint, self.processor, InDriver(self.processor), store, {}
-        )
+        self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
         self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1)
         model = load_policy_model(self.config.policy, torch.float32)

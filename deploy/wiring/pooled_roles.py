@@ -84,7 +84,7 @@ def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[st
         on_lost=on_lost,
     )
     watched = watched_pool(PROCESSOR, pool.pool.check, pool.pool.close)
-    return Processors(replace(prepared, preparation=pool), pool.start, (watched,), {PROCESSOR: pool.pool})
+    return Processors(replace(prepared, workers=pool), pool.start, (watched,), {PROCESSOR: pool.pool})
 
 
 async def _nothing() -> None:

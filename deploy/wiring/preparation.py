@@ -16,13 +16,12 @@ from huggingface_hub import snapshot_download
 from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
-from actors.datasets.prompts import PreflightReport, Preparation, RowChecker, preflight
+from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.make import make_processor
-from actors.processors.preparation import InDriver
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -56,15 +55,20 @@ class Prepared:
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
     processor: ChatProcessor | ConversationProcessor | FlowProcessor  # by the job and the kind of model
-    preparation: Preparation  # `processor` in the driver, or workers that have one each
     media: MediaStore
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
+    workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
 
     @property
     def folder(self) -> Path:
         return self.config.run_folder
+
+    @property
+    def preparation(self) -> Preparation:
+        """Where rows become prompts."""
+        return self.workers or InDriver(self.processor)
 
     @property
     def skipped(self) -> list[Skipped]:
@@ -116,7 +120,6 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         model_folder,
         checkpoint,
         processor,
-        InDriver(processor),
         media,
         splits,
         teacher_folder=teacher_folder,

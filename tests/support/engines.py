@@ -21,7 +21,6 @@ from sklearn.datasets import load_digits
 
 from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
-from actors.processors.preparation import InDriver
 from actors.rollout.actor import RolloutActor
 from actors.rollout.client import RolloutClient
 from actors.samplers.base import EngineSettings
@@ -209,7 +208,7 @@ def open_model(folder: Path, *overrides: str) -> Model:
     rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
     prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
     checkpoint = checkpoint_manifest(folder, config.resources.dtype)
-    return Model(Prepared(config, folder, checkpoint, processor, InDriver(processor), store, {}), prompts)
+    return Model(Prepared(config, folder, checkpoint, processor, store, splits={}), prompts)
 
 
 def start_actor(

@@ -12,10 +12,9 @@ import pytest
 from handles import LocalHandle
 from hosts import AT_ONCE, FakeHosts
 
-from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
 from actors.datasets.rows import Row, RowError, Split
 from actors.processors.pool import DIED, HUNG, MAX_LOSSES, ProcessorPool
-from actors.processors.preparation import InDriver
 from actors.processors.worker import Made, ProcessorWorker
 from cluster.errors import MediaError, WorkerDiedError
 from cluster.records.media import MediaKeeper, MediaSpan, MediaStore, ProcessedMedia

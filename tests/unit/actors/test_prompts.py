@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.datasets.order import epoch_order
-from actors.datasets.prompts import PromptSource, fixed_prompts, preflight
+from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts, preflight
 from actors.datasets.rows import Row, Skipped, Split, count_by_reason
-from actors.processors.preparation import InDriver
 from cluster.errors import DatasetError, MediaError, PromptError
 from cluster.records.trajectory import Prompt
 

@@ -13,9 +13,8 @@ from data_rows import data_config
 
 from actors.datasets.mixture import PERIOD, quotas_of, shares_of
 from actors.datasets.open_split import open_split
-from actors.datasets.prompts import PromptSource, preflight
+from actors.datasets.prompts import InDriver, PromptSource, preflight
 from actors.datasets.rows import Row
-from actors.processors.preparation import InDriver
 from cluster.errors import DatasetError
 from cluster.records.trajectory import Prompt
 from configs.errors import ConfigError

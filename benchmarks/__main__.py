@@ -47,6 +47,7 @@ class Name(StrEnum):
     PLANNER = "planner"
     EPISODES = "episodes"
     FLOW = "flow"
+    MEDIA_PREPARATION = "media_preparation"
     ALL = "all"
 
 

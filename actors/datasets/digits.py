@@ -1,27 +1,28 @@
-"""Handwritten digits as a visual question answering dataset: pictures and JSONL rows, made offline from scikit-learn.
+"""Handwritten digits as a question answering dataset: pictures or clips and JSONL rows, made from scikit-learn.
 
 The 1,797 pictures of `sklearn.datasets.load_digits` are the smallest data on which a vision-language policy has
 something real to learn. The folder that `write_digits` makes:
 
-    images/digit_0000.png ...   one 56x56 picture for each digit
+    images/digit_0000.png ...   one 56x56 picture for each digit; of `digit_clips` clips/digit_0000.gif ...
     train.jsonl validation.jsonl test.jsonl
     dataset.json                what the folder holds; its presence says that the folder is whole
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Literal, TypedDict, get_args
+from typing import Literal, NotRequired, TypedDict, get_args
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
+from actors.datasets.written.digit_clips import write_clip
 from actors.datasets.written.folder import install_dataset
 
-DigitsTask = Literal["digits", "digit_sum", "digit_list"]
+DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips"]
 
 FORMAT_VERSION = 1
 UPSCALE = 7
@@ -30,13 +31,15 @@ PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pic
 
 
 class DigitRow(TypedDict):
-    """One line of a split; `image` is relative to the JSONL file, one path for each `<image>` of the question."""
+    """One line of a split; `image` has one path for each `<image>` of the question, `video` the path of the `<video>`;
+    paths are relative to the JSONL file."""
 
     id: str
     question: str
     answer: str
     solution: str
-    image: str | list[str]
+    image: NotRequired[str | list[str]]
+    video: NotRequired[str]
 
 
 class Marker(TypedDict):
@@ -55,8 +58,9 @@ def write_digits(
     """Write the dataset of `task` into `folder` and return `folder`.
 
     `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
-    on each of 1 to 12 pictures and one with their sum. Splits are stratified by digit and share no picture; train takes
-    what validation and test leave. A split has as many rows as pictures. The same arguments give the same bytes.
+    on each of 1 to 12 pictures and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
+    Splits are stratified by digit and share no picture; train takes what validation and test leave. A split has as many
+    rows as pictures. The same arguments give the same bytes.
 
     A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
     beside its place and renamed, and of several processes that write it at once the first one wins.
@@ -75,10 +79,28 @@ def write_digits(
 def _build(folder: Path, marker: Marker) -> dict[str, list[DigitRow]]:
     """Write the pictures into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
+    splits = _split(labels, marker)
+    if marker["task"] == "digit_clips":
+        _write_clips(folder, marker["seed"], splits, pixels, labels)
+    else:
+        _write_pictures(folder, pixels)
+    return {split: _rows(marker, split, indices, labels) for split, indices in splits.items()}
+
+
+def _write_pictures(folder: Path, pixels: np.ndarray) -> None:
     (folder / "images").mkdir()
     for index, picture in enumerate(pixels):
         _to_picture(picture).save(folder / _image_path(index))
-    return {split: _rows(marker, split, indices, labels) for split, indices in _split(labels, marker).items()}
+
+
+def _write_clips(
+    folder: Path, seed: int, splits: Mapping[str, Sequence[int]], pixels: np.ndarray, labels: np.ndarray
+) -> None:
+    """One clip for each digit, in which it is shown longest; the others are of its split."""
+    (folder / "clips").mkdir()
+    for indices in splits.values():
+        for index in indices:
+            write_clip(folder / _clip_path(index), index, indices, pixels, labels, Random(f"{seed} {index}"))
 
 
 def _to_picture(pixels: np.ndarray) -> Image.Image:
@@ -105,6 +127,8 @@ def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
         return _digit_rows(indices, labels)
     if marker["task"] == "digit_sum":
         return _sum_rows(indices, labels)
+    if marker["task"] == "digit_clips":
+        return _clip_rows(indices, labels)
     return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
 
 
@@ -131,6 +155,21 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
             [_image_path(left), _image_path(right)],
         )
         for left, right in zip(indices, [*indices[1:], indices[0]], strict=True)
+    ]
+
+
+def _clip_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
+    """One question for each clip."""
+    question = r"<video>Which digit is shown longest? Answer in \boxed{}."
+    return [
+        DigitRow(
+            id=f"digit_clips-{index:04d}",
+            question=question,
+            answer=str(labels[index]),
+            solution=rf"\boxed{{{labels[index]}}}",
+            video=_clip_path(index),
+        )
+        for index in indices
     ]
 
 
@@ -183,3 +222,7 @@ def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Dig
 
 def _image_path(index: int) -> str:
     return f"images/digit_{index:04d}.png"
+
+
+def _clip_path(index: int) -> str:
+    return f"clips/digit_{index:04d}.gif"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
+from typing import Protocol
 
 import numpy as np
 import transformers
@@ -22,8 +23,10 @@ from transformers import (
     ProcessorMixin,
 )
 
+from actors.datasets.audios import Audio
 from actors.datasets.pictures import Picture
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
+from actors.datasets.videos import Video
 from actors.processors.audio import (
     AudioLimits,
     LoadedAudio,
@@ -36,7 +39,7 @@ from actors.processors.audio import (
 from actors.processors.image import check_image, decode_image, measure_image, read_image
 from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
-from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
+from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
 from configs.schema.rollout import SamplerConfig
@@ -47,6 +50,43 @@ THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
 NUM_CACHED_SIZES = 4096
 MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}|{AUDIO_PLACEHOLDER})")
+
+
+class HasMedia(Protocol):
+    """A row, or a conversation: text with placeholders, and the media that stand there."""
+
+    @property
+    def sample_id(self) -> str: ...
+    @property
+    def images(self) -> Sequence[Picture]: ...
+    @property
+    def videos(self) -> Sequence[Video]: ...
+    @property
+    def audios(self) -> Sequence[Audio]: ...
+
+
+@dataclass(frozen=True)
+class MeasuredMedia:
+    """What of a row's media decides how many tokens they take."""
+
+    sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
+    clips: Sequence[Clip]  # what a prompt shows of each video
+    lengths: Sequence[int]  # samples of each sound
+
+
+@dataclass(frozen=True)
+class LoadedMedia:
+    """A row's media, read and not decoded."""
+
+    pictures: Sequence[bytes]
+    sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
+    videos: Sequence[LoadedVideo]
+    audios: Sequence[LoadedAudio]
+
+    @property
+    def measured(self) -> MeasuredMedia:
+        clips, lengths = [video.clip for video in self.videos], [audio.num_samples for audio in self.audios]
+        return MeasuredMedia(self.sizes, clips, lengths)
 
 
 @dataclass(frozen=True)
@@ -77,7 +117,7 @@ class ChatProcessor:
     """
 
     def __init__(
-        self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaStore, *, keep_files: bool
+        self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaKeeper, *, keep_files: bool
     ) -> None:
         self._data = data
         self._keep_files = keep_files
@@ -123,13 +163,9 @@ class ChatProcessor:
             PromptError: the prompt is too long, has too many pictures, or its text imitates special tokens.
         """
         self._check_row(row)
-        contents, sizes = self.read_pictures(row.images)
-        videos = [load_video(video, self._video_limits) for video in row.videos]
-        audios = [load_audio(audio, self._audio_limits) for audio in row.audios]
-        layout = self._lay_out(row, sizes, [video.clip for video in videos], [audio.num_samples for audio in audios])
-        stored = [self.store_picture(content, path) for content, path in zip(contents, row.images, strict=True)]
-        stored += [self._store_video(video) for video in videos]
-        stored += [self._store_audio(audio) for audio in audios]
+        loaded = self.load_media(row)
+        layout = self._lay_out(row, loaded.measured)
+        stored = self.store_media(row, loaded)
         return Prompt(
             prompt_id=prompt_id,
             sample_id=row.sample_id,
@@ -149,10 +185,12 @@ class ChatProcessor:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
         self._check_row(row)
-        clips = [check_video(video, self._video_limits) for video in row.videos]
-        lengths = [check_audio(audio, self._audio_limits) for audio in row.audios]
-        layout = self._lay_out(row, self.picture_sizes(row.images), clips, lengths)
+        layout = self._lay_out(row, self.measure_media(row))
         return int(layout.expanded_ids.shape[0])
+
+    def num_media(self, row: HasMedia) -> int:
+        """How many media the prompt of a row has."""
+        return len(row.images) + len(row.videos) + len(row.audios)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response, special tokens left out."""
@@ -200,6 +238,52 @@ class ChatProcessor:
                 "raise it or remove the row"
             )
 
+    def check_media(self, row: HasMedia) -> None:
+        """Whether the model takes the row's pictures, videos and sounds, and so many.
+
+        Raises:
+            PromptError: it does not.
+        """
+        self.check_pictures(row.images, row.sample_id)
+        if len(row.videos) > self._max_videos:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self._max_videos}: "
+                "raise it or remove the row"
+            )
+        if len(row.audios) > self._max_audios:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.audios)} sounds, sampler.max_audios_per_prompt is {self._max_audios}: "
+                "raise it or remove the row"
+            )
+
+    def measure_media(self, row: HasMedia) -> MeasuredMedia:
+        """What the headers of the row's files say.
+
+        Raises:
+            MediaError: a file cannot be used.
+        """
+        return MeasuredMedia(
+            self.picture_sizes(row.images),
+            [check_video(video, self._video_limits) for video in row.videos],
+            [check_audio(audio, self._audio_limits) for audio in row.audios],
+        )
+
+    def load_media(self, row: HasMedia) -> LoadedMedia:
+        """The row's files, read.
+
+        Raises:
+            MediaError: a file cannot be used.
+        """
+        contents, sizes = self.read_pictures(row.images)
+        videos = [load_video(video, self._video_limits) for video in row.videos]
+        return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
+
+    def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
+        """Where the row's processed media are: its pictures, its videos, then its sounds."""
+        stored = [self.store_picture(content, path) for content, path in zip(loaded.pictures, row.images, strict=True)]
+        stored += [self._store_video(video) for video in loaded.videos]
+        return [*stored, *(self._store_audio(audio) for audio in loaded.audios)]
+
     def picture_sizes(self, images: Sequence[Picture]) -> list[tuple[int, int]]:
         """(width, height) of each file, from its header.
 
@@ -235,8 +319,26 @@ class ChatProcessor:
             )
         return places, expansions
 
+    def media_expansions(
+        self, compact_ids: np.ndarray, row: HasMedia, measured: MeasuredMedia
+    ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+        """Where placeholders stand in `compact_ids`, the ids that each one's medium becomes, and which of the row's
+        media that is, its pictures counted before its videos and these before its sounds.
+
+        Raises:
+            PromptError: there is not one placeholder a medium.
+            MediaError: a medium has a size that cannot be used.
+        """
+        places, expansions = self.expansions(compact_ids, row.images, measured.sizes, row.sample_id)
+        video_places, video_expansions = self._video_expansions(compact_ids, row, measured.clips)
+        audio_places, audio_expansions = self._audio_expansions(compact_ids, row, measured.lengths)
+        places = np.concatenate([places, video_places, audio_places])
+        expansions = [*expansions, *video_expansions, *audio_expansions]
+        order = np.argsort(places)
+        return places[order], [expansions[number] for number in order], order
+
     def _video_expansions(
-        self, compact_ids: np.ndarray, row: Row, clips: Sequence[Clip]
+        self, compact_ids: np.ndarray, row: HasMedia, clips: Sequence[Clip]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Where the placeholders of videos stand in `compact_ids`, and the ids that each video becomes."""
         if not clips or not isinstance(self._family, VideoFamily):
@@ -257,7 +359,7 @@ class ChatProcessor:
         return places, expansions
 
     def _audio_expansions(
-        self, compact_ids: np.ndarray, row: Row, lengths: Sequence[int]
+        self, compact_ids: np.ndarray, row: HasMedia, lengths: Sequence[int]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Where the placeholders of sounds stand in `compact_ids`, and the ids that each sound becomes."""
         if not lengths or not isinstance(self._family, AudioFamily):
@@ -279,31 +381,14 @@ class ChatProcessor:
         return places, expansions
 
     def _check_row(self, row: Row) -> None:
-        self.check_pictures(row.images, row.sample_id)
-        if len(row.videos) > self._max_videos:
-            raise PromptError(
-                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self._max_videos}: "
-                "raise it or remove the row"
-            )
-        if len(row.audios) > self._max_audios:
-            raise PromptError(
-                f"{row.sample_id} has {len(row.audios)} sounds, sampler.max_audios_per_prompt is {self._max_audios}: "
-                "raise it or remove the row"
-            )
+        self.check_media(row)
         self.refuse_special_tokens(row.solution)  # supervised steps encode it
 
-    def _lay_out(
-        self, row: Row, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip], lengths: Sequence[int]
-    ) -> _Layout:
-        """The row's tokens, given its pictures' (width, height), its videos, and the samples of its sounds."""
+    def _lay_out(self, row: Row, measured: MeasuredMedia) -> _Layout:
+        """The row's tokens."""
         text, compact_ids = self._encode(row.history, row.question)
-        places, expansions = self.expansions(compact_ids, row.images, sizes, row.sample_id)
-        video_places, video_expansions = self._video_expansions(compact_ids, row, clips)
-        audio_places, audio_expansions = self._audio_expansions(compact_ids, row, lengths)
-        places = np.concatenate([places, video_places, audio_places])
-        expansions = [*expansions, *video_expansions, *audio_expansions]
-        order = np.argsort(places)
-        expanded_ids, spans = expand(compact_ids, places[order], [expansions[number] for number in order])
+        places, expansions, order = self.media_expansions(compact_ids, row, measured)
+        expanded_ids, spans = expand(compact_ids, places, expansions)
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
                 f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures, "
@@ -316,9 +401,7 @@ class ChatProcessor:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
         turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
         for _, turn_text in turns:
-            for part in MEDIA_PLACEHOLDERS.split(turn_text):
-                if not MEDIA_PLACEHOLDERS.fullmatch(part):  # which are special tokens of some families
-                    self.refuse_special_tokens(part)
+            self.refuse_imitations(turn_text)
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         text = self.render(turns, is_open=True)
@@ -386,6 +469,12 @@ class ChatProcessor:
                 f"the text {text[:80]!r} contains the special token {found.group()!r}, which only the chat template "
                 "may write: remove it from the row"
             )
+
+    def refuse_imitations(self, text: str) -> None:
+        """`refuse_special_tokens`, but for placeholders of media, which are special tokens of some families."""
+        for part in MEDIA_PLACEHOLDERS.split(text):
+            if not MEDIA_PLACEHOLDERS.fullmatch(part):
+                self.refuse_special_tokens(part)
 
     def _refuse_videos(self, model: str) -> None:
         """Whether videos can be had of this model, on this machine."""

@@ -292,6 +292,14 @@ def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
     )
 
 
+def _videos_of_the_task_fit(config: RunConfig) -> str | None:
+    if config.data.kind is not DataKind.DIGIT_CLIPS or config.sampler.max_videos_per_prompt > 0:
+        return None
+    return (
+        f"data.kind={config.data.kind} shows a video in every prompt but sampler.max_videos_per_prompt=0: set it to 1"
+    )
+
+
 def _videos_have_an_engine(config: RunConfig) -> str | None:
     if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
         return None
@@ -655,6 +663,7 @@ RULES: tuple[Rule, ...] = (
     _engine_reports_what_it_keeps,
     _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
+    _videos_of_the_task_fit,
     _videos_have_an_engine,
     _sounds_have_an_engine,
     _sounds_of_the_task_fit,

@@ -23,6 +23,7 @@ class DataKind(StrEnum):
     DIGITS = "digits"
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
+    DIGIT_CLIPS = "digit_clips"
     NLVR2 = "nlvr2"
     CAPTIONING = "captioning"
     GEOSPOT = "geospot"
@@ -34,6 +35,7 @@ WRITTEN = (
     DataKind.DIGITS,
     DataKind.DIGIT_SUM,
     DataKind.DIGIT_LIST,
+    DataKind.DIGIT_CLIPS,
     DataKind.NLVR2,
     DataKind.CAPTIONING,
     DataKind.GEOSPOT,

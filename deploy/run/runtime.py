@@ -64,6 +64,7 @@ from deploy.wiring.evaluation import build_evaluator
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline
 from deploy.wiring.persistence import reached_version
+from deploy.wiring.pooled_roles import spawn_processors
 from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
 from deploy.wiring.scaling import control_loop
 from deploy.wiring.spawner import Spawner
@@ -244,13 +245,16 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing) 
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        config, training = cluster.prepared.config, spawn_offline(cluster.prepared, spawner, on_lost, on_rescore)
+        processors = spawn_processors(cluster.prepared, spawner, on_lost)
+        config, prepared = cluster.prepared.config, processors.prepared
+        training = spawn_offline(prepared, spawner, on_lost, on_rescore, processors.watched)
         in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
         ranks = partial(rank_statuses, training.ranks, training.learner)
-        control = control_loop(config, spawner, training.scalable, in_flight, training.rows, metrics, ranks)
+        roles = {**training.scalable, **processors.scalable}
+        control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
-            await _started(training.ranks.start())
-            controller = build_offline_controller(cluster.prepared, training, metrics, tracing=tracing)
+            await _started(training.ranks.start(), processors.start())
+            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, tracing=tracing)
             tune_gc()
             await controller.run()
 
@@ -259,15 +263,20 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Traci
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        training = spawn_training(cluster.prepared, spawner, on_lost, on_rescore)
-        inference = spawn_inference(cluster.prepared, spawner, on_lost)
-        roles = scalable_roles(inference, training)
+        processors = spawn_processors(cluster.prepared, spawner, on_lost)
+        prepared, beside = processors.prepared, processors.watched
+        training = spawn_training(prepared, spawner, on_lost, on_rescore)
+        inference = spawn_inference(prepared, spawner, on_lost)
+        roles = {**scalable_roles(inference, training), **processors.scalable}
         in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
-        control = control_loop(cluster.prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
+        control = control_loop(prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
         try:
             async with control.running():
-                await _started(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
-                controller = build_controller(cluster.prepared, inference, training, metrics, tracing)
+                own = (inference.rollouts.start(), inference.rewards.start(), processors.start())
+                await _started(training.ranks.start(), *own)
+                controller = await asyncio.to_thread(
+                    build_controller, prepared, inference, training, metrics, tracing, beside
+                )
                 tune_gc()
                 await controller.run()
         finally:
@@ -283,18 +292,21 @@ async def _started(*roles: Awaitable[Any]) -> None:
 
 
 async def _evaluate(output: Path | None, prepared: Prepared, inference: Inference) -> list[EvaluationResult]:
-    return await build_evaluator(prepared, inference.rollouts, inference.rewards, lambda result: None, output).run(0)
+    roles = (inference.rollouts, inference.rewards)
+    evaluator = await asyncio.to_thread(build_evaluator, prepared, *roles, lambda result: None, output)
+    return await evaluator.run(0)
 
 
 async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
     async with cluster.spawner() as spawner:
-        inference = spawn_inference(cluster.prepared, spawner, on_lost=lambda kind: None)
+        processors = spawn_processors(cluster.prepared, spawner, on_lost=lambda kind: None)
+        inference = spawn_inference(processors.prepared, spawner, on_lost=lambda kind: None)
         rollouts = inference.rollouts
         rollouts.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
-        await run_all(rollouts.start(), inference.rewards.start())
+        await run_all(rollouts.start(), inference.rewards.start(), processors.start())
         tune_gc()
         async with rollouts.tended():
-            return await work(cluster.prepared, inference)
+            return await work(processors.prepared, inference)
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:

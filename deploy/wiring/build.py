@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,9 +43,9 @@ from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
+from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
-from deploy.wiring.scoring_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
 from learner.learner import Learner
@@ -164,14 +164,22 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
 
 
 def build_controller(
-    prepared: Prepared, inference: Inference, training: Training, metrics: Metrics, tracing: Tracing
+    prepared: Prepared,
+    inference: Inference,
+    training: Training,
+    metrics: Metrics,
+    tracing: Tracing,
+    beside: Sequence[Watched],
 ) -> Controller:
-    """The main loop and its collaborators."""
+    """The main loop and its collaborators; `beside` are other roles that are watched.
+
+    It prepares the held-out prompts. Call it in a thread: processor workers are served by the event loop.
+    """
     config = prepared.config
     curriculum = _curriculum(config, metrics)
     source = PromptSource(
         prepared.splits[TRAIN].rows,
-        prepared.processor,
+        prepared.preparation,
         seed=config.seed,
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
@@ -220,7 +228,7 @@ def build_controller(
         checkpoints=checkpoints,
         weights=LeasedWeights(weights, in_flight) if in_flight else weights,
         supervisor=Supervisor(
-            [*training.watched, *inference.watched],
+            [*training.watched, *inference.watched, *beside],
             [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
             interval_s=config.supervision.interval_s,
             deadline_s=config.supervision.sign_timeout_s,
@@ -391,7 +399,7 @@ def _weights(prepared: Prepared, inference: Inference, training: Training) -> We
 def probe_prompt(prepared: Prepared) -> Prompt:
     """The prompt on which engines and learner are compared: an early held-out one with a picture, else the first."""
     config = prepared.config
-    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.processor, PROBE_CANDIDATES).prompts
+    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.preparation, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 
 

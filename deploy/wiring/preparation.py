@@ -16,11 +16,12 @@ from huggingface_hub import snapshot_download
 from actors.datasets.conversations import read_conversations
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.preferences.picture_pairs import read_picture_pairs
-from actors.datasets.prompts import PreflightReport, RowChecker, preflight
+from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.processors.make import make_processor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -62,10 +63,16 @@ class Prepared:
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
+    workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
 
     @property
     def folder(self) -> Path:
         return self.config.run_folder
+
+    @property
+    def preparation(self) -> Preparation:
+        """Where rows become prompts."""
+        return self.workers or InDriver(self.processor)
 
     @property
     def skipped(self) -> list[Skipped]:
@@ -105,34 +112,24 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
-    processor = _processor(config, media)
+    processor = make_processor(config, media)
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on and config.sampler.is_flow:
-        from actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
-
-        reader, processor = partial(read_picture_pairs, config.data.path), PicturePairProcessor(processor)
+        reader = partial(read_picture_pairs, config.data.path)
     elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
-        processor = ConversationProcessor(
-            processor,
-            system_prompt=config.data.system_prompt,
-            max_tokens=config.offline.max_tokens,
-            has_tail=config.offline.job == "reward_model",
-        )
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
-    return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
-
-
-def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor:
-    if config.sampler.is_flow:
-        from actors.processors.flow import FlowProcessor  # which imports diffusers
-
-        return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
-    return ChatProcessor(
-        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    return Prepared(
+        config,
+        model_folder,
+        checkpoint,
+        processor,
+        media,
+        splits,
+        teacher_folder=teacher_folder,
     )
 
 

@@ -19,9 +19,9 @@ from cluster.rollout.staleness import StalenessGate
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.vitals import EngineLoad
 from configs.schema import RunConfig
+from deploy.wiring.pooled_roles import restart_policy
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
-from deploy.wiring.scoring_roles import restart_policy
 from deploy.wiring.spawner import Spawner, engine_environment
 from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,16 +49,26 @@ async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
 
 
 async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples) -> float:
-    config, processor = prepared.config.warm_start, prepared.processor
+    config = prepared.config.warm_start
     seed = prepared.config.seed + ORDER_SEED_OFFSET
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
-    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
-    held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
-    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(held_out)]
+    source = PromptSource(rows, prepared.preparation, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
+    # In threads: processor workers are served by the event loop.
+    held_out = await asyncio.to_thread(
+        fixed_prompts, prepared.usable(VALIDATION), prepared.preparation, config.max_checks_rows
+    )
+    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(held_out.prompts)]
     accuracy = 0.0
+
+    def batch() -> list[Prompt]:
+        return [source.next() for _ in range(config.batch_size)]
+
     for step in range(1, config.num_steps + 1):
-        places = range(step * config.batch_size, (step + 1) * config.batch_size)
-        metrics = await learner.supervised_step([await examples.taught(source.next(), seed + n) for n in places])
+        prompts = await asyncio.to_thread(batch)
+        first = seed + step * config.batch_size
+        metrics = await learner.supervised_step(
+            [await examples.taught(prompt, first + n) for n, prompt in enumerate(prompts)]
+        )
         if step % config.check_interval == 0 or step == config.num_steps:
             accuracy = await learner.answer_accuracy(checks)
             _logger.info("warm start: step %d, loss %.3f, accuracy %.3f", step, metrics["loss"], accuracy)

@@ -17,6 +17,7 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    held,
     others,
     present,
     text_of,
@@ -77,7 +78,7 @@ def _history(pairs: Any) -> list[Turn]:
     return turns
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = list(row.history)
     system = turns.pop(0).text if turns and turns[0].role == "system" else None
     roles = [turn.role for turn in turns]
@@ -92,7 +93,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         record["system"] = system
     if turns:
         record["history"] = [[turns[i].text, turns[i + 1].text] for i in range(0, len(turns), 2)]
-    return {**record, "answer": row.answer, **({"images": images} if images else {}), **row.metadata}
+    return {**record, "answer": row.answer, **held(images, videos), **row.metadata}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -41,8 +41,8 @@ class RowFormat:
     columns: tuple[str, ...]
     read: Callable[[Record], Draft]
     """Raises: RowError: a column is missing or holds something else."""
-    write: Callable[[Row, list[str]], dict[str, Any]]
-    """A row and its pictures as the target names them -> a record that `read` makes the same row of."""
+    write: Callable[[Row, list[Any], list[Any]], dict[str, Any]]
+    """A row, its pictures and its videos as the target names them -> a record that `read` makes the same row of."""
 
 
 def finish(
@@ -174,6 +174,11 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
     return str(value)
+
+
+def held(images: list[Any], videos: list[Any]) -> dict[str, list[Any]]:
+    """The columns of a record's media; there is none for media that the row has not."""
+    return {**({"images": images} if images else {}), **({"videos": videos} if videos else {})}
 
 
 def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:

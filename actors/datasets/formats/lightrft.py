@@ -20,6 +20,7 @@ from actors.datasets.formats.base import (
     RowFormat,
     audios_of,
     first_of,
+    held,
     in_front,
     only_one,
     others,
@@ -79,7 +80,7 @@ def read(record: Record) -> Draft:
     return in_front(draft)
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.rejected is not None:
         raise ValueError(
             f"{row.sample_id} is a preference pair, which LightRFT's prompts have no place for: write messages"
@@ -88,8 +89,8 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
     label = metadata.pop("label", None)
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     prompt: Any = [*turns, {"role": "user", "content": row.question}] if turns else row.question
-    record = {"id": row.sample_id, "prompt": prompt, "images": images, "reference": row.answer, "extra_info": metadata}
-    return record if label is None else {**record, "label": label}
+    record = {"id": row.sample_id, "prompt": prompt, "reference": row.answer, "extra_info": metadata}
+    return {**record, **held(images, videos), **({} if label is None else {"label": label})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -18,6 +18,7 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    held,
     others,
     plain,
     present,
@@ -66,7 +67,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     record: dict[str, Any] = {
         "id": row.sample_id,
@@ -77,7 +78,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
     for column, value in (("chosen", row.chosen), ("rejected", row.rejected)):
         if value is not None:
             record[column] = value
-    return {**record, **({"images": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+    return {**record, **held(images, videos), **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -19,6 +19,7 @@ from actors.datasets.formats.base import (
     RowFormat,
     audios_of,
     first_of,
+    held,
     others,
     plain,
     present,
@@ -48,7 +49,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.history or row.rejected is not None:
         raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
     record: dict[str, Any] = {
@@ -57,7 +58,8 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         "answer": row.answer,
         "solution": row.solution,
     }
-    return {**record, **({"image": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+    media = {**({"image": images} if images else {}), **held([], videos)}
+    return {**record, **media, **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -18,6 +18,7 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    held,
     others,
     present,
     text_of,
@@ -62,7 +63,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = list(row.history)
     record: dict[str, Any] = {"id": row.sample_id}
     if turns and turns[0].role == "system":
@@ -74,7 +75,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         record["chosen"] = _turn("assistant", row.chosen or "")
         record["rejected"] = _turn("assistant", row.rejected)
     record |= {"conversations": said, "answer": row.answer}
-    return {**record, **({"images": images} if images else {}), **row.metadata}
+    return {**record, **held(images, videos), **row.metadata}
 
 
 def _turn(role: str, text: str) -> dict[str, str]:

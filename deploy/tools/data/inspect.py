@@ -38,7 +38,8 @@ AUDIO_RATE = 16_000  # that sounds are drawn at
 NUM_BINS = 40
 MAX_SKIPPED_ROWS = 200
 MAX_LABELS = 30
-THUMBNAIL_SIZE = (256, 256)
+THUMBNAIL_SIZE = (512, 256)
+STRIP_FRAMES = 4  # of a video
 UNKNOWN_MODEL = "???"
 
 
@@ -194,7 +195,7 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
     for position in range(num):
         row = rows[position * num_usable // num]
         pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
-        pictures += [_thumbnail(partial(_first_frame, video, limits)) for video in row.videos]
+        pictures += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
         pictures += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         found.append(Sample(row, config.rewards.label_of(row.metadata), pictures))
     return found
@@ -204,8 +205,11 @@ def _picture(picture: Picture, limits: ImageLimits) -> Image.Image:
     return decode_image(read_image(picture, limits), picture, limits)
 
 
-def _first_frame(video: Video, limits: VideoLimits) -> Image.Image:
-    return Image.fromarray(decode_video(load_video(video, limits), limits)[0])
+def _strip(video: Video, limits: VideoLimits) -> Image.Image:
+    """A few frames of those that a prompt shows, side by side."""
+    frames = decode_video(load_video(video, limits), limits)
+    shown = np.unique(np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int))
+    return Image.fromarray(np.concatenate(frames[shown], axis=1))
 
 
 def _drawn(sound: Audio, limits: AudioLimits) -> Image.Image:

@@ -84,6 +84,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
     (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
+    (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
     (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
@@ -247,6 +248,7 @@ NEEDS: dict[str, list[str]] = {
         "label: '', weight: 1.0}}"
     ],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],
+    "data=digit_clips": ["sampler.max_videos_per_prompt=1"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=distill": ["algorithm.distillation.teacher=some/model"],

@@ -1,25 +1,32 @@
-"""The roles that judge what was sampled: reward workers and reference scorers, as pools whose workers come and go."""
+"""Roles as pools whose workers come and go: processor workers, reward workers and reference scorers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actors.processors.pool import ProcessorPool
+from actors.processors.worker import ProcessorWorker
 from actors.reference.pool import NullReference, ReferencePool
 from actors.reference.scorer import ReferenceScorer
 from cluster.runtime.placement import PlacedWorker
 from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.status import Scalable
+from cluster.workers.supervisor import Watched, watched_pool
 from configs.schema import RunConfig
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE
+from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
 from deploy.wiring.spawner import Spawner
 from rewards.pool.reward_pool import LossCounter, RewardPool
 from rewards.pool.service import RewardService, ServiceSettings
 from rewards.pool.worker import RewardWorker
 
+PROCESSOR = "processor"  # the role
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
 
 
@@ -37,6 +44,51 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
         backoff_s=supervision.backoff_s,
         max_backoff_s=supervision.max_backoff_s,
     )
+
+
+@dataclass(frozen=True)
+class Processors:
+    """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it."""
+
+    prepared: Prepared
+    start: Callable[[], Awaitable[None]]  # returns once they serve
+    watched: tuple[Watched, ...] = ()
+    scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
+
+
+def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Processors:
+    """Start the workers of `resources.processor`, which build themselves in the background; without any the driver
+    prepares prompts. Called in the event loop that the pool is to live in.
+
+    `on_lost` receives the kind of each loss.
+    """
+    config = prepared.config
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(ProcessorWorker, config, worker=worker)
+
+    workers = [start(worker) for worker in spawner.workers(PROCESSOR)]
+    if not workers:
+        return Processors(prepared, _nothing)
+    timeouts = config.timeouts
+    pool = ProcessorPool(
+        workers,
+        prepared.media,
+        prepared.processor.num_media,
+        hosts=RoleHosts(spawner, PROCESSOR, start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        start_s=timeouts.start_s,
+        alive_s=_alive_s(config),
+        timeout_s=timeouts.prepare_s,
+        object_s=timeouts.object_s,
+        on_lost=on_lost,
+    )
+    watched = watched_pool(PROCESSOR, pool.pool.check, pool.pool.close)
+    return Processors(replace(prepared, workers=pool), pool.start, (watched,), {PROCESSOR: pool.pool})
+
+
+async def _nothing() -> None:
+    """No worker has to be waited for."""
 
 
 def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:

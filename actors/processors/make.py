@@ -12,9 +12,12 @@ from learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
     from actors.processors.flow import FlowProcessor
+    from actors.processors.picture_pairs import PicturePairProcessor
 
 
-def make_processor(config: RunConfig, media: MediaKeeper) -> ChatProcessor | ConversationProcessor | FlowProcessor:
+def make_processor(
+    config: RunConfig, media: MediaKeeper
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor:
     """What turns the run's rows into prompts (of an offline job: into groups), their media stored in `media`.
 
     Raises:
@@ -22,8 +25,10 @@ def make_processor(config: RunConfig, media: MediaKeeper) -> ChatProcessor | Con
     """
     if config.sampler.is_flow:
         from actors.processors.flow import FlowProcessor  # which imports diffusers
+        from actors.processors.picture_pairs import PicturePairProcessor
 
-        return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+        flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+        return PicturePairProcessor(flow) if config.offline.is_on else flow
     chat = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.learner import Learner
 from learner.meter import Meter
 from learner.offline.examples import Example, ExampleTotals, collate_examples, fetch_examples, totals_of
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
-from learner.profiling import profiled
 
 
 class OfflineLearner(Learner):

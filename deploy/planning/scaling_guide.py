@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -75,6 +76,7 @@ def smallest(shape: ModelShape, preset: str, lengths: tuple[str, ...], way: str)
     return None
 
 
+@cache
 def _config(preset: str, words: tuple[str, ...]) -> RunConfig:
     """`experiment=own` with a row a micro-batch, which takes least memory."""
     base = ["experiment=own", f"resources={preset}", *words]

@@ -16,6 +16,7 @@ from torch import Tensor
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import UpdateProfiler, profiled
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
@@ -47,7 +48,6 @@ from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
-from learner.profiling import UpdateProfiler, profiled
 from learner.residence import Residence
 from learner.scoring_pass import ScoringPass, unscored
 from learner.shares import StepFetcher, all_ranks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
 from learner.learner import Learner
@@ -19,7 +20,6 @@ from learner.offline.examples import Example, ExampleTotals, collate_examples, f
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
 from learner.optim.slow import NullSlow, SlowWeights
-from learner.profiling import profiled
 
 
 class OfflineLearner(Learner):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import (
@@ -79,6 +80,15 @@ def shape_of(source: str) -> ModelShape:
         ValueError, OSError: there is no config.json that transformers can use.
     """
     return shape_of_config(AutoConfig.from_pretrained(source))
+
+
+def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
+    """The shape of a model that is only described: `model_type` and what its config.json has besides.
+
+    Raises:
+        ValueError: transformers has no such model.
+    """
+    return shape_of_config(AutoConfig.for_model(**values))
 
 
 def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:

@@ -8,9 +8,9 @@ import pytest
 
 from configs.groups import groups
 from deploy.planning import scaling_guide
-from deploy.planning.scaling_guide import GPU_GB, LONG, MODELS, NO_FIT, PRESETS, smallest
-from learner.policies.shapes import shape_of_config
+from deploy.planning.scaling_guide import GPU_GB, LONG, NO_FIT, PRESETS, shapes, smallest
 
+MODELS = shapes()
 PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")
 TABLES = [
     re.findall(r"^\| `(\w+)` \([^|]*\) \|(.*)\|$", part, re.MULTILINE) for part in PAGE.split("\n| prompts of ")[1:]
@@ -39,8 +39,7 @@ def test_every_gpu_preset_is_on_the_page() -> None:
     ],
 )
 def test_a_cell_is_what_the_planner_says_today(table: int, lengths: tuple[str, ...], preset: str, model: str) -> None:
-    shape = shape_of_config(MODELS[model].config())
-    found = [smallest(shape, preset, lengths, way) for way in ("weights", "adapters")]
+    found = [smallest(MODELS[model], preset, lengths, way) for way in ("weights", "adapters")]
     said = " / ".join(NO_FIT if size is None else str(size) for size in found)
     assert cells(table)[preset, model] == said, "run `python -m deploy.planning.scaling_guide`"
 
@@ -56,7 +55,7 @@ def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() ->
 
 
 def test_the_models_have_the_sizes_of_their_names() -> None:
-    found = {name: shape_of_config(sizes.config()).num_parameters / 1e9 for name, sizes in MODELS.items()}
+    found = {name: shape.num_parameters / 1e9 for name, shape in MODELS.items()}
     expected = {"Qwen3 0.6B": 0.6, "Qwen2.5-VL 3B": 3.8, "Qwen2.5-VL 7B": 8.3, "Qwen2.5-VL 32B": 33.4}
     for name, size in {**expected, "Qwen2.5-VL 72B": 73.4}.items():
         assert found[name] == pytest.approx(size, rel=0.05), name

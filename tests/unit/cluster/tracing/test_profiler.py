@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import UpdateProfiler, profiled
 from learner.learner import Learner
 from learner.offline.learner import OfflineLearner
-from learner.profiling import UpdateProfiler, profiled
 
 
 class Rank:

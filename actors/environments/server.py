@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from actors.environments.base import EpisodeError
+from actors.environments.base import EpisodeError, checked_rewards
 from actors.environments.hosts.pool import EnvironmentPool, Session
 from actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
 from configs.schema.environment import EnvironmentConfig
@@ -116,7 +116,9 @@ class EnvironmentServer:
             return reset_to_json(await session.reset(given["seed"], given.get("options", {})))
         if method == "demonstrate":
             return await session.demonstrate()
-        return step_to_json(await session.step(action_from_json(given["action"])))
+        step = await session.step(action_from_json(given["action"]))
+        checked_rewards(step.reward)  # NaN is a failure here already: JSON has none
+        return step_to_json(step)
 
     async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
         """Give the environment back; one that failed is closed. Its last reply may be asked for again."""

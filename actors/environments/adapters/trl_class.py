@@ -100,11 +100,14 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 def _tool(name: str, method: Any) -> Tool:
     """A tool of a method: the first paragraph of its docstring, and its parameters with their types."""
-    parameters = inspect.signature(method).parameters.values()
-    described = {
-        p.name: "any" if p.annotation is p.empty else inspect.formatannotation(p.annotation) for p in parameters
-    }
+    described = {p.name: _type_name(p.annotation) for p in inspect.signature(method).parameters.values()}
     return Tool(name, " ".join((inspect.getdoc(method) or name).split("\n\n")[0].split()), described)
+
+
+def _type_name(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return "any"
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:

@@ -21,6 +21,9 @@ from deploy.tools.environments.game import Episode, Game
 TEMPLATE = "play.html.j2"
 MAX_CHARS = 100_000  # of one turn
 
+Given = Annotated[str, Header(alias="X-Mobula-Play")]
+Fields = Annotated[dict[str, Any], Body()]
+
 
 def make_page(game: Game, name: str, seed: int) -> FastAPI:
     """The page as an ASGI application. A turn needs the word that only the page has: other sites cannot play."""
@@ -44,9 +47,6 @@ def make_page(game: Game, name: str, seed: int) -> FastAPI:
                 return JSONResponse(as_json(game, await turn()))
             except ValueError as error:
                 return JSONResponse({"detail": str(error)}, 409)
-
-    Given = Annotated[str, Header(alias="X-Mobula-Play")]
-    Fields = Annotated[dict[str, Any], Body()]
 
     @app.post("/begin")
     async def begin(body: Fields, given: Given = "") -> Response:

@@ -13,6 +13,7 @@ from rich.console import Console
 from actors.environments.base import Message
 from cluster.errors import PreflightError, SkippedSample
 from cluster.roles import SamplingSettings
+from configs.errors import ConfigError
 from configs.groups import groups
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -31,6 +32,8 @@ def play_config(name: str, overrides: Sequence[str], policy: str | None) -> RunC
     Raises:
         ConfigError: there is none, or a word is unfit.
     """
+    if name == "none":
+        raise ConfigError("environment=none is nothing to play: name an environment, e.g. mobula play pixel_maze")
     is_option = name in groups()["environment"]
     words = [f"environment={name}"] if is_option else [f"environment.name={name}"]
     words += ["data=environment", "rewards=environment", "sampler=huggingface"]
@@ -44,10 +47,8 @@ def start(
     """Play until the person ends it; returns the exit code.
 
     Raises:
-        PreflightError: there is no environment, or the policy cannot be loaded.
+        PreflightError: the policy cannot be loaded, or none is to play.
     """
-    if not config.environment.is_on:
-        raise PreflightError("environment=none is nothing to play: name an environment, e.g. mobula play pixel_maze")
     if plays_itself and not has_policy:
         raise PreflightError("--watch lets a policy play, and there is none: give --policy FOLDER")
     policy = LocalPolicy(config) if has_policy else None

@@ -36,6 +36,8 @@ RETRY_AFTER_S = 1
 MAX_SEED = 2**31 - 1
 DATA_URL = "data:"
 
+Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
+
 
 class ChatMessage(BaseModel):
     """One message; pictures are parts of type image_url with a data: URL."""
@@ -139,7 +141,6 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
 
     app = FastAPI(title="Mobula policy", lifespan=life, docs_url=None, redoc_url=None)
     name = policy.config.policy.model
-    Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> Response:

@@ -27,8 +27,9 @@ NAME = "episode_data:Scripted"
 
 
 def config(*words: str, fault: str = "") -> EnvironmentConfig:
-    given = [f"environment.options={{fault: '{fault}'}}", "environment.host=inline", "environment.step_timeout_s=1"]
-    return episode_config(Path("model"), *given, *words).environment
+    given = [f"environment.options={{fault: '{fault}'}}", "environment.step_timeout_s=1"]
+    host = [] if any("host=" in word for word in words) else ["environment.host=inline"]
+    return episode_config(Path("model"), *given, *host, *words).environment
 
 
 @contextmanager
@@ -82,7 +83,9 @@ def test_a_call_that_comes_twice_is_made_once() -> None:
         assert httpx.post(f"{path}/dance", json=body).status_code == 404
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("raise", "raised"), ("role", "unknown_role"), ("hang", "timed_out")])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("raise", "raised"), ("role", "unknown_role"), ("nan", "reward_not_finite")]
+)
 def test_what_an_environment_does_wrong_keeps_its_name(fault: str, kind: str) -> None:
     with served(config(fault=fault)) as (url, server):
         remote = connected(url)

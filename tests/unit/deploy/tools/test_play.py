@@ -132,7 +132,7 @@ def test_unfit_words_are_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError):
         play_config("calculator", ["environment.no_such_key=1"], None)
     options = {"seed": 0, "port": None, "console": Console(file=StringIO())}
-    with pytest.raises(PreflightError, match="name an environment"):
-        start(play_config("none", [], None), plays_itself=False, has_policy=False, **options)
+    with pytest.raises(ConfigError, match="name an environment"):
+        play_config("none", [], None)
     with pytest.raises(PreflightError, match="--policy"):
         start(play_config("calculator", [], None), plays_itself=True, has_policy=False, **options)

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, *words: str) -> RunConfig:
-    given = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=6", "resources=laptop"]
+    given = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=8", "resources=laptop"]
     return load_config(
         [*given, f"policy.model={model}", "data=digits", "data.max_prompt_tokens=300", *words], is_complete=False
     )
@@ -158,7 +158,7 @@ def test_a_session_is_opened_once_and_finished_once(served: Served) -> None:
 
 
 def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path: Path) -> None:
-    words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0", "sampler.max_tokens=8")
+    words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0")
     options = compare_samplers.Options(num_prompts=3, batch_size=2, num_runs=2)
     shown = StringIO()
     assert compare_samplers.compare(config_of(model, *words), options, tmp_path, Console(file=shown, width=160)) == 0

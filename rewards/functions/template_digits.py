@@ -13,9 +13,9 @@ from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
 from rewards.tools import Tools
 
-SHARES = (0.66, 0.7, 0.75)  # of the picture's height: sizes of the font
-SHIFTS = (-1, 0, 1)  # pixels off the centre, along both sides
-MAX_DIGITS = 3  # of a number: there are 10^n templates of each size and place
+SHARES = (0.69, 0.72, 0.75)  # of the picture's height: sizes of the font
+SHIFTS = (-1.0, -0.5, 0.0, 0.5, 1.0)  # pixels off the centre, along both sides
+MAX_DIGITS = 2  # of a number: there are 10^n templates of each size and place
 MAX_SIDE = 64  # pixels: a larger picture is scaled down
 
 
@@ -26,7 +26,7 @@ class TemplateDigits:
     neither weights nor features with the `ocr` reward, so it shows where a policy learns to please that alone.
 
     Raises:
-        RewardError: the response has no picture, or the reference is no number of one to three digits.
+        RewardError: the response has no picture, or the reference is no number of one or two digits.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -35,7 +35,7 @@ class TemplateDigits:
     def __call__(self, request: RewardRequest) -> Score:
         wanted = request.references[0] if request.references else ""
         if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= MAX_DIGITS):
-            raise RewardError(f"the reference {wanted!r} is no number of one to {MAX_DIGITS} digits")
+            raise RewardError(f"the reference {wanted!r} is no number of one or two digits")
         if not request.response.pictures:
             raise RewardError("the response has no picture to read")
         found = [_read(picture, len(wanted)) for picture in request.response.pictures]

@@ -14,10 +14,10 @@ from learner.backends.base import Backend
 from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
-from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
+from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
 from learner.policies.loading import as_stored, checkpoint_names
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from learner.policies.trained import as_policy, load_trained_model, save_trained
+from learner.policies.trained import as_policy, load_trained_model, save_trained, save_trained_adapters
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -78,7 +78,8 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it.
 
     It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
-    these alone, in PEFT's layout. With `average` the average of the weights is in the place of the weights.
+    these alone, in the layout of PEFT or, of a flow model, of diffusers. With `average` the average of the weights is
+    in the place of the weights.
 
     Raises:
         CheckpointError: there is no complete state in `state`, or no average in it.
@@ -92,7 +93,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
         trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
         read_average(state, trained, no_dist=True)
     if config.policy.lora.is_on and not merge:
-        save_adapters(folder, model, config.policy.lora, config.policy.model)
+        save_trained_adapters(model, config, folder)
     else:
         save_trained(model, config, folder, dict(weights.plain_state(backend)))
 

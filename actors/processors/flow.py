@@ -45,6 +45,7 @@ class FlowProcessor:
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = data.prompt_suffix
         self._flow = flow
+        self._takes_negatives = checkpoint.takes_negatives(flow.guidance)
         self._media = media
         self._lock = threading.Lock()
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
@@ -57,7 +58,7 @@ class FlowProcessor:
         """
         self.check(row)
         text = row.question + self._suffix
-        negatives = () if self._flow.guidance == 1 else (self._condition(self._flow.negative_prompt),)
+        negatives = (self._condition(self._flow.negative_prompt),) if self._takes_negatives else ()
         media = (self._condition(text), *negatives)
         spans, metadata = (WHERE,) * len(media), row.metadata
         return Prompt(prompt_id, row.sample_id, text, NO_IDS, NO_IDS, media, spans, row.references, metadata)
@@ -140,7 +141,7 @@ class FlowProcessor:
             )
         with self._lock:
             if self._codec is None:
-                self._codec = self._checkpoint.codec()
+                self._codec = self._checkpoint.vae(torch.float32)
             return self._family.encode_pictures(self._codec, pixels[None])[0].float().numpy()
 
     def _condition(self, text: str) -> MediaHandle:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.processors.image_tokens import ImageTokenProcessor
 from cluster.records.media import MediaKeeper
 from configs.schema import RunConfig
 from learner.policies.trained import flow_checkpoint
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def make_processor(
     config: RunConfig, media: MediaKeeper
-) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor:
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor:
     """What turns the run's rows into prompts (of an offline job: into groups), their media stored in `media`.
 
     Raises:
@@ -29,6 +30,8 @@ def make_processor(
 
         flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
         return PicturePairProcessor(flow) if config.offline.is_on else flow
+    if config.sampler.draws_tokens:
+        return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
     chat = ChatProcessor(
         config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
     )

@@ -106,7 +106,7 @@ class RolloutActor(PromptServer):
 
     def _response(self, sequence: SampledSequence) -> Response:
         is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
-        if self._tokenizer is not None and isinstance(sequence.actions, TokenActions):
+        if self._tokenizer is not None and isinstance(sequence.actions, TokenActions) and not sequence.pictures:
             text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
         return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
 

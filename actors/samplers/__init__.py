@@ -20,4 +20,8 @@ def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
 
         assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
         return FlowSampler(settings, settings.denoising)
-    raise ValueError(f"sampler.kind={kind} is unknown: use vllm, huggingface or flow")
+    if kind == "image_tokens":
+        from actors.samplers.image_tokens import ImageTokenSampler
+
+        return ImageTokenSampler(settings, settings.image_guidance)
+    raise ValueError(f"sampler.kind={kind} is unknown: use vllm, huggingface, flow or image_tokens")

@@ -48,6 +48,7 @@ class EngineSettings:
     expected: Manifest  # the tensors every push of weights must carry
     adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
     denoising: Denoising | None = None  # of a flow model
+    image_guidance: float = 1.0  # of a model that draws token by token
 
     def expected_by(self, manifest: Manifest) -> Manifest:
         """What a push that promises `manifest` must carry."""

@@ -67,11 +67,15 @@ class FlowSampler(InProcessSampler):
         self._checkpoint = FlowCheckpoint(self._settings.model)
         self._family = self._checkpoint.family
         self._shape = self._checkpoint.latent_shape(self._denoising)
-        self._sigmas, self._timesteps = self._checkpoint.schedule(self._denoising.num_steps)
-        self._pipeline = self._checkpoint.decoder(DTYPES[self._settings.dtype])
-        self._pipeline.vae.to(self._device)
-        self._model = self._pipeline.transformer.to(self._device).eval()
+        self._schedule = self._checkpoint.schedule(self._denoising)
+        self._num_conditions = 2 if self._checkpoint.takes_negatives(self._denoising.guidance) else 1
+        dtype = DTYPES[self._settings.dtype]
+        self._vae = self._checkpoint.vae(dtype).to(self._device).eval()
+        self._model = self._checkpoint.transformer(dtype).to(self._device).eval()
         self._take_parameters()
+
+    def _placed(self) -> tuple[torch.nn.Module, ...]:
+        return (self._model, self._vae)
 
     @torch.no_grad()
     def _sample(
@@ -100,13 +104,14 @@ class FlowSampler(InProcessSampler):
             return value.to(self._device).expand(num)
 
         given, *negatives = [{name: t.expand(num, *t.shape[1:]) for name, t in c.items()} for c in conditions]
-        latents = self._rounded(noise())
+        sigmas = self._schedule.sigmas
+        latents = self._rounded(self._schedule.initial_std * noise())
         is_stochastic = settings.temperature > 0 and how.kernel != "ddim"
         kept, logprobs = [], []
         for i in range(how.num_steps):
-            inputs = (latents, rows(self._timesteps[i]), given, negatives[0] if negatives else None)
+            inputs = (latents, rows(self._schedule.timesteps[i]), given, negatives[0] if negatives else None)
             velocity = velocities(self._model, self._family, *inputs, how.guidance)
-            step = FlowStep(latents, velocity, *(rows(self._sigmas[k]) for k in (i, i + 1, 1)))
+            step = FlowStep(latents, velocity, *(rows(sigmas[k]) for k in (i, i + 1, 1)))
             is_decision = how.window_start <= i < how.window_end
             if is_decision:
                 kept.append(latents)
@@ -124,20 +129,20 @@ class FlowSampler(InProcessSampler):
                 f"prompt {prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in {how.dtype}: "
                 "use float32 latents, or a smaller learning rate if the policy has diverged"
             )
-        pictures = self._family.decode(self._pipeline, latents)
+        pictures = self._family.decode(self._vae, latents)
         steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
         return [self._sequence(how, *one) for one in zip(steps, scores, pictures, strict=True)]
 
     def _sequence(
-        self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, picture: np.ndarray
+        self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, frames: np.ndarray
     ) -> SampledSequence:
-        """float32 [T + 1, ...], [T] and uint8 [H, W, 3] of one sibling."""
+        """float32 [T + 1, ...], [T] and uint8 [F, H, W, 3] of one sibling."""
         index = np.arange(how.window_start, how.window_end, dtype=np.int32)
-        actions = LatentActions(latents.astype(how.dtype), index, self._timesteps.numpy()[index], self._sigmas.numpy())
-        file = io.BytesIO()
-        Image.fromarray(picture).save(file, format="PNG")
+        timesteps, sigmas = self._schedule.timesteps.numpy()[index], self._schedule.sigmas.numpy()
+        actions = LatentActions(latents.astype(how.dtype), index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
-        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, (file.getvalue(),))
+        pictures = tuple(map(_png, frames))
+        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, pictures)
 
     def _rounded(self, latents: Tensor) -> Tensor:
         """float32 with the values that are stored."""
@@ -145,7 +150,7 @@ class FlowSampler(InProcessSampler):
 
     def _conditions(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> list[dict[str, Tensor]]:
         """Of the prompt and, with guidance, of the negative one; rows [1, ...]."""
-        wanted = 2 if self._denoising.is_guided else 1
+        wanted = self._num_conditions
         if len(media) != wanted:
             raise RolloutError(f"prompt {prompt.prompt_id} has {len(media)} conditions, and {wanted} are needed")
         return [{k: torch.tensor(array, device=self._device) for k, array in m.inputs.items()} for m in media]
@@ -162,7 +167,13 @@ class FlowSampler(InProcessSampler):
     @torch.no_grad()
     def _work_a_little(self) -> None:
         """Decode one picture of noise."""
-        self._family.decode(self._pipeline, torch.zeros((1, *self._shape), device=self._device))
+        self._family.decode(self._vae, torch.zeros((1, *self._shape), device=self._device))
+
+
+def _png(frame: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, format="PNG")
+    return file.getvalue()
 
 
 class _AtHand:

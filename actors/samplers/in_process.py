@@ -52,12 +52,14 @@ class InProcessSampler(ABC):
     async def sleep(self) -> None:
         async with self._turn:
             self._is_asleep = True
-            self._model.to("cpu")
+            for module in self._placed():
+                module.to("cpu")
 
     async def wake_up(self, tag: str) -> None:
         if tag == "weights":
             async with self._turn:
-                self._model.to(self._device)
+                for module in self._placed():
+                    module.to(self._device)
                 self._take_parameters()
                 self._is_asleep = False
 
@@ -96,6 +98,10 @@ class InProcessSampler(ABC):
     async def close(self) -> None:
         if self._group is not None:
             self._group.close()
+
+    def _placed(self) -> tuple[torch.nn.Module, ...]:
+        """What takes memory of the device while the sampler is awake."""
+        return (self._model,)
 
     def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.data import WRITTEN, DataKind
 from configs.schema.flow_agreement import FLOW_RULES
+from configs.schema.image_tokens_agreement import IMAGE_TOKEN_RULES
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
@@ -30,7 +31,7 @@ MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12, DataKind.NLVR2:
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
     """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
-    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES))
+    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES, *IMAGE_TOKEN_RULES))
     return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
 
 

@@ -63,6 +63,7 @@ class SamplerKind(StrEnum):
     VLLM = "vllm"
     HUGGINGFACE = "huggingface"
     FLOW = "flow"
+    IMAGE_TOKENS = "image_tokens"
 
 
 class FlowConfig(Section):
@@ -72,10 +73,14 @@ class FlowConfig(Section):
     """Of pictures, in pixels."""
     width: PositiveInt
     """Of pictures, in pixels."""
+    num_frames: PositiveInt
+    """Of a video; 1 for models of pictures."""
     num_steps: PositiveInt
     """Denoising steps of a picture."""
     guidance: Annotated[float, Field(ge=1)]
-    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none."""
+    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Its meaning is that of
+    `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that are told it compute no negative
+    prompt."""
     negative_prompt: str
     """The text that guidance leads away from."""
     max_text_tokens: PositiveInt
@@ -102,11 +107,19 @@ class FlowConfig(Section):
     """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""
 
 
+class ImageTokensConfig(Section):
+    """How a model draws a picture token by token (`sampler.kind=image_tokens`)."""
+
+    guidance: Annotated[float, Field(ge=1)]
+    """Scale of classifier-free guidance on the logits, in the sampler and in the learner; 1 for none."""
+
+
 class SamplerConfig(Section):
     """How responses are sampled. Learner and engine use the same distribution."""
 
     kind: SamplerKind
-    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model."""
+    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model;
+    `image_tokens` for those of a model that draws token by token, with transformers."""
     temperature: PositiveFloat
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]
@@ -146,6 +159,8 @@ class SamplerConfig(Section):
     """Tokens in one KV cache block."""
     flow: FlowConfig
     """Pictures of a flow model."""
+    image_tokens: ImageTokensConfig
+    """Pictures of a model that draws token by token."""
 
     @property
     def is_cut(self) -> bool:
@@ -155,6 +170,10 @@ class SamplerConfig(Section):
     @property
     def is_flow(self) -> bool:
         return self.kind is SamplerKind.FLOW
+
+    @property
+    def draws_tokens(self) -> bool:
+        return self.kind is SamplerKind.IMAGE_TOKENS
 
     @property
     def max_media_per_prompt(self) -> int:

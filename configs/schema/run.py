@@ -111,6 +111,11 @@ class MetricsConfig(Section):
     """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
     num_report_samples: PositiveInt
     """How many samples, good and bad, the report shows."""
+    artifacts_per_step: NonNegativeInt
+    """How many generated pictures or videos of each step are written to `artifacts/` of the run folder, as PNG or MP4,
+    with their sha256 and rewards in `artifacts.jsonl`; 0 writes none."""
+    artifact_frame_rate: PositiveInt
+    """Frames per second of those videos."""
 
 
 class TracingConfig(Section):

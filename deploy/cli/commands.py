@@ -381,22 +381,26 @@ def init_model(
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
         from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+        from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
         from learner.policies.tiny import TINY, write_tiny
 
-        name = model.removeprefix("tiny-")
-        if name == model or name not in (*TINY, *TINY_FLOW):
-            names = ", ".join(f"tiny-{name}" for name in (*TINY, *TINY_FLOW))
+        name, drawing = model.removeprefix("tiny-"), (*TINY_FLOW, TINY_JANUS)
+        if name == model or name not in (*TINY, *drawing):
+            names = ", ".join(f"tiny-{name}" for name in (*TINY, *drawing))
             raise ConfigError(f"there is no model {model} to write: choose {names}")
-        if tied and name in TINY_FLOW:
+        if tied and name in drawing:
             raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
             if name in TINY_FLOW:
                 written = write_tiny_flow(name, folder, seed=seed)
+            elif name == TINY_JANUS:
+                written = write_tiny_janus(folder, seed=seed)
             else:
                 written = write_tiny(name, folder, seed=seed, tie_word_embeddings=tied)
         except OSError as error:
             raise PreflightError(f"{folder} cannot be written ({error.strerror}): give another folder") from error
-    use = f"use it with {'sampler=flow ' if name in TINY_FLOW else ''}policy.model={written}"
+    sampler = {**dict.fromkeys(TINY_FLOW, "sampler=flow "), TINY_JANUS: "sampler=image_tokens "}.get(name, "")
+    use = f"use it with {sampler}policy.model={written}"
     message = f"{model} written to {written}: {use}"
     terminal(soft_wrap=True).print(message, markup=False)
 

@@ -41,7 +41,10 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
     _write(config, state, target, merge=merge, ema=ema)
-    what = f"a PEFT adapter of {config.policy.model}" if is_adapter else "a checkpoint in the Hugging Face layout"
+    what = "a checkpoint in the Hugging Face layout"
+    if is_adapter:
+        kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
+        what = f"a {kind} of {config.policy.model}"
     terminal(soft_wrap=True).print(f"step {version} of {folder}: {target}, {what}", markup=False, highlight=False)
     return 0
 
@@ -54,8 +57,6 @@ def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:
         )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
-    if config.sampler.is_flow and config.policy.lora.is_on and not merge:
-        raise PreflightError(f"{folder} trained adapters of a flow model, which are only written merged: use --merge")
     if ema and config.learner.ema_decay == 0:
         raise PreflightError(
             f"{folder} kept no average of its weights (learner.ema_decay=0): leave out --ema, or train with "

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cluster.metrics.hub import Metrics
+from cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
+from cluster.metrics.hub import Metrics, Samples
 from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from cluster.metrics.report.samples import SampleKeeper
 from cluster.metrics.sinks.base import Sink
@@ -21,6 +22,7 @@ from cluster.runtime.object_store import fetch
 from configs.schema import RunConfig
 
 CONSOLE_INTERVAL_S = 10.0
+ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 
 
 def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:
@@ -36,16 +38,32 @@ def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequ
         fetch=fetch,
         timeout_s=config.timeouts.object_s,
     )
+    watched: Samples = samples
+    if config.metrics.artifacts_per_step > 0:
+        watched = Offered([samples, _artifacts(config, version)])
     optional = _optional_sinks(config, console, version)
     metrics = Metrics(
         [journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
-        samples=samples,
+        samples=watched,
         watchers=[sink for sink in optional if isinstance(sink, RaySink)],
     )
     metrics.resume(journal.kept)
     return metrics
+
+
+def _artifacts(config: RunConfig, version: int) -> ArtifactWriter:
+    if config.sampler.flow.num_frames > 1:
+        refuse_without_encoder()
+    return ArtifactWriter(
+        config.run_folder / ARTIFACTS_FOLDER,
+        per_step=config.metrics.artifacts_per_step,
+        frame_rate=config.metrics.artifact_frame_rate,
+        version=version,
+        fetch=fetch,
+        timeout_s=config.timeouts.object_s,
+    )
 
 
 def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[Sink]:

@@ -21,6 +21,7 @@ from actors.datasets.rows import Skipped, Split
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.processors.image_tokens import ImageTokenProcessor
 from actors.processors.make import make_processor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
@@ -30,10 +31,11 @@ from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from deploy.datasets.written_data import write_data
-from learner.policies.families import family_at, frozen_prefixes, max_positions
+from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
 from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.tiny import TINY, write_tiny
@@ -57,7 +59,7 @@ class Prepared:
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
     processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor
+        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
     )  # by the job and the kind of model
     media: MediaStore
     splits: dict[str, PreflightReport]
@@ -107,6 +109,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         _check_flow(checkpoint, config)
     else:
         checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
+        _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)
@@ -136,6 +139,21 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 def _splits(evaluation: EvaluationConfig) -> list[str]:
     used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
     return list(dict.fromkeys(used))
+
+
+def _check_answers(config: RunConfig) -> None:
+    """A model that draws needs the sampler that does, and the other way round."""
+    makes_pictures = family_at(config.policy.model).makes_pictures
+    if makes_pictures and not config.sampler.draws_tokens:
+        raise PreflightError(
+            f"policy.model={config.policy.model} answers with image tokens, which sampler.kind={config.sampler.kind} "
+            "cannot sample: set sampler=image_tokens"
+        )
+    if config.sampler.draws_tokens and not makes_pictures:
+        raise PreflightError(
+            f"policy.model={config.policy.model} draws no pictures, as sampler.kind=image_tokens asks: name a "
+            f"checkpoint of type {', '.join(DRAWING_TYPES)}, or set sampler=vllm"
+        )
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
@@ -193,6 +211,9 @@ def ensure_model(config: RunConfig) -> Path:
     if config.sampler.is_flow:
         return _ensure_flow_model(config, folder)
     if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+        if config.policy.tiny == TINY_JANUS:
+            with _writing("policy.model", folder):
+                return write_tiny_janus(folder)
         if config.policy.tiny not in TINY:
             raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)

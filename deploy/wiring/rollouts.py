@@ -144,4 +144,5 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         expected=prepared.checkpoint,
         adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
+        image_guidance=sampler.image_tokens.guidance,
     )

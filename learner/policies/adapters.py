@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from learner.policies.lora import WEIGHT, A, B, merged
 NAME = "default"  # PEFT's, of the only adapter
 BASE = ".base_layer."  # PEFT's, between a module and its own weight
 PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+DIFFUSERS_PREFIX = "transformer."  # the part of a pipeline that the adapter belongs to
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
@@ -67,6 +70,27 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
         task_type="CAUSAL_LM",
         inference_mode=True,
     ).save_pretrained(folder)
+
+
+def save_pipeline_adapters(folder: Path, model: nn.Module, config: LoRAConfig) -> None:
+    """Write the adapters of a pipeline's transformer as `load_lora_weights` of diffusers reads them."""
+    from peft import LoraConfig
+
+    factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
+    modules = sorted({module for module, _ in factors})
+    described = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=modules).to_dict()
+    described = {f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in described.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"{DIFFUSERS_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
+        folder / DIFFUSERS_FILE,
+        metadata={"format": "pt", "lora_adapter_metadata": json.dumps(described, indent=2, sort_keys=True)},
+    )
+
+
+def _listed(value: object) -> object:
+    """A value of PEFT's configuration as JSON has it."""
+    return sorted(value) if isinstance(value, set) else value
 
 
 def has_adapters(model: nn.Module) -> bool:

@@ -90,6 +90,15 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     return unconditional.float() + scale * (conditional.float() - unconditional.float())
 
 
+def flow_level(edm_sigmas: Tensor) -> Tensor:
+    """t = s / (1 + s): the noise level of (picture + s noise) / (1 + s).
+
+    EDM keeps y = picture + s noise, so x = y / (1 + s) are the latents of a flow model at t.
+    Source: Elucidating the Design Space of Diffusion-Based Generative Models, arXiv:2206.00364.
+    """
+    return edm_sigmas / (1 + edm_sigmas)
+
+
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
     """[N]: mean over the latents' numbers of (mean - reference mean)^2 / (2 scale^2).
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cluster.records.actions import Actions, LatentActions, TokenActions
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt
 from configs.schema import RunConfig
+from learner.policies.adapters import save_adapters, save_pipeline_adapters
 from learner.policies.base import Policy, PolicyRow, RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
 from learner.policies.flow.policy import FlowPolicy, Replay
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
+from learner.policies.image_tokens.guidance import canary_tokens
+from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
 from learner.policies.loading import load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.score_model import ScoreModel, load_score_model
@@ -51,7 +56,8 @@ def load_trained_model(config: RunConfig) -> nn.Module:
         return load_score_model(config.policy, torch.float32, config.seed)
     if config.sampler.is_flow:
         return flow_checkpoint(config).transformer(torch.float32)
-    return load_policy_model(config.policy, torch.float32)
+    model = load_policy_model(config.policy, torch.float32)
+    return freeze_the_rest(model) if config.sampler.draws_tokens else model
 
 
 def as_policy(model: nn.Module, config: RunConfig) -> Policy:
@@ -60,6 +66,8 @@ def as_policy(model: nn.Module, config: RunConfig) -> Policy:
         return ScoreModel(model, packs=config.learner.packing)
     if config.sampler.is_flow:
         return FlowPolicy(model, flow_checkpoint(config).family)
+    if config.sampler.draws_tokens:
+        return ImageTokenPolicy(cast(PreTrainedModel, model), config.learner, config.sampler.image_tokens.guidance)
     return TokenPolicy(model, config.learner)
 
 
@@ -73,6 +81,10 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         clean = partial(CleanSequence.of_response, rl_noising(config, checkpoint))
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(Replay(denoising, divergence), Replay(proof, "none"), canary_row, row)
+    if config.sampler.draws_tokens:
+        drawn = canary_tokens(config.policy.model).numpy()
+        canary_row = partial(TokenSequence.of_response, token_ids=drawn)
+        return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, canary_row, row_of)
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
     return Scoring(sampled, PLAIN, TokenSequence.of_prompt, row_of)
@@ -80,15 +92,22 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
     """The noise levels that pictures are trained at: those of the sampler, but the last."""
-    sigmas, timesteps = (t.numpy() for t in checkpoint.schedule(config.sampler.flow.num_steps))
+    sigmas, timesteps = _tables(checkpoint, Denoising.of(config.sampler.flow))
     num = max(1, len(timesteps) - 1)
     return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
 
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
     """The noise levels at which pictures of a data set are taught: all of the checkpoint's schedule."""
-    sigmas, timesteps = (t.numpy() for t in flow_checkpoint(config).schedule(NUM_LEVELS))
+    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
+    sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
+
+
+def _tables(checkpoint: FlowCheckpoint, denoising: Denoising) -> tuple[np.ndarray, np.ndarray]:
+    """float32 noise levels [S + 1] and times [S]."""
+    found = checkpoint.schedule(denoising)
+    return found.sigmas.numpy(), found.timesteps.numpy()
 
 
 def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
@@ -97,6 +116,14 @@ def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: 
         flow_checkpoint(config).save(folder, full_state)
     else:
         save_policy(model, config.policy.model, folder, full_state)
+
+
+def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> None:
+    """Write the adapters of a model alone, as PEFT or, for a flow model, diffusers loads them."""
+    if config.sampler.is_flow:
+        save_pipeline_adapters(folder, model, config.policy.lora)
+    else:
+        save_adapters(folder, cast(PreTrainedModel, model), config.policy.lora, config.policy.model)
 
 
 def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:

@@ -23,7 +23,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "vllm": ("actors/samplers/vllm/*",),
     "deepspeed": ("learner/backends/deepspeed.py",),
     "peft": ("learner/policies/adapters.py",),
-    "diffusers": ("actors/samplers/flow.py", "learner/policies/flow/*"),
+    "diffusers": ("learner/policies/flow/*", "deploy/conformance/flow/*"),
     "tensorboard": ("cluster/metrics/sinks/*",),
     "torch.utils.tensorboard": ("cluster/metrics/sinks/*",),
     "mlflow": ("cluster/metrics/sinks/*",),

@@ -1,4 +1,4 @@
-"""A run of a tiny flow model in this process: prompts, a sampler, a learner, and a reward that looks at pictures."""
+"""A run of a tiny model that makes pictures, in this process: prompts, a sampler, a learner, a reward of pictures."""
 
 from __future__ import annotations
 
@@ -43,6 +43,20 @@ WORDS = (
 )
 
 
+JANUS_WORDS = (
+    "policy=tiny_janus",
+    "sampler=image_tokens",
+    "learner=single",
+    "resources.learner.num_workers=1",
+    "resources.reference.num_workers=0",
+    "algorithm.kl.coef=0",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=8",
+    "learner.learning_rate=0.003",
+    "learner.warmup_steps=0",
+)
+
+
 def write_texts(folder: Path) -> Path:
     """A data set whose questions are what pictures should show."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,8 +68,16 @@ def write_texts(folder: Path) -> Path:
 
 def flow_config(folder: Path, *words: str) -> RunConfig:
     """A run whose model, data and results are below `folder`."""
-    own = (f"policy.model={folder / 'model'}", f"data.path={folder / 'texts'}", f"folder={folder / 'runs'}")
-    return load_config(overridden([*WORDS, *own], words))
+    return load_config(overridden([*WORDS, *_folders(folder)], words))
+
+
+def janus_config(folder: Path, *words: str) -> RunConfig:
+    """The same of a model that draws token by token."""
+    return load_config(overridden([*JANUS_WORDS, *_folders(folder)], words))
+
+
+def _folders(folder: Path) -> tuple[str, ...]:
+    return (f"policy.model={folder / 'model'}", f"data.path={folder / 'texts'}", f"folder={folder / 'runs'}")
 
 
 def redness(picture: bytes) -> float:
@@ -72,7 +94,7 @@ class FlowRun:
         if writes:
             write_texts(config.data.path)
         self.prepared: Prepared = prepare(config, lambda value: value)
-        self.actor = RolloutActor("flow", engine_settings(self.prepared, 0), object_timeout_s=5)
+        self.actor = RolloutActor(config.sampler.kind.value, engine_settings(self.prepared, 0), object_timeout_s=5)
         self.learner = Learner(config, 0, 1, self.prepared.processor.media_token_ids)
 
     async def start(self) -> FlowRun:

@@ -2,6 +2,7 @@
 
 from learner.policies.families.registry import (
     AUDIO_TYPES,
+    DRAWING_TYPES,
     TEXT_FAMILIES,
     VIDEO_TYPES,
     VISION_FAMILIES,
@@ -16,6 +17,7 @@ from learner.policies.families.registry import (
 
 __all__ = [
     "AUDIO_TYPES",
+    "DRAWING_TYPES",
     "TEXT_FAMILIES",
     "VIDEO_TYPES",
     "VISION_FAMILIES",

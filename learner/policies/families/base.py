@@ -52,6 +52,8 @@ class Family(ABC):
     """What the checkpoint names of that part begin with."""
     transposed: str = r"(?!)"
     """Pattern of the checkpoint names whose last two axes lie in the other order there than in the model."""
+    makes_pictures = False
+    """Whether its answers are pictures, which are drawn with `sampler=image_tokens`."""
     needs_gate = False
     """Whether a run compares engine and learner before its first step. It does where no conformance run has done so, or
     where that depends on the weights."""

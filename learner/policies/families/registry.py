@@ -13,6 +13,7 @@ from learner.policies.families.gemma3 import Gemma3
 from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
 from learner.policies.families.internvl import InternVL
+from learner.policies.families.janus import Janus
 from learner.policies.families.llava_onevision import LlavaOneVision
 from learner.policies.families.qwen3_vl import Qwen3VL
 from learner.policies.families.qwen3_vl_moe import Qwen3VLMoe
@@ -33,6 +34,7 @@ FAMILIES: tuple[Family, ...] = (
     Qwen2Audio(),
     Qwen25Omni(),
     TextFamily(),
+    Janus(),
 )
 UNKNOWN = UnknownFamily()
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
@@ -40,7 +42,8 @@ INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
 AUDIO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, AudioFamily))
-TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES))
+DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_pictures)
+TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES, *DRAWING_TYPES))
 
 
 def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.model") -> Family:

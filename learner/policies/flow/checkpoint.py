@@ -5,74 +5,110 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoModel, DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import AutoModel, DiffusionPipeline, ModelMixin
 from huggingface_hub import snapshot_download
-from torch import Tensor
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from torch import Tensor, nn
 
 from cluster.records.trajectory import Prompt
 from learner.policies.flow.denoising import Denoising, canary_actions
-from learner.policies.flow.families import INDEX, TRANSFORMER, flow_family_at
+from learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
 from learner.policies.flow.rows import LatentSequence
 
-DECODING = (TRANSFORMER, "vae", "scheduler")  # what sampling needs of a pipeline: prompts come encoded
+VAE, SCHEDULER = "vae", "scheduler"
+DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # what sampling needs: prompts come encoded
 
 
 class FlowCheckpoint:
     """A checkpoint folder or hub name whose family is supported.
 
     Raises:
-        ValueError: it is no diffusers checkpoint, or of a family that is not supported.
+        ValueError: it is no diffusers checkpoint, or of a family that is not supported, or lacks a part.
     """
 
     def __init__(self, source: str) -> None:
-        self.folder = Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+        self.folder = Path(source) if Path(source).is_dir() else _downloaded(source)
         self.family = flow_family_at(self.folder)
+        self._index = pipeline_index(self.folder)
+        needed = [name for name in self._parts() if name not in self.family.placeholders]
+        missing = [name for name in needed if not (self.folder / name).is_dir()]
+        if missing:
+            raise ValueError(
+                f"policy.model={self.folder} has no folder {', '.join(missing)}, which its model_index.json names: "
+                "copy or download the whole checkpoint"
+            )
 
     def transformer(self, dtype: torch.dtype) -> ModelMixin:
         """The network that is trained, on the CPU."""
         return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype)
 
-    def decoder(self, dtype: torch.dtype) -> Any:
-        """A pipeline without the parts that encode prompts."""
-        return self._pipeline(DECODING, dtype)
+    def vae(self, dtype: torch.dtype) -> ModelMixin:
+        """What makes pictures of latents, on the CPU."""
+        return AutoModel.from_pretrained(str(self.folder), subfolder=VAE, dtype=dtype)
 
     def encoder(self) -> Any:
         """A pipeline without the parts that denoise and decode, in float32."""
-        return self._pipeline([name for name in self._parts() if name not in DECODING], torch.float32)
+        needed = {name for name in self._parts() if name not in DENOISING} | set(self.family.encoder_parts)
+        without: dict[str, Any] = {name: None for name in self._slots() if name not in needed}
+        without |= {name: nn.Identity() for name in self.family.placeholders}
+        if self.family.reads_shape:
+            with torch.device("meta"):
+                network = getattr(diffusers, self._index[TRANSFORMER][1])
+                without[TRANSFORMER] = network.from_config(self._config(TRANSFORMER))
+        return DiffusionPipeline.from_pretrained(str(self.folder), dtype=torch.float32, **without)
 
-    def codec(self) -> Any:
-        """A pipeline of the VAE alone, in float32."""
-        return self._pipeline(["vae"], torch.float32)
-
-    def schedule(self, num_steps: int) -> tuple[Tensor, Tensor]:
-        """(noise levels [S + 1], times [S]) of the checkpoint's scheduler, float32."""
-        scheduler: Any = self._pipeline(["scheduler"], torch.float32).scheduler
-        assert isinstance(scheduler, SchedulerMixin)
-        scheduler.set_timesteps(num_steps)
-        return scheduler.sigmas, scheduler.timesteps
-
-    def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
-        """Of the latents of one picture.
+    def schedule(self, denoising: Denoising) -> Schedule:
+        """Noise levels and times of the checkpoint's scheduler.
 
         Raises:
-            ValueError: there are no pictures of this size.
+            ValueError: they are not those of a flow model.
         """
-        parts = (self._config(TRANSFORMER), self._config("vae"))
-        return self.family.latent_shape(*parts, denoising.height, denoising.width)
+        name = self._index[SCHEDULER][1]
+        scheduler = getattr(diffusers, name).from_pretrained(self.folder, subfolder=SCHEDULER)
+        found = self.family.schedule(scheduler, denoising.num_steps, self.latent_shape(denoising))
+        levels = found.sigmas
+        if len(levels) != denoising.num_steps + 1 or not (
+            0 <= levels[-1] and levels[0] <= 1 and levels.diff().lt(0).all()
+        ):
+            raise ValueError(
+                f"policy.model={self.folder}: the {name} of its scheduler folder gives the noise levels "
+                f"{[round(float(level), 4) for level in levels]}, which do not fall from 1 to 0 in "
+                f"sampler.flow.num_steps={denoising.num_steps} steps: set use_flow_sigmas in its configuration"
+            )
+        return found
+
+    def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
+        """Of the latents of one picture or video.
+
+        Raises:
+            ValueError: there are none of this size.
+        """
+        if denoising.num_frames > 1 and not self.family.is_video:
+            raise ValueError(
+                f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
+                f"{self._index['_class_name']}, which makes pictures: set sampler.flow.num_frames=1"
+            )
+        return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
+
+    def takes_negatives(self, guidance: float) -> bool:
+        """Whether a prompt comes with a negative one."""
+        return guidance != 1 and not self.family.embeds_guidance(self._config(TRANSFORMER))
 
     def canary(self, prompt: Prompt, denoising: Denoising) -> LatentSequence:
         """Arbitrary steps after a prompt, the same wherever they are made: what a push of weights is proven by."""
-        sigmas, timesteps = (values.numpy() for values in self.schedule(denoising.num_steps))
+        schedule = self.schedule(denoising)
+        sigmas, timesteps = schedule.sigmas.numpy(), schedule.timesteps.numpy()
         return LatentSequence(canary_actions(denoising, self.latent_shape(denoising), sigmas, timesteps), prompt.media)
 
     def encoder_fingerprint(self) -> str:
         """Changes with the files that encode prompts."""
-        folders = [self.folder / name for name in self._parts() if name not in DECODING]
+        folders = [self.folder / name for name in self._parts() if name not in DENOISING]
         files = sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
         names = [f"{file.relative_to(self.folder)} {file.stat().st_size}" for file in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
@@ -85,13 +121,33 @@ class FlowCheckpoint:
         whole.load_state_dict(dict(state))
         whole.save_pretrained(folder / TRANSFORMER)
 
-    def _pipeline(self, parts: Collection[str], dtype: torch.dtype) -> Any:
-        others: dict[str, Any] = {name: None for name in self._parts() if name not in parts}
-        return DiffusionPipeline.from_pretrained(str(self.folder), dtype=dtype, **others)
+    def _slots(self) -> list[str]:
+        """The parts that a pipeline of this class may have."""
+        return [name for name, value in self._index.items() if isinstance(value, list)]
 
     def _parts(self) -> list[str]:
-        index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-        return [name for name, value in index.items() if isinstance(value, list)]
+        """Those that this one has; a Stable Diffusion 3 may come without its T5."""
+        return [name for name in self._slots() if any(self._index[name])]
 
     def _config(self, part: str) -> dict[str, Any]:
         return json.loads((self.folder / part / "config.json").read_text(encoding="utf-8"))
+
+
+def _downloaded(source: str) -> Path:
+    """The folder of a hub name.
+
+    Raises:
+        ValueError: the hub does not give it.
+    """
+    try:
+        return Path(snapshot_download(source))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"policy.model={source} is gated: accept its license on the hub and set HF_TOKEN to your token, or name a "
+            "local folder"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"policy.model={source} is neither a folder here nor a name that the hub gives ({error}): check the name, "
+            "and the connection"
+        ) from error

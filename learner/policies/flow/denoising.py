@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from cluster.records.actions import LatentActions
 from cluster.runtime.seeds import derived_seed
 from configs.schema.rollout import FlowConfig
-from learner.policies.flow.families import FlowFamily
-from learner.policies.sde import KERNELS, FlowStep, Transition, guided
+from learner.policies.flow.families import FlowFamily, PictureSize
+from learner.policies.sde import KERNELS, FlowStep, Transition
 
 MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
 
@@ -29,7 +29,7 @@ class Denoising:
     height: int  # of pictures
     width: int
     num_steps: int
-    guidance: float  # 1: none, and no negative prompt
+    guidance: float  # 1: none
     kernel: str  # of learner.policies.sde.KERNELS; ddim: all steps follow the ODE, and have no likelihood
     noise_level: float
     window_start: int
@@ -38,6 +38,7 @@ class Denoising:
     window_size: int = 0  # 0: the whole window
     window_order: str = "random"  # random | progressive
     window_interval: int = 1  # weight versions between two moves of a progressive window
+    num_frames: int = 1  # of a video
 
     def __post_init__(self) -> None:
         if not 0 <= self.window_start < self.window_end <= self.num_steps:
@@ -64,11 +65,12 @@ class Denoising:
             window_size=config.window_size,
             window_order=config.window_order,
             window_interval=config.window_interval,
+            num_frames=config.num_frames,
         )
 
     @property
-    def is_guided(self) -> bool:
-        return self.guidance != 1
+    def size(self) -> PictureSize:
+        return PictureSize(self.height, self.width, self.num_frames)
 
     @property
     def proof(self) -> Denoising:
@@ -130,7 +132,8 @@ def velocities(
     x, t = latents[rows].to(dtype), timesteps[rows]
     given = {name: tensor[rows].to(dtype) for name, tensor in conditions.items()}
     if negatives is None:
-        return family.velocity(model, x, t, given)[:num].float()
+        return family.velocity(model, x, t, given, guidance)[:num].float()
     both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
-    unconditional, conditional = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both).chunk(2)
-    return guided(conditional[:num], unconditional[:num], guidance)
+    found = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both, guidance)
+    unconditional, conditional = found.chunk(2)
+    return family.guided(conditional[:num], unconditional[:num], guidance)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
 
-CHANNELS = 16  # of latents
 CLIP_SIZE, HIDDEN_SIZE = 32, 64
 
 
@@ -21,7 +21,7 @@ def write_tiny_sd3(folder: Path, *, seed: int = 0) -> Path:
         pipeline = StableDiffusion3Pipeline(
             transformer=_transformer(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=_vae(),
+            vae=picture_vae(),
             text_encoder=clip_encoder(clip, CLIP_SIZE),
             tokenizer=clip,
             text_encoder_2=clip_encoder(clip, CLIP_SIZE),
@@ -49,21 +49,4 @@ def _transformer() -> SD3Transformer2DModel:
         pos_embed_max_size=32,
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
-    )
-
-
-def _vae() -> AutoencoderKL:
-    """One halving; scale and shift are those of Stable Diffusion 3."""
-    return AutoencoderKL(
-        block_out_channels=(16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=CHANNELS,
-        norm_num_groups=8,
-        layers_per_block=1,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        scaling_factor=1.5305,
-        shift_factor=0.0609,
-        sample_size=32,
     )

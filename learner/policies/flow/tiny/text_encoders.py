@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
-CLIP_TOKENS, T5_TOKENS = 77, 64  # longest prompts
+from learner.policies.tiny.qwen2_5_vl import build_model, build_processor
+
+CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
@@ -25,7 +37,16 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 def clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWithProjection:
     """Two layers; the pooled embedding is as wide as the others."""
-    config = CLIPTextConfig(
+    return CLIPTextModelWithProjection(_clip_config(tokenizer, hidden_size))
+
+
+def plain_clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModel:
+    """Two layers, without a projection."""
+    return CLIPTextModel(_clip_config(tokenizer, hidden_size))
+
+
+def _clip_config(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextConfig:
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
@@ -37,7 +58,6 @@ def clip_encoder(tokenizer: CLIPTokenizer, hidden_size: int) -> CLIPTextModelWit
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return CLIPTextModelWithProjection(config)
 
 
 def t5_tokenizer() -> T5Tokenizer:
@@ -49,16 +69,55 @@ def t5_tokenizer() -> T5Tokenizer:
 
 def t5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> T5EncoderModel:
     """Two layers."""
-    config = T5Config(
+    return T5EncoderModel(T5Config(**_t5_sizes(tokenizer, hidden_size)))
+
+
+def umt5_encoder(tokenizer: T5Tokenizer, hidden_size: int) -> UMT5EncoderModel:
+    """Two layers, each with position biases of its own."""
+    return UMT5EncoderModel(UMT5Config(**_t5_sizes(tokenizer, hidden_size)))
+
+
+def _t5_sizes(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": hidden_size,
+        "d_kv": 16,
+        "d_ff": 2 * hidden_size,
+        "num_layers": 2,
+        "num_heads": 2,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
+    }
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """One token for each printable ASCII character."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *map(chr, range(ord("!"), ord("~") + 1))]
+    vocab = {token: place for place, token in enumerate(tokens)}
+    return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
+
+
+def gemma_encoder(tokenizer: GemmaTokenizer, hidden_size: int) -> Gemma2Model:
+    """Two layers."""
+    config = Gemma2Config(
         vocab_size=len(tokenizer),
-        d_model=hidden_size,
-        d_kv=16,
-        d_ff=2 * hidden_size,
-        num_layers=2,
-        num_heads=2,
-        feed_forward_proj="gated-gelu",
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=GEMMA_TOKENS,
     )
-    return T5EncoderModel(config)
+    return Gemma2Model(config)
+
+
+def qwen_encoder(seed: int) -> tuple[Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer]:
+    """The tiny Qwen2.5-VL and its tokenizer, with the chat template that a pipeline without processor looks for."""
+    processor = build_processor()
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = processor.chat_template
+    return build_model(tokenizer, seed=seed, tie_word_embeddings=False), tokenizer

@@ -1,0 +1,77 @@
+"""ImageTokenProcessor: turns rows into prompts that end where a picture begins."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig, AutoProcessor
+
+from actors.datasets.rows import Row
+from cluster.errors import PromptError
+from cluster.records.trajectory import Prompt
+from configs.schema import DataConfig
+from configs.schema.rollout import SamplerConfig
+from learner.policies.image_tokens.guidance import num_image_tokens
+
+
+class ImageTokenProcessor:
+    """A prompt is one turn of the user, the start of the answer, and the token that opens a picture.
+
+    Raises:
+        ValueError: `sampler.max_model_len` has no room for a picture.
+    """
+
+    takes_pictures = False
+    media_token_ids: tuple[int, ...] = ()  # what is sampled are image tokens
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig) -> None:
+        self._processor: Any = AutoProcessor.from_pretrained(model)
+        self._suffix = data.prompt_suffix
+        needed = num_image_tokens(AutoConfig.from_pretrained(model))
+        self._longest = min(data.max_prompt_tokens, sampler.max_model_len - needed)
+        if self._longest < 1:
+            raise ValueError(
+                f"sampler.max_model_len={sampler.max_model_len} has no room for the {needed} tokens of a picture of "
+                f"policy.model={model}: raise it"
+            )
+        tokenizer = self._processor.tokenizer
+        self.pad_token_id: int = tokenizer.pad_token_id
+        self.fingerprint = hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer))).encode()).hexdigest()
+
+    def prepare(self, row: Row, prompt_id: str) -> Prompt:
+        """The row as a prompt.
+
+        Raises:
+            PromptError: the row has pictures, earlier turns or no text, or is too long.
+        """
+        text, ids = self._encoded(row)
+        return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
+
+    def check(self, row: Row) -> int:
+        """How many tokens its prompt has.
+
+        Raises:
+            PromptError: as `prepare`.
+        """
+        return len(self._encoded(row)[1])
+
+    def _encoded(self, row: Row) -> tuple[str, np.ndarray]:
+        text = row.question + self._suffix
+        if row.images or row.history or not text.strip():
+            raise PromptError(
+                f"{row.sample_id} has {len(row.images)} pictures, {len(row.history)} turns before the question and a "
+                f"text of {len(text.strip())} characters: a picture is drawn of one text, so change or remove the row"
+            )
+        turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+        rendered = self._processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        tokenizer = self._processor.tokenizer
+        ids = tokenizer(rendered + tokenizer.boi_token, add_special_tokens=False)["input_ids"]
+        if len(ids) > self._longest:
+            raise PromptError(
+                f"{row.sample_id} has a prompt of {len(ids)} tokens, more than {self._longest}: shorten it, or raise "
+                "data.max_prompt_tokens and sampler.max_model_len"
+            )
+        return text, np.array(ids, dtype=np.int32)

@@ -1,0 +1,146 @@
+"""ImageTokenSampler: draws pictures token by token with a model of transformers, under classifier-free guidance."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import DynamicCache
+
+from actors.samplers.base import EngineSettings
+from actors.samplers.in_process import InProcessSampler
+from cluster.records.actions import TokenActions
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from cluster.roles import SamplingSettings
+from cluster.runtime.seeds import derived_seed
+from learner.policies.image_tokens.guidance import (
+    canary_tokens,
+    embedded,
+    head_states,
+    image_logits,
+    num_image_tokens,
+    without_text,
+)
+from learner.policies.loading import DTYPES, load_model
+
+
+class ImageTokenSampler(InProcessSampler):
+    """Draws the siblings of a prompt side by side, at most `max_num_seqs` at a time.
+
+    Each sibling has random numbers of its own. A picture is reported when its group is whole: an attempt after a loss
+    begins with its first token.
+    """
+
+    def __init__(self, settings: EngineSettings, guidance: float) -> None:
+        super().__init__(settings)
+        self._guidance = guidance
+
+    async def start(self) -> None:
+        model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
+        self._model = model.to(self._device).eval()
+        self._num_tokens_each = num_image_tokens(model.config)
+        self._take_parameters()
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
+    ) -> list[SampledSequence]:
+        self._num_asked += 1
+        try:
+            await self._served.reach(settings.min_version)
+            async with self._turn:
+                found = await asyncio.to_thread(self._sample, prompt, settings)
+                self._num_tokens += sum(sequence.num_tokens for sequence in found)
+        finally:
+            self._num_asked -= 1
+        return found
+
+    @torch.no_grad()
+    def _sample(self, prompt: Prompt, settings: SamplingSettings) -> list[SampledSequence]:
+        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
+        parts = [siblings[start : start + most] for start in siblings[::most]]
+        return [sequence for part in parts for sequence in self._draw(prompt, settings, part)]
+
+    def _draw(self, prompt: Prompt, settings: SamplingSettings, siblings: Sequence[int]) -> list[SampledSequence]:
+        """Some siblings in one forward pass a token."""
+        generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
+        inputs, cache = self._prompt_embeds(prompt, len(siblings)), DynamicCache()
+        tokens, logprobs = [], []
+        for _ in range(self._num_tokens_each):
+            hidden = self._model.model.language_model(
+                inputs_embeds=inputs, past_key_values=cache, use_cache=True
+            ).last_hidden_state[:, -1]
+            logits = image_logits(self._model, head_states(self._model, hidden, self._guidance))  # [n, V]
+            scores = (logits / (settings.temperature or 1.0)).log_softmax(-1).cpu()
+            chosen = _chosen(scores, generators, is_greedy=settings.temperature == 0)  # [n]
+            tokens.append(chosen)
+            logprobs.append(scores.gather(-1, chosen[:, None])[:, 0])
+            again = chosen.repeat(len(inputs) // len(siblings))[:, None].to(self._device)
+            inputs = self._model.prepare_embeddings_for_image_generation(again)
+        drawn = torch.stack(tokens, 1)
+        pictures = self._pictures(drawn.to(self._device))
+        rows = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), pictures, strict=True)
+        return [self._sequence(*row) for row in rows]
+
+    def _prompt_embeds(self, prompt: Prompt, num: int) -> Tensor:
+        """float [n, P, H], and with guidance [2n, P, H], the prompt without its text behind."""
+        ids = torch.from_numpy(prompt.expanded_ids).long().to(self._device).expand(num, -1)
+        if self._guidance != 1:
+            ids = torch.cat([ids, without_text(self._model, ids)])
+        return self._model.get_input_embeddings()(ids)
+
+    def _pictures(self, tokens: Tensor) -> np.ndarray:
+        """uint8 [n, H, W, 3]"""
+        pixels = self._model.decode_image_tokens(tokens).float()  # in -1 .. 1
+        return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
+
+    def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray, picture: np.ndarray) -> SampledSequence:
+        file = io.BytesIO()
+        Image.fromarray(picture).save(file, format="PNG")
+        return SampledSequence(
+            TokenActions(tokens.astype(np.int32)),
+            logprobs.astype(np.float32),
+            (WeightSpan(self._served.number, 0, len(tokens)),),
+            FinishReason.STOP,
+            (file.getvalue(),),
+        )
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        """float32 [T]: log-probs of arbitrary image tokens behind the prompt."""
+        tokens = canary_tokens(self._settings.model)
+        ids = torch.cat([torch.from_numpy(prompt.expanded_ids).long(), tokens])[None].to(self._device)
+        num = prompt.num_tokens
+        is_text = torch.arange(ids.shape[1], device=self._device)[None] < num
+        if self._guidance != 1:
+            ids = torch.cat([ids, torch.where(is_text, without_text(self._model, ids), ids)])
+            is_text = is_text.repeat(2, 1)
+        embeds = embedded(self._model, ids, is_text)
+        hidden = self._model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        states = head_states(self._model, hidden[:, num - 1 : -1].flatten(0, 1), self._guidance)
+        logprobs = image_logits(self._model, states).log_softmax(-1).cpu()
+        return logprobs.gather(-1, tokens[:, None])[:, 0].numpy()
+
+    @torch.no_grad()
+    def _work_a_little(self) -> None:
+        ids = torch.tensor([[self._settings.pad_id]], device=self._device)
+        self._model.model.language_model(inputs_embeds=self._model.get_input_embeddings()(ids), use_cache=False)
+
+
+def _chosen(logprobs: Tensor, generators: Sequence[torch.Generator], *, is_greedy: bool) -> Tensor:
+    """int64 [n]: a token of each row."""
+    if is_greedy:
+        return logprobs.argmax(-1)
+    drawn = [torch.multinomial(row.exp(), 1, generator=g) for row, g in zip(logprobs, generators, strict=True)]
+    return torch.cat(drawn)

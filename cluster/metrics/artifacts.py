@@ -1,0 +1,135 @@
+"""ArtifactWriter: pictures and videos that a policy made, as files beside their hashes and rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from cluster.metrics.files import write_atomically
+from cluster.metrics.report.samples import Fetch
+
+if TYPE_CHECKING:
+    from cluster.metrics.hub import Samples
+    from cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
+
+INDEX = "artifacts.jsonl"
+
+
+class ArtifactWriter:
+    """Writes the pictures of the first `per_step` responses of a step, one of each group before the second of any.
+
+    `<folder>/step-000001/<prompt>-<sibling>.png`, or `.mp4` of several frames; `artifacts.jsonl` has a row for each:
+    step, trajectory, prompt, file, sha256, number of frames, reward and components. A run that goes on from `version`
+    takes later rows out.
+    """
+
+    def __init__(
+        self, folder: Path, *, per_step: int, frame_rate: int, version: int, fetch: Fetch, timeout_s: float
+    ) -> None:
+        self._folder = folder
+        self._per_step = per_step
+        self._frame_rate = frame_rate
+        self._fetch = fetch
+        self._timeout_s = timeout_s
+        self._rows = [row for row in read_artifacts(folder) if row["step"] <= version]
+
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Write what is wanted of the groups of one step."""
+        chosen = list(islice(_in_turn(groups), self._per_step))
+        wanted = list({id(group): group for group, _ in chosen}.values())
+        references = [group.group for group in wanted]
+        fetched: list[TrajectoryGroup] = self._fetch(
+            references, timeout_s=self._timeout_s, what=f"pictures of step {step}"
+        )
+        found = {id(group): whole for group, whole in zip(wanted, fetched, strict=True)}
+        for group, sibling in chosen:
+            trajectory = found[id(group)].trajectories[sibling]
+            if trajectory.response.pictures:
+                name = f"step-{step:06d}/{_as_file(group.summary.sample_id)}-{sibling}"
+                row = self._written(name, trajectory.response)
+                described = {"step": step, "trajectory_id": trajectory.trajectory_id}
+                described["prompt"] = found[id(group)].prompt.text
+                self._rows.append(described | row | _scores(group.rewards[sibling]))
+        write_atomically(
+            self._folder / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
+        )
+
+    def _written(self, name: str, response: Response) -> dict[str, object]:
+        frames = response.pictures
+        kind, content = (".png", frames[0]) if len(frames) == 1 else (".mp4", as_mp4(frames, self._frame_rate))
+        path = self._folder / f"{name}{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        file = path.relative_to(self._folder).as_posix()
+        return {"file": file, "sha256": hashlib.sha256(content).hexdigest(), "num_frames": len(frames)}
+
+
+class Offered:
+    """Several that look at the groups of a step."""
+
+    def __init__(self, takers: Sequence[Samples]) -> None:
+        self._takers = takers
+
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        for taker in self._takers:
+            taker.offer(step, groups)
+
+
+def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:
+    """H.264 of encoded pictures of one size, whose sides are even."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=rate)
+        first = Image.open(io.BytesIO(frames[0]))
+        stream.width, stream.height, stream.pix_fmt = first.width, first.height, "yuv420p"
+        for frame in frames:
+            shown = av.VideoFrame.from_image(Image.open(io.BytesIO(frame)).convert("RGB"))
+            container.mux(stream.encode(shown))
+        container.mux(stream.encode())
+    return file.getvalue()
+
+
+def refuse_without_encoder() -> None:
+    """Check that videos can be written.
+
+    Raises:
+        ValueError: PyAV is not installed.
+    """
+    if find_spec("av") is None:
+        raise ValueError(
+            "metrics.artifacts_per_step writes videos with PyAV, which is not installed: pip install mobula[video], or "
+            "set metrics.artifacts_per_step=0"
+        )
+
+
+def read_artifacts(folder: Path) -> list[dict[str, object]]:
+    """The rows of artifacts.jsonl; empty if there is none."""
+    path = folder / INDEX
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _in_turn(groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, int]]:
+    """The first sibling of each group, then the second of each."""
+    most = max((len(group.rewards) for group in groups), default=0)
+    return ((group, sibling) for sibling in range(most) for group in groups if sibling < len(group.rewards))
+
+
+def _scores(reward: Reward | None) -> dict[str, object]:
+    if reward is None:
+        return {"reward": None, "components": {}}
+    return {"reward": reward.value, "components": dict(reward.components)}
+
+
+def _as_file(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name)

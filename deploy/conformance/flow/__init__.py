@@ -1,0 +1,1 @@
+"""Measures, for every family of flow models, whether sampler, learner and plain diffusers agree."""

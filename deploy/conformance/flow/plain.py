@@ -1,0 +1,80 @@
+"""Pictures by the pipeline of diffusers itself, from latents that a sampler began with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from learner.policies.adapters import DIFFUSERS_FILE
+from learner.policies.flow.denoising import Denoising
+from learner.policies.flow.families.base import packed
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """How a pipeline is called."""
+
+    guidance: str = "guidance_scale"
+    negative: bool = True  # whether it takes a negative prompt
+    packs: bool = False  # whether its latents are tokens of 2 x 2
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+CALLS: dict[str, PlainCall] = {
+    "StableDiffusion3Pipeline": PlainCall(),
+    "FluxPipeline": PlainCall(negative=False, packs=True),
+    "QwenImagePipeline": PlainCall("true_cfg_scale", packs=True),
+    "SanaPipeline": PlainCall(own={"use_resolution_binning": False, "complex_human_instruction": None}),
+    "WanPipeline": PlainCall(),
+    "Cosmos2TextToImagePipeline": PlainCall(),
+    "Cosmos2_5_PredictBasePipeline": PlainCall(),
+}
+
+
+class NoSafetyChecker(nn.Module):
+    """What Cosmos pipelines are given in place of their safety checker, to be run on prompts that are known."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def check_text_safety(self, text: str) -> bool:
+        return True
+
+    def check_video_safety(self, frames: np.ndarray) -> np.ndarray:
+        return frames
+
+
+def plain_frames(
+    folder: Path, text: str, latents: Tensor, denoising: Denoising, max_text_tokens: int, adapters: Path | None = None
+) -> np.ndarray:
+    """uint8 [F, H, W, 3]: what the pipeline in `folder` makes of `latents` [1, ...], with a LoRA if one is named."""
+    is_checked = "safety_checker" in (folder / "model_index.json").read_text(encoding="utf-8")
+    pipeline: Any = DiffusionPipeline.from_pretrained(
+        str(folder), **({"safety_checker": NoSafetyChecker()} if is_checked else {})
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    if adapters is not None and hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights(str(adapters))
+    elif adapters is not None:
+        pipeline.transformer.load_lora_adapter(str(adapters), weight_name=DIFFUSERS_FILE, use_safetensors=True)
+    call = CALLS[type(pipeline).__name__]
+    size = {"height": denoising.height, "width": denoising.width}
+    found = pipeline(
+        prompt=text,
+        latents=packed(latents) if call.packs else latents,
+        num_inference_steps=denoising.num_steps,
+        max_sequence_length=max_text_tokens,
+        **{call.guidance: denoising.guidance},
+        **({"negative_prompt": ""} if call.negative else {}),
+        **({"num_frames": denoising.num_frames, "output_type": "pil"} if denoising.num_frames > 1 else {}),
+        **size,
+        **call.own,
+    )
+    frames = found.images[:1] if hasattr(found, "images") else found.frames[0]
+    return np.stack([np.asarray(frame) for frame in frames])

@@ -1,0 +1,25 @@
+"""Families of flow models, one file for each."""
+
+from learner.policies.flow.families.base import Conditions, FlowFamily, PictureCodec, PictureSize, Schedule
+from learner.policies.flow.families.registry import (
+    FAMILIES,
+    INDEX,
+    REFUSED,
+    TRANSFORMER,
+    flow_family_at,
+    pipeline_index,
+)
+
+__all__ = [
+    "FAMILIES",
+    "INDEX",
+    "REFUSED",
+    "TRANSFORMER",
+    "Conditions",
+    "FlowFamily",
+    "PictureCodec",
+    "PictureSize",
+    "Schedule",
+    "flow_family_at",
+    "pipeline_index",
+]

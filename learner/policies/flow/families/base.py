@@ -1,0 +1,189 @@
+"""FlowFamily: what differs between flow models, and the parts that several of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learner.policies.sde import guided
+
+Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PictureSize:
+    """Of what is denoised: a picture, or a video of several frames."""
+
+    height: int
+    width: int
+    num_frames: int = 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Noise levels of the S denoising steps, the model's times there, and how loud the noise is that they begin at."""
+
+    sigmas: Tensor  # float32 [S + 1], falling, within 0 .. 1
+    timesteps: Tensor  # float32 [S]
+    initial_std: float = 1.0
+
+
+class FlowFamily(ABC):
+    """A family of flow models of diffusers. Its latents are (1 - sigma) picture + sigma noise."""
+
+    lora_targets: tuple[str, ...]
+    """Linear layers that adapters are usually put at."""
+    is_video = False
+    """Whether it denoises videos; others take one frame."""
+    encoder_parts: tuple[str, ...] = ()
+    """Parts that the pipeline cannot encode a prompt without, beside tokenizers and text encoders."""
+    reads_shape = False
+    """Whether the pipeline asks its transformer for sizes where it encodes."""
+    placeholders: tuple[str, ...] = ()
+    """Parts that the pipeline must be given something for, and that neither encoding nor denoising uses."""
+
+    @abstractmethod
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        """forward() argument -> the encoded prompt, one row [1, ...] each; a long prompt is cut at `max_tokens`.
+
+        Every prompt has the same shapes.
+        """
+
+    @abstractmethod
+    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+        """Of the latents of one picture or video, given the configurations of transformer and VAE.
+
+        Raises:
+            ValueError: there are none of this size.
+        """
+
+    @abstractmethod
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        """[N, ...]: noise less picture, as the model predicts it for `latents` [N, ...].
+
+        `guidance` matters to models alone that are told it (`embeds_guidance`).
+        """
+
+    @abstractmethod
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of a picture."""
+
+    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
+        """Of a pipeline's scheduler, for latents of `shape`."""
+        scheduler.set_timesteps(num_steps)
+        return Schedule(scheduler.sigmas, scheduler.timesteps.float())
+
+    def times(self, sigmas: Tensor) -> Tensor:
+        """The model's times at any noise levels."""
+        return 1000 * sigmas
+
+    def embeds_guidance(self, model: Config) -> bool:
+        """Whether the model is told the guidance, so that no negative prompt is computed with."""
+        return False
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """float32: one velocity from that of the prompt and that of the negative prompt."""
+        return guided(conditional, unconditional, scale)
+
+
+@runtime_checkable
+class PictureCodec(Protocol):
+    """A family whose VAE turns pictures into latents: they can be taught, and chosen between."""
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        """[N, ...]: clean latents of uint8 [N, H, W, 3]; `decode` gives the pictures again."""
+        ...
+
+
+def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
+    """Check the sides of a picture, and that it is one.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    sides = (size.height, size.width)
+    limit = "" if most is None else f" and at most {most}"
+    if any(side % multiple for side in sides) or (most is not None and max(sides) > most):
+        raise ValueError(
+            f"pictures of {size.height} x {size.width}: each side must be a multiple of {multiple}{limit}: "
+            "set sampler.flow.height and sampler.flow.width"
+        )
+
+
+def fit_frames(size: PictureSize, per_latent: int, most: int) -> int:
+    """How many latent frames there are.
+
+    Raises:
+        ValueError: no video has so many frames.
+    """
+    if size.num_frames % per_latent != 1 % per_latent or size.num_frames > most * per_latent:
+        raise ValueError(
+            f"sampler.flow.num_frames={size.num_frames}: a video has a multiple of {per_latent} frames and one more, "
+            f"at most {(most - 1) * per_latent + 1}"
+        )
+    return (size.num_frames - 1) // per_latent + 1
+
+
+def with_dynamic_shift(scheduler: Any, num_steps: int, num_places: int) -> Schedule:
+    """The schedule of a model whose noise levels depend on how many tokens a picture has.
+
+    Source: FluxPipeline of diffusers.
+    """
+    own = scheduler.config
+    low, high = own.get("base_image_seq_len", 256), own.get("max_image_seq_len", 4096)
+    slope = (own.get("max_shift", 1.15) - own.get("base_shift", 0.5)) / (high - low)
+    shift = own.get("base_shift", 0.5) + slope * (num_places - low)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=shift)
+    return Schedule(scheduler.sigmas, scheduler.timesteps.float())
+
+
+def packed(latents: Tensor) -> Tensor:
+    """[N, C, H, W] as tokens [N, H/2 * W/2, 4 C]: one for each 2 x 2."""
+    num, channels, height, width = latents.shape
+    tiles = latents.reshape(num, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return tiles.reshape(num, height // 2 * (width // 2), 4 * channels)
+
+
+def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
+    """What was `packed`, [N, C, H, W]."""
+    num, channels = len(tokens), tokens.shape[-1] // 4
+    tiles = tokens.reshape(num, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return tiles.reshape(num, channels, height, width)
+
+
+def levels(pixels: Tensor) -> np.ndarray:
+    """uint8 [N, F, H, W, 3] of [N, 3, F, H, W] in -1 .. 1."""
+    found = ((pixels.float() / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8)
+    return found.permute(0, 2, 3, 4, 1).cpu().numpy()
+
+
+def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
+    """Decode [N, C, H, W] by a VAE with one scale and shift for all channels."""
+    scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
+    return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
+
+
+def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
+    """What `scaled_pictures` decodes, [N, C, H, W] of uint8 [N, H, W, 3]."""
+    scaled = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.device, vae.dtype) / 127.5 - 1
+    found = vae.encode(scaled)
+    latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
+    return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
+
+
+def normalised_frames(vae: Any, latents: Tensor) -> np.ndarray:
+    """Decode [N, C, F, H, W] by a VAE with a mean and deviation for each channel."""
+    mean, std = (
+        torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])

@@ -1,0 +1,68 @@
+"""Flux.1: latents in tokens of 2 x 2, and, where it is distilled, a guidance that the model is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learner.policies.flow.families.base import (
+    Conditions,
+    Config,
+    FlowFamily,
+    PictureSize,
+    Schedule,
+    fit,
+    packed,
+    scaled_latents,
+    scaled_pictures,
+    unpacked,
+    with_dynamic_shift,
+)
+
+
+class Flux(FlowFamily):
+    """A CLIP and a T5; Flux.1 dev is told its guidance, schnell takes a negative prompt or none."""
+
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, pooled, _ = pipeline.encode_prompt(prompt=[text], prompt_2=None, max_sequence_length=max_tokens)
+        return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        fit(size, 2 * factor)
+        return (model["in_channels"] // 4, size.height // factor, size.width // factor)
+
+    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
+        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
+
+    def embeds_guidance(self, model: Config) -> bool:
+        return bool(model.get("guidance_embeds"))
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        height, width = latents.shape[-2:]
+        places = torch.zeros(height // 2, width // 2, 3, device=latents.device, dtype=latents.dtype)
+        places[..., 1] += torch.arange(height // 2, device=latents.device)[:, None]
+        places[..., 2] += torch.arange(width // 2, device=latents.device)
+        tokens = model(
+            hidden_states=packed(latents),
+            timestep=(timesteps / 1000).to(latents.dtype),
+            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(model.config) else None,
+            txt_ids=latents.new_zeros(conditions["encoder_hidden_states"].shape[1], 3),
+            img_ids=places.reshape(-1, 3),
+            return_dict=False,
+            **conditions,
+        )[0]
+        return unpacked(tokens, height, width)
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return scaled_latents(vae, pixels)
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return scaled_pictures(vae, latents)

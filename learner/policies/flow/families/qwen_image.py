@@ -1,0 +1,71 @@
+"""Qwen-Image: prompts encoded by a Qwen2.5-VL, latents in tokens of 2 x 2, guidance that keeps the length of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from learner.policies.flow.families.base import (
+    Conditions,
+    Config,
+    FlowFamily,
+    PictureSize,
+    Schedule,
+    fit,
+    normalised_frames,
+    packed,
+    unpacked,
+    with_dynamic_shift,
+)
+from learner.policies.sde import guided
+
+MASK = "encoder_hidden_states_mask"
+
+
+class QwenImage(FlowFamily):
+    """One text encoder, whose rows are filled up to the longest prompt."""
+
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, _ = pipeline.encode_prompt(prompt=[text], max_sequence_length=max_tokens)
+        missing = max_tokens - embeds.shape[1]
+        mask = pad(embeds.new_ones(embeds.shape[:2]), (0, missing))
+        return {"encoder_hidden_states": pad(embeds, (0, 0, 0, missing)), MASK: mask}
+
+    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+        factor = 2 ** len(vae["temperal_downsample"])
+        fit(size, 2 * factor)
+        return (model["in_channels"] // 4, size.height // factor, size.width // factor)
+
+    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
+        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
+
+    def embeds_guidance(self, model: Config) -> bool:
+        return bool(model.get("guidance_embeds"))
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        height, width = latents.shape[-2:]
+        tokens = model(
+            hidden_states=packed(latents),
+            timestep=timesteps / 1000,
+            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(model.config) else None,
+            img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
+            return_dict=False,
+            **{**conditions, MASK: conditions[MASK].bool()},
+        )[0]
+        return unpacked(tokens, height, width)
+
+    def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """u + g (c - u), each token as long as that of the prompt alone. Source: QwenImagePipeline of diffusers."""
+        own, both = packed(conditional.float()), packed(guided(conditional, unconditional, scale))
+        kept = both * (own.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
+        return unpacked(kept, *conditional.shape[-2:])
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return normalised_frames(vae, latents.unsqueeze(2))

@@ -1,0 +1,43 @@
+"""Sana: prompts encoded by a Gemma, and a VAE that makes a picture 32 times smaller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from learner.policies.flow.families.base import Conditions, Config, FlowFamily, PictureSize, fit, scaled_pictures
+
+MASK = "encoder_attention_mask"
+
+
+class Sana(FlowFamily):
+    """Prompts are encoded as they are, without the pipeline's instruction to embellish them."""
+
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            text, do_classifier_free_guidance=False, max_sequence_length=max_tokens, complex_human_instruction=None
+        )
+        return {"encoder_hidden_states": embeds, MASK: mask.to(embeds.dtype)}
+
+    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+        factor = 2 ** (len(vae["encoder_block_out_channels"]) - 1)
+        fit(size, factor * model["patch_size"])
+        return (model["in_channels"], size.height // factor, size.width // factor)
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        found = model(
+            hidden_states=latents,
+            timestep=timesteps * model.config.timestep_scale,
+            return_dict=False,
+            **conditions,
+        )[0]
+        return found[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return scaled_pictures(vae, latents)

@@ -1,0 +1,53 @@
+"""Stable Diffusion 3 and 3.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from learner.policies.flow.families.base import (
+    Conditions,
+    Config,
+    FlowFamily,
+    PictureSize,
+    fit,
+    scaled_latents,
+    scaled_pictures,
+)
+
+
+class StableDiffusion3(FlowFamily):
+    """Two CLIPs and a T5, latents of 16 channels, an MMDiT."""
+
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    reads_shape = True  # for the zeros in the place of a T5 that is left out
+
+    def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
+        embeds, _, pooled, _ = pipeline.encode_prompt(
+            prompt=[text],
+            prompt_2=None,
+            prompt_3=None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_tokens,
+            device=pipeline.text_encoder.device,
+        )
+        return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
+
+    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        multiple = factor * model["patch_size"]
+        fit(size, multiple, multiple * model["pos_embed_max_size"])
+        return (model["in_channels"], size.height // factor, size.width // factor)
+
+    def velocity(
+        self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
+    ) -> Tensor:
+        return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return scaled_latents(vae, pixels)
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return scaled_pictures(vae, latents)

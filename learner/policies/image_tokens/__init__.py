@@ -1,0 +1,1 @@
+"""Models that draw a picture token by token."""

@@ -1,0 +1,210 @@
+"""Families of flow models: shapes, noise levels, guidance, and what of a checkpoint is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import diffusers
+import httpx
+import pytest
+import torch
+from flow_model import DENOISING
+from huggingface_hub.errors import GatedRepoError
+
+from configs.load import load_config
+from deploy.conformance.flow.plain import CALLS
+from learner.policies.flow import checkpoint as checkpoint_module
+from learner.policies.flow.checkpoint import FlowCheckpoint
+from learner.policies.flow.families import FAMILIES, REFUSED, PictureSize, flow_family_at
+from learner.policies.flow.families.base import packed, unpacked
+from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from learner.policies.sde import KERNELS, FlowStep, flow_level
+
+NO_REFERENCE = ("algorithm.kl.coef=0", "resources.reference.num_workers=0")
+VAE = {"block_out_channels": [1, 1, 1, 1], "temperal_downsample": [False, True, True], "z_dim": 16}
+VAE |= {"encoder_block_out_channels": [1] * 6}
+MODEL = {"patch_size": 2, "in_channels": 64, "pos_embed_max_size": 96}
+VIDEO = MODEL | {"patch_size": [1, 2, 2], "in_channels": 16, "rope_max_seq_len": 1024, "max_size": [128, 240, 240]}
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_flow("flux", tmp_path_factory.mktemp("flux") / "model")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "size", "expected"),
+    [
+        ("StableDiffusion3Pipeline", PictureSize(512, 768), (64, 64, 96)),
+        ("FluxPipeline", PictureSize(512, 768), (16, 64, 96)),
+        ("QwenImagePipeline", PictureSize(512, 768), (16, 64, 96)),
+        ("SanaPipeline", PictureSize(512, 768), (64, 16, 24)),
+        ("WanPipeline", PictureSize(480, 832, 81), (16, 21, 60, 104)),
+        ("Cosmos2TextToImagePipeline", PictureSize(768, 1360), (16, 1, 96, 170)),
+        ("Cosmos2_5_PredictBasePipeline", PictureSize(704, 1280, 93), (16, 24, 88, 160)),
+    ],
+)
+def test_latents_have_the_shape_of_the_released_models(pipeline: str, size: PictureSize, expected: tuple) -> None:
+    family = FAMILIES[pipeline]
+    model = VIDEO if len(expected) == 4 else MODEL | {"patch_size": 1 if pipeline == "SanaPipeline" else 2}
+    assert family.latent_shape(model, VAE, size) == expected
+    with pytest.raises(ValueError, match="each side must be a multiple of"):
+        family.latent_shape(model, VAE, replace(size, height=size.height + 1))
+
+
+@pytest.mark.parametrize("num_frames", [4, 6, 4 * 1024 + 1])
+def test_a_video_has_a_multiple_of_four_frames_and_one_more(num_frames: int) -> None:
+    with pytest.raises(ValueError, match=f"num_frames={num_frames}: a video has a multiple of 4 frames and one more"):
+        FAMILIES["WanPipeline"].latent_shape(VIDEO, VAE, PictureSize(32, 32, num_frames))
+
+
+def test_each_family_has_a_tiny_model_a_preset_and_a_plain_call() -> None:
+    assert CALLS.keys() == FAMILIES.keys() and not FAMILIES.keys() & REFUSED.keys()
+    assert len(TINY_FLOW) == len(FAMILIES) + 1, "Stable Diffusion 3 has two"
+    for name, family in zip(TINY_FLOW, FAMILIES.values(), strict=False):
+        preset = f"policy=tiny_{name.replace('-', '_').replace('.', '_')}"
+        policy = load_config([preset, "sampler=flow", *NO_REFERENCE], is_complete=False).policy
+        assert policy.tiny == name and policy.lora.target_modules == family.lora_targets
+
+
+def test_tokens_of_2_x_2_are_those_of_the_pipelines() -> None:
+    latents = torch.randn(2, 16, 6, 8)
+    expected = diffusers.FluxPipeline._pack_latents(latents, 2, 16, 6, 8)
+    assert torch.equal(packed(latents), expected)
+    assert torch.equal(unpacked(expected, 6, 8), latents)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+    ],
+    ids=lambda scheduler: type(scheduler).__name__,
+)
+def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: object) -> None:
+    found = FAMILIES["WanPipeline"].schedule(scheduler, 10, (16, 1, 4, 4))
+    assert len(found.sigmas) == 11 and len(found.timesteps) == 10
+    assert 0.99 < found.sigmas[0] <= 1 and found.sigmas[-1] == 0 and (found.sigmas.diff() < 0).all()
+    torch.testing.assert_close(found.timesteps, 1000 * found.sigmas[:-1], rtol=0, atol=1.0)
+
+
+def test_a_scheduler_with_other_levels_is_refused(flux: Path, tmp_path: Path) -> None:
+    checkpoint = FlowCheckpoint(str(write_tiny_flow("wan", tmp_path / "wan")))
+    diffusers.UniPCMultistepScheduler().save_pretrained(tmp_path / "wan" / "scheduler")
+    checkpoint._index["scheduler"] = ["diffusers", "UniPCMultistepScheduler"]
+    with pytest.raises(ValueError, match="do not fall from 1 to 0 in sampler.flow.num_steps=6 steps: set use_flow_"):
+        checkpoint.schedule(replace(DENOISING, num_frames=5))
+
+
+def test_more_pixels_shift_the_levels_of_flux(flux: Path) -> None:
+    checkpoint = FlowCheckpoint(str(flux))
+    small, large = (checkpoint.schedule(replace(DENOISING, height=side, width=side)).sigmas for side in (32, 512))
+    assert small[0] == large[0] == 1 and (large[1:-1] > small[1:-1]).all()
+
+
+def test_an_euler_step_of_edm_is_one_of_the_flow() -> None:
+    """y + (s' - s) noise, with the network's own conversion of its velocity, and the same of the mapped latents."""
+    generator = torch.Generator().manual_seed(0)
+    edm = torch.randn(2, 4, 3, generator=generator).double()
+    velocity, sigma, following = torch.randn(2, 4, 3, generator=generator).double(), 7.0, 2.5
+    level = sigma / (1 + sigma)
+    clean = (1 - level) * edm - level * velocity  # as Cosmos2TextToImagePipeline has it
+    moved = edm + (following - sigma) * (edm - clean) / sigma
+    sigmas = flow_level(torch.tensor([[sigma] * 2, [following] * 2]))
+    step = FlowStep(edm / (1 + sigma), velocity, sigmas[0], sigmas[1], sigmas[0])
+    torch.testing.assert_close(KERNELS["ddim"](step, 0.0).mean, (moved / (1 + following)).float())
+
+
+def test_the_levels_of_cosmos_2_are_those_of_its_pipeline() -> None:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
+    found = FAMILIES["Cosmos2TextToImagePipeline"].schedule(scheduler, 5, (16, 1, 4, 4))
+    ends = torch.tensor([80.0, 0.002]) ** (1 / 7)
+    karras = (ends[0] + torch.linspace(0, 1, 5) * (ends[1] - ends[0])) ** 7
+    torch.testing.assert_close(found.sigmas, torch.cat([karras / (1 + karras), torch.zeros(1)]))
+    assert found.initial_std == pytest.approx(80 / 81) and torch.equal(found.timesteps, found.sigmas[:-1])
+
+
+def test_guidance_has_the_meaning_of_the_pipelines() -> None:
+    own, empty = torch.randn(2, 16, 4, 4), torch.randn(2, 16, 4, 4)
+    assert torch.equal(FAMILIES["WanPipeline"].guided(own, empty, 5.0), empty + 5.0 * (own - empty))
+    torch.testing.assert_close(
+        FAMILIES["Cosmos2TextToImagePipeline"].guided(own, empty, 7.0), own + 7.0 * (own - empty)
+    )
+    kept = FAMILIES["QwenImagePipeline"].guided(own, empty, 4.0)
+    torch.testing.assert_close(packed(kept).norm(dim=-1), packed(own).norm(dim=-1))
+
+
+def test_a_model_that_is_told_its_guidance_takes_no_negative_prompt(flux: Path) -> None:
+    checkpoint = FlowCheckpoint(str(flux))
+    assert not checkpoint.takes_negatives(3.5)
+    config = json.loads((flux / "transformer" / "config.json").read_text())
+    assert FAMILIES["FluxPipeline"].embeds_guidance(config)
+    assert not FAMILIES["FluxPipeline"].embeds_guidance(config | {"guidance_embeds": False})
+
+
+def test_a_picture_model_makes_no_videos(flux: Path) -> None:
+    with pytest.raises(ValueError, match=r"a FluxPipeline, which makes pictures: set sampler\.flow\.num_frames=1"):
+        FlowCheckpoint(str(flux)).latent_shape(replace(DENOISING, num_frames=5))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_known_pipeline_that_cannot_be_trained_is_refused_with_its_reason(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(ValueError, match=name) as error:
+        flow_family_at(tmp_path)
+    assert REFUSED[name] in str(error.value)
+
+
+def test_two_transformers_are_refused(tmp_path: Path) -> None:
+    index = {"_class_name": "WanPipeline", "transformer_2": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"two transformers.*choose a checkpoint of Wan 2\.1"):
+        flow_family_at(tmp_path)
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {"transformer_2": [None, None]}))
+    assert flow_family_at(tmp_path) is FAMILIES["WanPipeline"]
+
+
+def test_a_missing_part_is_named(flux: Path, tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text((flux / "model_index.json").read_text())
+    with pytest.raises(
+        ValueError, match="has no folder .*text_encoder_2.*vae.*: copy or download the whole checkpoint"
+    ):
+        FlowCheckpoint(str(tmp_path))
+
+
+def test_a_gated_checkpoint_is_named_with_the_next_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated(source: str) -> str:
+        raise GatedRepoError("403", response=httpx.Response(403, request=httpx.Request("GET", "https://hub/x")))
+
+    monkeypatch.setattr(checkpoint_module, "snapshot_download", gated)
+    with pytest.raises(
+        ValueError, match=r"policy\.model=some/gated is gated: accept its license on the hub and set HF"
+    ):
+        FlowCheckpoint("some/gated")
+
+
+def test_a_stable_diffusion_3_without_its_t5_is_read(tmp_path: Path) -> None:
+    folder = write_tiny_flow("sd3", tmp_path / "sd3")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    checkpoint = FlowCheckpoint(str(folder))
+    encoded = checkpoint.family.encode(checkpoint.encoder(), "71", 16)
+    assert encoded["encoder_hidden_states"].shape == (1, 77 + 16, 64)
+
+
+def test_a_model_that_predicts_its_variance_gives_the_velocity_alone() -> None:
+    class Doubled(torch.nn.Module):
+        config = SimpleNamespace(timestep_scale=1.0)
+
+        def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+            return (torch.cat([hidden_states, -hidden_states], 1),)
+
+    latents = torch.randn(1, 8, 4, 4)
+    assert torch.equal(FAMILIES["SanaPipeline"].velocity(Doubled(), latents, torch.ones(1), {}, 1.0), latents)

@@ -44,7 +44,10 @@ class Name(StrEnum):
     LOGPROB_MEMORY = "logprob_memory"
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
+    PLANNER = "planner"
+    EPISODES = "episodes"
     FLOW = "flow"
+    MEDIA_PREPARATION = "media_preparation"
     ALL = "all"
 
 

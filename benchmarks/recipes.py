@@ -1,30 +1,53 @@
 """Every recipe on the digits task, several seeds each: held-out accuracy before and after RL as a table.
 
-    python -m benchmarks.recipes --experiment grpo --experiment rloo --seeds 3 --folder runs/recipes [KEY=VALUE]...
+    python -m benchmarks.recipes [--experiment grpo]... [--seeds 3] [--folder runs/recipes] [KEY=VALUE]...
 
-Each run is one `mobula train` in a process of its own. A run that is done is not repeated, so that the command goes on
-where it was stopped. The table goes to the console and to `table.md`, the comparison page to `comparison.html`.
+Each run is one `mobula train` in a process of its own: seed 0 of every recipe, then seed 1 and so on. What a run
+reached is written to `baselines/recipes.json` when it ends, and is not measured again, so the command may be stopped at
+any time and goes on with the next run; a run that was stopped itself goes on from its checkpoint. With `--runs 1` it
+ends after one run. The table of all that is known goes to the console and to `table.md`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from statistics import mean
+from typing import Annotated, Any
 
 import typer
 
-from cluster.metrics.report.comparison import Line, Row, render_comparison, table
+from cluster.metrics.report.comparison import MAX_LINES, Line, render_comparison
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from cluster.metrics.step_records import HELD_OUT
 
 EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
 TARGETS = {"ppo_gae": 0.80}  # held-out accuracy after RL; of the others TARGET
 TARGET = 0.85
 TEACHER = "teacher"  # the run whose policy `distill` learns from
-LINES_A_PAGE = 6
+RESULTS = Path(__file__).parent / "baselines" / "recipes.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run that is done."""
+
+    recipe: str
+    seed: int
+    before: float  # held-out accuracy of version 0
+    after: float
+    num_steps: int
+    wall_s: float  # of the command; of its last part if it was stopped on the way
+    date: str  # UTC
+    cores: int
+    overrides: tuple[str, ...]
 
 
 def main(
@@ -32,23 +55,34 @@ def main(
     experiment: Annotated[list[str] | None, typer.Option(help="A recipe; all of them if left out.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe: seeds 0, 1, ...")] = 3,
     folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/recipes"),
+    runs: Annotated[int, typer.Option(min=0, help="End after so many runs; 0 writes the table alone.")] = 1_000,
+    results: Annotated[Path, typer.Option(help="Where each run's result is added.")] = RESULTS,
 ) -> None:
-    """Train each recipe with each seed, then write the table."""
-    experiments = experiment or EXPERIMENTS
-    lines = []
-    for name in experiments:
-        teacher = _teacher(name, folder, overrides or [])
-        runs = [
-            _run(folder, f"{name}-{seed}", [f"experiment={name}", f"seed={seed}", *teacher, *(overrides or [])])
-            for seed in range(seeds)
-        ]
-        lines.append(Line(name, runs))
-    text = "\n".join(_markdown(lines))
+    """Train each recipe with each seed, and write the table of all results."""
+    words = overrides or []
+    planned = [(name, seed) for seed, name in product(range(seeds), experiment or EXPERIMENTS)]
+    known = _read(results)
+    for name, seed in [run for run in planned if run not in known][:runs]:
+        known[name, seed] = _measured(name, seed, folder, words)
+        _write(results, known)
+    text = "\n".join(_markdown(known))
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
-    for page, start in enumerate(range(0, len(lines), LINES_A_PAGE), start=1):
-        html = render_comparison(lines[start : start + LINES_A_PAGE], by_epoch=False)
-        (folder / f"comparison-{page}.html").write_text(html, encoding="utf-8")
+    _compare(folder, known)
     print(text)
+
+
+def _measured(name: str, seed: int, folder: Path, words: Sequence[str]) -> Result:
+    """Train one recipe from one seed, on from where an earlier command was stopped."""
+    started = time.monotonic()
+    teacher = _teacher(name, folder, words)
+    run = _run(folder, f"{name}-{seed}", [f"experiment={name}", f"seed={seed}", *teacher, *words])
+    wall_s = round(time.monotonic() - started, 1)
+    assert run.summary is not None and run.summary.accuracy_before is not None, f"{name}-{seed} was not evaluated"
+    assert run.summary.accuracy_after is not None, f"{name}-{seed} has no evaluation after its start"
+    accuracies = (round(run.summary.accuracy_before, 4), round(run.summary.accuracy_after, 4))
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return Result(name, seed, *accuracies, run.summary.num_steps, wall_s, now, os.cpu_count() or 0, tuple(words))
 
 
 def _teacher(experiment: str, folder: Path, overrides: Sequence[str]) -> list[str]:
@@ -65,29 +99,60 @@ def _run(folder: Path, name: str, words: Sequence[str]) -> RunFolder:
     Raises:
         subprocess.CalledProcessError: it failed; its output is on the console.
     """
-    if not (folder / name / "summary.json").exists() or _found(folder / name).summary.status != "done":
+    if not _is_done(folder / name):
         where = [f"folder={folder}", f"name={name}", "resume=auto", "metrics.progress=false"]
         subprocess.run([sys.executable, "-m", "deploy.cli", "train", *words, *where], check=True)
-    return _found(folder / name)
+    return read_run_folder(folder / name)
 
 
-def _found(folder: Path) -> RunFolder:
-    run = read_run_folder(folder)
-    assert run.summary is not None, f"{folder} has no summary"
-    return run
+def _is_done(folder: Path) -> bool:
+    summary = read_run_folder(folder).summary if folder.is_dir() else None
+    return summary is not None and summary.status == "done"
 
 
-def _markdown(lines: Sequence[Line]) -> list[str]:
-    rows = {row.label: row for row in table(lines) if row.suite == HELD_OUT}
+def _read(path: Path) -> dict[tuple[str, int], Result]:
+    rows: Sequence[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    found = [Result(**{**row, "overrides": tuple(row["overrides"])}) for row in rows]
+    return {(result.recipe, result.seed): result for result in found}
+
+
+def _write(path: Path, known: Mapping[tuple[str, int], Result]) -> None:
+    """The file appears whole: a command that is killed leaves the old one."""
+    rows = [asdict(known[key]) for key in sorted(known)]
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    draft.rename(path)
+
+
+def _compare(folder: Path, known: Mapping[tuple[str, int], Result]) -> None:
+    """A comparison page for each `MAX_LINES` recipes, of the runs whose folders are here."""
+    folders = {name: [folder / f"{name}-{seed}" for seed in _seeds(known, name)] for name in EXPERIMENTS}
+    lines = [
+        Line(name, [read_run_folder(run) for run in runs])
+        for name, runs in folders.items()
+        if runs and all(map(_is_done, runs))
+    ]
+    for page, start in enumerate(range(0, len(lines), MAX_LINES), start=1):
+        html = render_comparison(lines[start : start + MAX_LINES], by_epoch=False)
+        (folder / f"comparison-{page}.html").write_text(html, encoding="utf-8")
+
+
+def _seeds(known: Mapping[tuple[str, int], Result], name: str) -> list[int]:
+    return sorted(seed for recipe, seed in known if recipe == name)
+
+
+def _markdown(known: Mapping[tuple[str, int], Result]) -> list[str]:
     head = ["| recipe | seeds | before | after | each seed, after | target | met |", "|---|---|---|---|---|---|---|"]
-    return [*head, *(_row(rows[line.label], line) for line in lines)]
+    rows = {name: [known[name, seed] for seed in _seeds(known, name)] for name in EXPERIMENTS}
+    return [*head, *(_row(name, results) for name, results in rows.items() if results)]
 
 
-def _row(row: Row, line: Line) -> str:
-    target = TARGETS.get(row.label, TARGET)
-    each = [run.evaluations[-1].accuracy for run in line.runs]
-    cells = [row.label, row.num_runs, row.before, row.after, " ".join(f"{value:.3f}" for value in each), target]
-    return f"| {' | '.join(map(str, cells))} | {'yes' if min(each) >= target else 'no'} |"
+def _row(name: str, results: Sequence[Result]) -> str:
+    target, after = TARGETS.get(name, TARGET), [result.after for result in results]
+    each = " ".join(f"{value:.3f}" for value in after)
+    means = (f"{mean(result.before for result in results):.3f}", f"{mean(after):.3f}")
+    cells = [f"`{name}`", len(results), *means, each, target, "yes" if min(after) >= target else "no"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 if __name__ == "__main__":

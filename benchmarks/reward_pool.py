@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, in
 from benchmarks.replay import NUM_SIBLINGS, Load, make_group
 from cluster.records.trajectory import Generated, Response, TrajectoryGroup
 from configs.schema import RunConfig
-from deploy.wiring.scoring_roles import reward_pool
+from deploy.wiring.pooled_roles import reward_pool
 from rewards.isolation.process import IsolatedProcess
 from rewards.pool.reward_pool import RewardPool
 from rewards.pool.worker import group_requests

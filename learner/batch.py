@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
+from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import Totals
 from learner.policies.base import PolicyRow
 from learner.policies.batch import pad_rows
@@ -39,6 +41,7 @@ class LearnerItem:
     reward: Reward | None
     metadata: Mapping[str, Any]  # of the prompt
     is_truncated: bool  # the response or the episode was cut
+    turn_rewards: tuple[float, ...]  # of an episode: what its environment paid for each turn
     reference_logprobs: np.ndarray | None  # float32 [T]
     old_logprobs: np.ndarray | None = None  # float32 [T], of the weights that the step trains from
     entropies: np.ndarray | None = None  # float32 [T], of the same weights
@@ -92,28 +95,31 @@ class LearnerBatch:
 
 
 def fetch_items(
-    groups: Sequence[ScoredGroup], version: int, timeout_s: float, row: RowOf = row_of
+    groups: Sequence[ScoredGroup],
+    version: int,
+    timeout_s: float,
+    row: RowOf = row_of,
+    places: Sequence[int] | None = None,
 ) -> list[list[LearnerItem]]:
-    """The trajectories of each group with the ages that their tokens have for the step that trains from `version`;
-    advantages are 0. Media stay where they are.
+    """The trajectories of the groups at `places` of the step, of all by default, with the ages that their tokens have
+    for the step that trains from `version`; advantages are 0. Media stay where they are.
 
     A trajectory without a reward (None) is not trained. `row` makes of a prompt and its actions what is scored: the
     steps one by one, or one target for all of them, where a loss is of the whole.
     """
-    fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in groups], timeout_s=timeout_s, what="groups")
-    references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
+    chosen = range(len(groups)) if places is None else places
+    some = [groups[n] for n in chosen]
+    fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in some], timeout_s=timeout_s, what="groups")
+    references = fetch_or_miss([g.reference_logprobs for g in some], timeout_s=timeout_s, what="reference log-probs")
     ids = {group.summary.group_id: n for n, group in enumerate(groups)}
-    items: list[list[LearnerItem]] = []
-    num = 0
-    for group, scored, reference in zip(fetched, groups, references, strict=True):
-        place = ids[scored.summary.group_id]
-        siblings = [
-            _item(group, i, scored.rewards[i], reference, version, row, index=num + i, place=place)
-            for i in range(len(group.trajectories))
+    starts = [0, *accumulate(len(group.rewards) for group in groups)]
+    return [
+        [
+            _item(group, i, reward, reference, version, row, index=starts[n] + i, place=ids[groups[n].summary.group_id])
+            for i, reward in enumerate(groups[n].rewards)
         ]
-        items.append(siblings)
-        num += len(siblings)
-    return items
+        for n, group, reference in zip(chosen, fetched, references, strict=True)
+    ]
 
 
 def _item(
@@ -144,6 +150,7 @@ def _item(
         reward=reward,
         metadata=group.prompt.metadata,
         is_truncated=trajectory.is_truncated,
+        turn_rewards=tuple(sum(turn.rewards.values()) for turn in trajectory.response.turns),
         reference_logprobs=None if references is None else references[sibling][last],
     )
 
@@ -171,6 +178,21 @@ def epochs(groups: list[list[LearnerItem]], num_epochs: int, seed: Sequence[int]
     """The groups once for every epoch: as they are in the first one, then in orders drawn from `seed`."""
     rng = np.random.default_rng(seed)
     return [groups, *([groups[n] for n in rng.permutation(len(groups))] for _ in range(num_epochs - 1))]
+
+
+def minibatches_of(
+    groups: list[list[LearnerItem]], algorithm: AlgorithmConfig, seed: Sequence[int]
+) -> list[list[LearnerItem]]:
+    """The minibatches of all epochs, one optimizer step each."""
+    orders = epochs(groups, algorithm.num_epochs, seed)
+    return [part for order in orders for part in minibatches(order, algorithm.num_minibatches)]
+
+
+def without_overlong(groups: list[list[LearnerItem]], algorithm: AlgorithmConfig) -> list[list[LearnerItem]]:
+    """The groups with no loss on what `algorithm.overlong_filter` leaves out."""
+    if not algorithm.overlong_filter:
+        return groups
+    return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
 
 
 def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[LearnerItem]:

@@ -19,6 +19,11 @@ class Row(Protocol):
     @property
     def sequence(self) -> PolicyRow: ...
 
+    @property
+    def group(self) -> int | None:
+        """Its siblings have the same; None of a row without any."""
+        ...
+
     def untrained(self) -> Self:
         """The same row with nothing to learn from."""
         ...
@@ -49,10 +54,20 @@ class GradientStep:
         return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)
 
     def shares(self, rows: Sequence[R]) -> list[list[R]]:
-        """This rank's micro-batches. Where other ranks have more, an untrained row keeps step with them."""
-        sequences = [row.sequence for row in rows]
-        plan = split_microbatches(sequences, self._config, self._world_size)
-        return [[rows[i] for i in share] if share else [self._stand_in(rows)] for share in plan[self._rank]]
+        """This rank's micro-batches."""
+        return shares_of_ranks(rows, self._config, self._world_size)[self._rank]
 
-    def _stand_in(self, rows: Sequence[R]) -> R:
+
+def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) -> list[list[list[R]]]:
+    """For each rank its micro-batches, as many as every other rank has; the shortest row, untrained, fills them up."""
+    plan = split_microbatches([row.sequence for row in rows], config, num_ranks, _groups(rows))
+
+    def stand_in() -> R:
         return min(rows, key=lambda row: row.sequence.num_tokens).untrained()
+
+    return [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
+
+
+def _groups(rows: Sequence[Row]) -> list[int] | None:
+    groups = [row.group for row in rows if row.group is not None]
+    return groups if len(groups) == len(rows) else None

@@ -16,6 +16,7 @@ from torch import Tensor
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import UpdateProfiler, profiled
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import RunConfig
@@ -26,12 +27,11 @@ from learner.batch import (
     LearnerBatch,
     LearnerItem,
     collate_items,
-    epochs,
-    fetch_items,
-    minibatches,
+    minibatches_of,
     select_by_entropy,
     tokens_by_age,
     totals,
+    without_overlong,
 )
 from learner.credit import Credit
 from learner.critic import build_critic
@@ -50,6 +50,7 @@ from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
 from learner.residence import Residence
 from learner.scoring_pass import ScoringPass, unscored
+from learner.shares import StepFetcher, all_ranks
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
@@ -75,10 +76,12 @@ class Learner:
         self._scoring = scoring_of(config, banned_ids)
         self._objective = PolicyObjective(config.algorithm)
         self._credit = Credit(config)
+        self._fetcher = StepFetcher(config, rank, world_size, all_ranks, self._scoring.row)
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
+        self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
     def rendezvous_address(self) -> str:
@@ -127,20 +130,20 @@ class Learner:
         self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
+    @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
+        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
+        those that it trains and gets outlines of the others.
+        """
         algorithm = self._config.algorithm
-        fetched = fetch_items(groups, version - 1, self._config.timeouts.object_s, self._scoring.row)
-        credited = self._credit.assign(self._critic.valued(fetched))
+        credited = self._credit.assign(self._critic.valued(self._fetcher.fetch(groups, version)))
         with self._slow.in_place():
-            items = self._scored(self._filtered(credited.groups))
+            items = self._scored(without_overlong(credited.groups, algorithm))
         is_alone = algorithm.critic.is_alone(version)
         rate = 0.0 if is_alone else learning_rate(self._config.learner, version - 1, self._config.num_steps)
-        order = (self._config.seed, version)
         parts = [
             select_by_entropy(part, algorithm.entropy.top_share)
-            for epoch in epochs(items, algorithm.num_epochs, order)
-            for part in minibatches(epoch, algorithm.num_minibatches)
+            for part in minibatches_of(items, algorithm, (self._config.seed, version))
         ]
         values, num_parts = self._critic.train(parts, version), len(parts)
         parts = [] if is_alone else parts
@@ -274,12 +277,6 @@ class Learner:
         batch = collate_items(rows, self._reader, self._device)
         has_bonus = self._config.algorithm.entropy.bonus > 0
         return self._policy(batch.inputs, self._scoring.training, entropy_has_gradient=has_bonus), batch
-
-    def _filtered(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-        """The groups with no loss on what `algorithm.overlong_filter` leaves out."""
-        if not self._config.algorithm.overlong_filter:
-            return groups
-        return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
 
     def _trainer(self) -> SupervisedTrainer | PictureTrainer:
         step = self._gradient_step(self._backend.optimizer())

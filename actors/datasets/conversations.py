@@ -4,13 +4,15 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
 
     {"messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": "7"}],
      "images": ["images/12.png"]}                                                          a conversation
+    {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 the same, answer apart
     {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
 
-`content` is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image_url", "image_url": {"url":
-PATH}}`. A picture is such a part, or an `<image>` in a text and a path in `images`, in order. Paths are relative to the
-folder and may not leave it. A line that cannot be used is skipped and named; only a split without any usable row is an
-error.
+`content` is a text or a list of parts, `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
+PATH}}` and `{"type": "video", "video": PATH}`. A picture is such a part, or an `<image>` in a text and a path in
+`images`, in order; a video such a part, or a `<video>` in a text and an entry of `videos`: a file, a folder of frames
+or a list of frames. Paths are relative to the folder and may not leave it. A line that cannot be used is skipped and
+named; only a split without any usable row is an error.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.rows import IMAGE_PLACEHOLDER, RowError, Skipped, Split, first_few
-from cluster.errors import DatasetError
+from actors.datasets.audios import Audio
+from actors.datasets.pictures import PictureError
+from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Skipped, Split, first_few
+from actors.datasets.videos import Video, VideoInputs
+from cluster.errors import DatasetError, SkippedSample
 
 ROLES = ("system", "user", "assistant")
 CHOSEN, REJECTED = 1.0, 0.0
@@ -32,7 +37,7 @@ CHOSEN, REJECTED = 1.0, 0.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; `text` holds an `<image>` where a picture stands."""
+    """One message; `text` holds an `<image>` where a picture stands, a `<video>` where a video does."""
 
     role: str
     text: str
@@ -55,6 +60,23 @@ class Conversation:
     context: tuple[Turn, ...]
     endings: tuple[Ending, ...]
     images: tuple[Path, ...]  # absolute, one for each `<image>` of context and endings, in order
+    videos: tuple[Video, ...] = ()  # one for each `<video>`
+    audios: tuple[Audio, ...] = ()  # always none: offline jobs take no sounds
+
+
+@dataclass
+class Named:
+    """What the parts of messages name, in order."""
+
+    pictures: list[str] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+
+
+class NoDownloads:
+    """Implements `actors.datasets.pictures.Downloads`: nothing is fetched for offline jobs."""
+
+    def fetch(self, url: str) -> Path:
+        raise PictureError("remote_video", f"{url[:80]!r} is no path: save the video below the data folder and name it")
 
 
 def read_conversations(folder: Path, split: str, form: str) -> Split:
@@ -77,8 +99,8 @@ def read_conversations(folder: Path, split: str, form: str) -> Split:
             if name in rows:
                 raise RowError("duplicate_id", f"another row before it has the id {name!r}")
             rows[name] = row
-        except RowError as why:
-            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, why.detail))
+        except SkippedSample as why:
+            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, str(why)))
     if not rows:
         raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
     return Split(split, tuple(rows.values()), tuple(skipped))
@@ -105,22 +127,29 @@ def _read_row(
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RowError("missing_messages", "the row has no list `messages`: add it")
-    named: list[str] = []
+    named = Named()
     turns = tuple(_turn(message, named) for message in messages)
     context, endings = form(fields, turns)
     if not any(turn.role == "user" for turn in context):
         raise RowError("no_question", "no user's message comes before the first answer: add one")
     for ending in endings:
         for turn in ending.turns:
-            if turn.role == "assistant" and IMAGE_PLACEHOLDER in turn.text:
-                raise RowError("picture_in_answer", "an assistant's message holds a picture: write texts alone")
-    return Conversation(name, context, endings, _images(fields, folder, [*context, *endings[0].turns], named))
+            if turn.role == "assistant" and (IMAGE_PLACEHOLDER in turn.text or VIDEO_PLACEHOLDER in turn.text):
+                raise RowError(
+                    "picture_in_answer", "an assistant's message holds a picture or a video: write texts alone"
+                )
+    shown = [*context, *endings[0].turns]
+    videos = _videos(fields, folder, shown, named.videos, name)
+    return Conversation(name, context, endings, _images(fields, folder, shown, named.pictures), videos)
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
+    if turns[-1].role == "user" and fields.get("solution") not in (None, ""):
+        turns = (*turns, _answer(fields["solution"], "solution"))
     start = next((place for place, turn in enumerate(turns) if turn.role == "assistant"), None)
     if start is None or turns[-1].role != "assistant":
-        raise RowError("no_answer", "the last message is not the assistant's: end the row in the answer to imitate")
+        detail = "the last message is not the assistant's: end the row in the answer to imitate, or give `solution`"
+        raise RowError("no_answer", detail)
     if not any(turn.is_trained for turn in turns[start:]):
         raise RowError("nothing_to_train", "every message of the assistant has weight 0: give one the weight 1")
     return turns[:start], (Ending(turns[start:], CHOSEN),)
@@ -157,15 +186,15 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
 def _answer(given: Any, key: str) -> Turn:
     """A text, an assistant's message, or a list of one."""
     message = given[0] if isinstance(given, list) and len(given) == 1 else given
-    named: list[str] = []
+    named = Named()
     turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
-    if turn.role != "assistant" or named:
+    if turn.role != "assistant" or named.pictures or named.videos:
         raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
     return turn
 
 
-def _turn(message: Any, named: list[str]) -> Turn:
-    """One message; the pictures that its parts name are added to `named`."""
+def _turn(message: Any, named: Named) -> Turn:
+    """One message; the media that its parts name are added to `named`."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
@@ -179,8 +208,8 @@ def _turn(message: Any, named: list[str]) -> Turn:
     return Turn(role, content, role == "assistant" and message.get("weight", 1) == 1)
 
 
-def _part(part: Any, named: list[str]) -> str:
-    """The text of one part of a message; a picture is a placeholder."""
+def _part(part: Any, named: Named) -> str:
+    """The text of one part of a message; a medium is a placeholder."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part["text"]
@@ -188,9 +217,14 @@ def _part(part: Any, named: list[str]) -> str:
         given = part.get(kind, part.get("url"))
         url = given.get("url") if isinstance(given, dict) else given
         if isinstance(url, str):
-            named.append(url)
+            named.pictures.append(url)
             return IMAGE_PLACEHOLDER
-    raise RowError("bad_message", f"a part of a message is {part!r}: write a `text` or an `image_url` part")
+    if kind in ("video_url", "video"):
+        given = part.get(kind, part.get("url"))
+        held = given.get("url", given) if isinstance(given, dict) else given
+        named.videos.append({"video": held, "fps": part.get("fps")} if isinstance(held, list) else held)
+        return VIDEO_PLACEHOLDER
+    raise RowError("bad_message", f"a part of a message is {part!r}: write a `text`, `image_url` or `video` part")
 
 
 def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[str]) -> tuple[Path, ...]:
@@ -212,6 +246,30 @@ def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], name
                 "remote_picture", f"{name[:80]!r} is no path: save the picture below the data folder and name it"
             )
     return tuple(_picture_path(folder, name) for name in names)
+
+
+def _videos(
+    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
+) -> tuple[Video, ...]:
+    """The videos of a row: those that parts name, or those of `videos`, one for each placeholder.
+
+    Raises:
+        RowError, PictureError: there are more or fewer, or one of them is no video below the folder.
+    """
+    listed = fields.get("videos", [])
+    if not isinstance(listed, list):
+        raise RowError("bad_video", f"`videos` is {listed!r:.80}: write a list of files, folders or lists of frames")
+    inputs = VideoInputs(folder, NoDownloads(), takes_absolute=False)
+    found = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
+    num_placeholders = sum(turn.text.count(VIDEO_PLACEHOLDER) for turn in shown)
+    if num_placeholders != len(found) or (named and listed):
+        raise RowError(
+            "placeholder_mismatch",
+            f"the messages have {num_placeholders - len(named)} {VIDEO_PLACEHOLDER} and {len(named)} video parts, "
+            f"`videos` names {len(found) if not named else len(listed)} videos: write parts alone, or one "
+            f"{VIDEO_PLACEHOLDER} a video",
+        )
+    return found
 
 
 def _picture_path(folder: Path, name: str) -> Path:

@@ -1,29 +1,29 @@
-"""Handwritten digits as a visual question answering dataset: pictures and JSONL rows, made offline from scikit-learn.
+"""Handwritten digits as a question answering dataset: pictures or clips and JSONL rows, made from scikit-learn.
 
 The 1,797 pictures of `sklearn.datasets.load_digits` are the smallest data on which a vision-language policy has
 something real to learn. The folder that `write_digits` makes:
 
-    images/digit_0000.png ...   one 56x56 picture for each digit
+    images/digit_0000.png ...   one 56x56 picture for each digit; of `digit_clips` clips/digit_0000.gif ...
     train.jsonl validation.jsonl test.jsonl
     dataset.json                what the folder holds; its presence says that the folder is whole
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Literal, NotRequired, TypedDict, get_args
 
 import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-M = TypeVar("M", bound=Mapping[str, Any])  # a marker
-DigitsTask = Literal["digits", "digit_sum", "digit_list"]
+from actors.datasets.written.digit_clips import write_clip
+from actors.datasets.written.folder import install_dataset
 
-MARKER = "dataset.json"
+DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips"]
+
 FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
@@ -31,13 +31,15 @@ PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pic
 
 
 class DigitRow(TypedDict):
-    """One line of a split; `image` is relative to the JSONL file, one path for each `<image>` of the question."""
+    """One line of a split; `image` has one path for each `<image>` of the question, `video` the path of the `<video>`;
+    paths are relative to the JSONL file."""
 
     id: str
     question: str
     answer: str
     solution: str
-    image: str | list[str]
+    image: NotRequired[str | list[str]]
+    video: NotRequired[str]
 
 
 class Marker(TypedDict):
@@ -56,8 +58,9 @@ def write_digits(
     """Write the dataset of `task` into `folder` and return `folder`.
 
     `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
-    on each of 1 to 12 pictures and one with their sum. Splits are stratified by digit and share no picture; train takes
-    what validation and test leave. A split has as many rows as pictures. The same arguments give the same bytes.
+    on each of 1 to 12 pictures and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
+    Splits are stratified by digit and share no picture; train takes what validation and test leave. A split has as many
+    rows as pictures. The same arguments give the same bytes.
 
     A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
     beside its place and renamed, and of several processes that write it at once the first one wins.
@@ -70,61 +73,34 @@ def write_digits(
     marker = Marker(
         format_version=FORMAT_VERSION, task=task, seed=seed, num_validation=num_validation, num_test=num_test
     )
-    return write_once(folder, marker, _build)
+    return install_dataset(folder, marker, partial(_build, marker=marker))
 
 
-def write_once(folder: Path, marker: M, build: Callable[[Path, M], Path]) -> Path:
-    """Have `build` write the data set that `marker` describes, marker included, unless `folder` already holds it.
-
-    Raises:
-        ValueError: the folder holds something else.
-    """
-    if _holds(folder, marker):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        _install(build(Path(staging) / "dataset", marker), folder, marker)
-    return folder
-
-
-def _holds(folder: Path, marker: Mapping[str, object]) -> bool:
-    """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    if not (folder / MARKER).is_file():
-        raise ValueError(
-            f"{folder} exists and has no {MARKER}, so it is no {_kind(marker)} dataset: choose another folder"
-        )
-    found = json.loads((folder / MARKER).read_text())
-    if found != marker:
-        raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
-    return True
-
-
-def _kind(marker: Mapping[str, object]) -> str:
-    return "glyphs" if marker["task"] == "glyphs" else "digits"
-
-
-def _install(built: Path, folder: Path, marker: Mapping[str, object]) -> None:
-    """Rename `built` to `folder`; accept that another process has put the same dataset there meanwhile."""
-    try:
-        built.rename(folder)
-    except OSError:
-        if not _holds(folder, marker):
-            raise
-
-
-def _build(folder: Path, marker: Marker) -> Path:
-    """Write pictures, splits and, last, the marker into a new folder."""
+def _build(folder: Path, marker: Marker) -> dict[str, list[DigitRow]]:
+    """Write the pictures into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
-    (folder / "images").mkdir(parents=True)
+    splits = _split(labels, marker)
+    if marker["task"] == "digit_clips":
+        _write_clips(folder, marker["seed"], splits, pixels, labels)
+    else:
+        _write_pictures(folder, pixels)
+    return {split: _rows(marker, split, indices, labels) for split, indices in splits.items()}
+
+
+def _write_pictures(folder: Path, pixels: np.ndarray) -> None:
+    (folder / "images").mkdir()
     for index, picture in enumerate(pixels):
         _to_picture(picture).save(folder / _image_path(index))
-    for split, indices in _split(labels, marker).items():
-        rows = _rows(marker, split, indices, labels)
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-    return folder
+
+
+def _write_clips(
+    folder: Path, seed: int, splits: Mapping[str, Sequence[int]], pixels: np.ndarray, labels: np.ndarray
+) -> None:
+    """One clip for each digit, in which it is shown longest; the others are of its split."""
+    (folder / "clips").mkdir()
+    for indices in splits.values():
+        for index in indices:
+            write_clip(folder / _clip_path(index), index, indices, pixels, labels, Random(f"{seed} {index}"))
 
 
 def _to_picture(pixels: np.ndarray) -> Image.Image:
@@ -151,6 +127,8 @@ def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
         return _digit_rows(indices, labels)
     if marker["task"] == "digit_sum":
         return _sum_rows(indices, labels)
+    if marker["task"] == "digit_clips":
+        return _clip_rows(indices, labels)
     return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
 
 
@@ -177,6 +155,21 @@ def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
             [_image_path(left), _image_path(right)],
         )
         for left, right in zip(indices, [*indices[1:], indices[0]], strict=True)
+    ]
+
+
+def _clip_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
+    """One question for each clip."""
+    question = r"<video>Which digit is shown longest? Answer in \boxed{}."
+    return [
+        DigitRow(
+            id=f"digit_clips-{index:04d}",
+            question=question,
+            answer=str(labels[index]),
+            solution=rf"\boxed{{{labels[index]}}}",
+            video=_clip_path(index),
+        )
+        for index in indices
     ]
 
 
@@ -229,3 +222,7 @@ def _row(row_id: str, question: str, answer: int, image: str | list[str]) -> Dig
 
 def _image_path(index: int) -> str:
     return f"images/digit_{index:04d}.png"
+
+
+def _clip_path(index: int) -> str:
+    return f"clips/digit_{index:04d}.gif"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +28,42 @@ class PromptMaker(Protocol):
     def prepare(self, row: Row, prompt_id: str) -> Prompt: ...
 
 
+@runtime_checkable
+class Preparation(Protocol):
+    """Where rows become prompts: in this process (`InDriver`), or on workers (`actors.processors.pool`)."""
+
+    @property
+    def num_ahead(self) -> int:
+        """How many prompts are worth being begun at a time, 1 or more."""
+        ...
+
+    def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
+        """Raises nothing: the future has what is wrong with the row (`SkippedSample`), or what ends the run."""
+        ...
+
+
+class InDriver:
+    """Implements `Preparation`: a prompt is prepared in the caller's thread as it is begun."""
+
+    num_ahead = 1
+
+    def __init__(self, processor: PromptMaker) -> None:
+        self._processor = processor
+
+    def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
+        try:
+            prompt = self._processor.prepare(row, prompt_id)
+        except Exception as error:  # of a row, or one that ends the run: it is raised where the prompt is asked for
+            return failed(error)
+        begun: Future[Prompt] = Future()
+        begun.set_result(prompt)
+        return begun
+
+
+def _preparation(prompts: PromptMaker | Preparation) -> Preparation:
+    return prompts if isinstance(prompts, Preparation) else InDriver(prompts)
+
+
 class RowChecker(Protocol):
     """Says how many tokens a row's prompt takes, or raises a `SkippedSample`."""
 
@@ -35,6 +72,9 @@ class RowChecker(Protocol):
 
 class PromptSource:
     """An endless stream of prompts whose order is a pure function of (seed, epoch, position).
+
+    Up to `num_ahead` prompts of a `Preparation` are prepared at a time, and handed out in order; those of a processor
+    are prepared when they are asked for.
 
     Every epoch is a permutation of its own. A prompt's id carries its place in the order, so a checkpoint needs only
     `cursor` and the ids of prompts that were handed out and not yet trained on:
@@ -46,20 +86,24 @@ class PromptSource:
     def __init__(
         self,
         rows: Sequence[Row],
-        processor: PromptMaker,
+        prompts: PromptMaker | Preparation,
         *,
         seed: int,
         split_name: str,
         on_skipped: Callable[[Skipped], None] = lambda skipped: None,
+        is_open: Callable[[Row], bool] | None = None,
     ) -> None:
+        """With `is_open`, rows that are not when their turn comes are passed over, until the next epoch."""
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = endless(rows, seed)
-        self._processor = processor
+        self._preparation = _preparation(prompts)
         self._split_name = split_name
         self._on_skipped = on_skipped
+        self._is_open = is_open
         self._cursor = 0
         self._pending: deque[int] = deque()
+        self._ahead: deque[Future[Prompt]] = deque()  # of the indices that come next
         self._skipped: dict[str, Skipped] = {}
 
     @property
@@ -83,18 +127,22 @@ class PromptSource:
         Raises:
             SkippedSample: the row there is unusable.
         """
-        return self._processor.prepare(self._rows.row(index), self.id_at(index))
+        return self._begin(index).result()
 
     def next(self) -> Prompt:
         """The next usable prompt; unusable rows are skipped, counted by reason and named once.
 
         Raises:
-            DatasetError: as many rows as the split has, one after the other, are unusable.
+            DatasetError: no row of a whole epoch is usable.
         """
-        for _ in range(len(self._pending) + len(self._rows)):
-            index = self._take_index()
+        for _ in range(len(self._pending) + 2 * len(self._rows)):  # a whole epoch lies within two
+            while len(self._ahead) < self._preparation.num_ahead:
+                self._ahead.append(self._begin(self._upcoming(len(self._ahead))))
+            index, begun = self._take_index(), self._ahead.popleft()
             try:
-                return self.prompt_at(index)
+                if self._is_open is None or self._is_open(self._rows.row(index)):
+                    return begun.result()
+                begun.cancel()
             except SkippedSample as error:
                 self._skip(self._sample_at(index), error)
         raise DatasetError(
@@ -111,6 +159,9 @@ class PromptSource:
         indices = [self.index_of(prompt_id) for prompt_id in pending]
         self._cursor = cursor
         self._pending = deque(indices)
+        for begun in self._ahead:
+            begun.cancel()
+        self._ahead.clear()
 
     def id_at(self, index: int) -> str:
         """The id of the prompt at one index of the endless order."""
@@ -131,6 +182,18 @@ class PromptSource:
                 f"{self.id_at(index)}: resume with the data.path and seed that the run began with"
             )
         return index
+
+    def _begin(self, index: int) -> Future[Prompt]:
+        try:
+            row = self._rows.row(index)
+        except Exception as error:  # it is raised where the prompt is asked for
+            return failed(error)
+        return self._preparation.begin(row, self.id_at(index))
+
+    def _upcoming(self, place: int) -> int:
+        """The index that `next` takes behind `place` others."""
+        num_pending = len(self._pending)
+        return self._pending[place] if place < num_pending else self._cursor + place - num_pending
 
     def _take_index(self) -> int:
         if self._pending:
@@ -160,7 +223,7 @@ class PromptSet:
     skipped: tuple[Skipped, ...]
 
 
-def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> PromptSet:
+def fixed_prompts(split: Split, maker: PromptMaker | Preparation, num_prompts: int) -> PromptSet:
     """The first `num_prompts` usable prompts in file order, always the same; fewer if the split has no more.
 
     Raises:
@@ -168,19 +231,38 @@ def fixed_prompts(split: Split, processor: PromptMaker, num_prompts: int) -> Pro
     """
     prompts: list[Prompt] = []
     skipped: list[Skipped] = []
-    for position in range(len(split.rows)):
-        if len(prompts) == num_prompts:
-            break
-        sample = ""
+    for sample, begun in _begun_ahead(split, _preparation(maker)):
         try:
-            row = split.rows[position]
-            sample = row.sample_id
-            prompts.append(processor.prepare(row, f"{split.name}/{position}/{row.sample_id}"))
+            prompts.append(begun.result())
         except SkippedSample as error:
             skipped.append(_skipped(sample, error))
+        if len(prompts) == num_prompts:
+            break
     if not prompts:
         raise DatasetError(f"no row of the split {split.name} is usable{first_few(skipped)}: fix the rows")
     return PromptSet(tuple(prompts), tuple(skipped))
+
+
+def _begun_ahead(split: Split, preparation: Preparation) -> Iterator[tuple[str, Future[Prompt]]]:
+    """Every row's id and prompt, in file order; a few of them are under way at a time."""
+    ahead: deque[tuple[str, Future[Prompt]]] = deque()
+    for position in range(len(split.rows)):
+        try:
+            row = split.rows[position]
+        except RowError as error:
+            ahead.append((error.sample, failed(error)))
+        else:
+            ahead.append((row.sample_id, preparation.begin(row, f"{split.name}/{position}/{row.sample_id}")))
+        if len(ahead) >= preparation.num_ahead:
+            yield ahead.popleft()
+    yield from ahead
+
+
+def failed(error: Exception) -> Future[Any]:
+    """A future that has failed with `error`."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,21 @@ from actors.environments.base import Environment
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
     "calculator": "actors.environments.tasks.calculator:Calculator",
-    "gymnasium": "actors.environments.tasks.gymnasium_adapter:GymnasiumEnvironment",
+    "gymnasium": "actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
+    "miniwob": "actors.environments.tasks.miniwob.task:MiniWoB",
+    "openenv": "actors.environments.adapters.openenv:OpenEnv",
     "pixel_maze": "actors.environments.tasks.pixel_maze:PixelMaze",
+    "reasoning_gym": "actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
+    "textarena": "actors.environments.adapters.textarena_adapter:TextArena",
+    "trl": "actors.environments.adapters.trl_class:TRLClass",
+    "vagen": "actors.environments.adapters.vagen_class:VAGENClass",
+}
+EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
+    "gymnasium": "environments",
+    "miniwob": "miniwob",
+    "pixel_maze": "environments",
+    "reasoning_gym": "reasoning_gym",
+    "textarena": "textarena",
 }
 
 
@@ -31,12 +44,19 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     try:
         made_by = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        hint = "pip install 'mobula[environments]'" if name in ENVIRONMENTS else "put it on the PYTHONPATH"
-        raise ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}") from error
+        raise _not_installed(name, error) from error
     except AttributeError as error:
         raise ValueError(f"environment.name={name}: {module} has no {attribute}: name a class of it") from error
     try:
         inspect.signature(made_by).bind(**options)
     except TypeError as error:
         raise ValueError(f"environment.options of {name}: {error}; it takes {inspect.signature(made_by)}") from error
-    return made_by(**options)
+    try:
+        return made_by(**options)
+    except ModuleNotFoundError as error:  # what is looked up when it is made
+        raise _not_installed(name, error) from error
+
+
+def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
+    hint = f"pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else "put it on the PYTHONPATH"
+    return ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}")

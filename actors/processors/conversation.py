@@ -1,16 +1,15 @@
-"""Rows of offline jobs to groups: a conversation's tokens, which of them are the assistant's, and its pictures."""
+"""Rows of offline jobs to groups: a conversation's tokens, which of them are the assistant's, and its media."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending, Turn
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
-from actors.processors.chat import ChatProcessor, expand
+from actors.datasets.rows import AUDIO_PLACEHOLDER
+from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
 from cluster.records.trajectory import (
@@ -49,6 +48,7 @@ class _Whole:
     mask: np.ndarray  # bool [S]
     num_context: int
     spans: tuple[MediaSpan, ...]
+    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos, stands in each span
 
 
 class ConversationProcessor:
@@ -74,14 +74,16 @@ class ConversationProcessor:
         self._has_tail = has_tail
 
     def prepare(self, row: Conversation, prompt_id: str) -> ScoredGroup:
-        """The row as a group, its pictures processed and stored.
+        """The row as a group, its media processed and stored.
 
         Raises:
-            MediaError: a picture cannot be used.
-            PromptError: the row is too long, has too many pictures, or its text imitates special tokens.
+            MediaError: a picture or video cannot be used.
+            PromptError: the row is too long, has too many media, or its text imitates special tokens.
         """
-        contents, sizes = self._chat.read_pictures(self._checked(row))
-        context, wholes = self._laid_out(row, sizes)
+        self._check(row)
+        loaded = self._chat.load_media(row)
+        context, wholes = self._laid_out(row, loaded.measured)
+        stored = self._chat.store_media(row, loaded)
         num_context = wholes[0].num_context
         prompt = Prompt(
             prompt_id=prompt_id,
@@ -89,7 +91,7 @@ class ConversationProcessor:
             text=context.text,
             compact_ids=context.ids,
             expanded_ids=wholes[0].ids[:num_context],
-            media=tuple(self._chat.store_picture(c, path) for c, path in zip(contents, row.images, strict=True)),
+            media=tuple(stored[number] for number in wholes[0].order),
             media_spans=wholes[0].spans,
             references=tuple(_text(ending) for ending in row.endings if ending.label == row.endings[0].label),
         )
@@ -106,20 +108,22 @@ class ConversationProcessor:
         Raises:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
-        _, wholes = self._laid_out(row, self._chat.picture_sizes(self._checked(row)))
+        self._check(row)
+        _, wholes = self._laid_out(row, self._chat.measure_media(row))
         return max(len(whole.ids) for whole in wholes)
 
-    def _checked(self, row: Conversation) -> Sequence[Path]:
-        """The row's pictures."""
-        self._chat.check_pictures(row.images, row.sample_id)
-        for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
-            if VIDEO_PLACEHOLDER in turn.text:
-                raise PromptError(f"{row.sample_id} has {VIDEO_PLACEHOLDER}: offline jobs take pictures and no videos")
-            for part in turn.text.split(IMAGE_PLACEHOLDER):  # which is a special token of some families
-                self._chat.refuse_special_tokens(part)
-        return row.images
+    def num_media(self, row: Conversation) -> int:
+        """How many media the prompt of a row has."""
+        return self._chat.num_media(row)
 
-    def _laid_out(self, row: Conversation, sizes: Sequence[tuple[int, int]]) -> tuple[_Pieces, list[_Whole]]:
+    def _check(self, row: Conversation) -> None:
+        self._chat.check_media(row)
+        for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
+            if AUDIO_PLACEHOLDER in turn.text:
+                raise PromptError(f"{row.sample_id} has {AUDIO_PLACEHOLDER}: offline jobs take no sounds")
+            self._chat.refuse_imitations(turn.text)
+
+    def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[_Pieces, list[_Whole]]:
         """The context, and it with each of the endings."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
@@ -127,7 +131,7 @@ class ConversationProcessor:
         ids = self._chat.tokenize(text)
         context = _Pieces(text, ids, np.zeros(len(ids), dtype=bool))
         endings = [self._ending(row.sample_id, turns, text, ending) for ending in row.endings]
-        return context, [self._whole(row, context, ending, sizes) for ending in endings]
+        return context, [self._whole(row, context, ending, measured) for ending in endings]
 
     def _ending(self, name: str, turns: Sequence[tuple[str, str]], text: str, ending: Ending) -> _Pieces:
         """The tokens behind `text`, the rendered context of `turns`."""
@@ -161,19 +165,19 @@ class ConversationProcessor:
         text, token = end
         return np.append(self._chat.tokenize(written), np.int32(token)), before + written + text
 
-    def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, sizes: Sequence[tuple[int, int]]) -> _Whole:
+    def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, measured: MeasuredMedia) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
-        places, expansions = self._chat.expansions(compact, row.images, sizes, row.sample_id)
+        places, expansions, order = self._chat.media_expansions(compact, row, measured)
         ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
-                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures), "
-                f"offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels"
+                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures and videos), "
+                f"offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels or data.video.max_tokens"
             )
         untrained = [np.zeros(len(expansion), dtype=bool) for expansion in expansions]
         mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, untrained)
         num_more = sum(len(e) - 1 for place, e in zip(places, expansions, strict=True) if place < len(context.ids))
-        return _Whole(ids, mask, len(context.ids) + num_more, spans)
+        return _Whole(ids, mask, len(context.ids) + num_more, spans, order)
 
 
 def _rest(text: str, start: str, name: str) -> str:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
-from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia, content_key
+from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.trajectory import NO_IDS, Prompt
 from configs.schema import DataConfig
 from configs.schema.rollout import FlowConfig
@@ -37,7 +37,7 @@ class FlowProcessor:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
 
-    def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaStore) -> None:
+    def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper) -> None:
         self._checkpoint = checkpoint
         self._family = checkpoint.family
         self._codec: Any = None  # loaded for the first picture
@@ -77,6 +77,10 @@ class FlowProcessor:
         if not (row.question + self._suffix).strip():
             raise PromptError(f"{row.sample_id} has no text: write what the picture shows, or remove the row")
         return 0
+
+    def num_media(self, row: Row) -> int:
+        """How many media the prompt of a row has: texts that are encoded."""
+        return 1 if self._flow.guidance == 1 else 2
 
     def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
         """float32 [...]: latents of one of the pictures that a prompt's row names under `target_images`.

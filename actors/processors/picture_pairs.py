@@ -43,6 +43,10 @@ class PicturePairProcessor:
         group = TrajectoryGroup(prompt, trajectories)
         return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
 
+    def num_media(self, row: PicturePair) -> int:
+        """How many media the prompt of a row has."""
+        return self._flow.num_media(_asked(row))
+
     def check(self, row: PicturePair) -> int:
         """0: a prompt has no tokens.
 

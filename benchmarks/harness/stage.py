@@ -66,7 +66,7 @@ class Stage:
         """Fresh prompts for every round: an engine never sees one twice, as in training."""
         prepared = self.prepared
         source = PromptSource(
-            prepared.splits[TRAIN].rows, prepared.processor, seed=prepared.config.seed, split_name=TRAIN
+            prepared.splits[TRAIN].rows, prepared.preparation, seed=prepared.config.seed, split_name=TRAIN
         )
         return [[source.next() for _ in range(num_prompts)] for _ in range(num_rounds)]
 

@@ -145,6 +145,8 @@ def summary(prompt: Prompt, tokens_by_version: Mapping[int, int], *, num_traject
         group_id=prompt.prompt_id,
         sample_id=prompt.sample_id,
         num_trajectories=num_trajectories,
+        num_steps=(sum(tokens_by_version.values()) // num_trajectories,) * num_trajectories,
+        num_media_tokens=0,
         num_prompt_tokens=prompt.num_tokens,
         num_tokens=sum(tokens_by_version.values()),
         num_truncated=0,

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,6 +64,14 @@ def content_key(content: bytes, processor_fingerprint: str) -> str:
     return hashlib.sha256(processor_fingerprint.encode() + b"\0" + content).hexdigest()
 
 
+class MediaKeeper(Protocol):
+    """Where processors store media."""
+
+    def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
+        """The handle stored under `key`; `process` makes the medium if it is not there."""
+        ...
+
+
 class MediaStore:
     """Stores each medium once and hands out handles; the least recently used are forgotten beyond the byte budget.
 
@@ -84,13 +92,25 @@ class MediaStore:
         with self._lock:
             handle = self._handles.get(key)
             if handle is None:
-                handle = self._add(key, source, process())
+                media = process()
+                handle = self._add(MediaHandle(key, media.modality, media.num_bytes, self._put(media), source))
             self._handles.move_to_end(key)
             return handle
 
-    def _add(self, key: str, source: str, media: ProcessedMedia) -> MediaHandle:
-        handle = MediaHandle(key, media.modality, media.num_bytes, self._put(media), source)
-        self._handles[key] = handle
+    def find(self, key: str) -> MediaHandle | None:
+        """The handle stored under `key`, if there is one."""
+        with self._lock:
+            return self._handles.get(key)
+
+    def keep(self, handle: MediaHandle) -> MediaHandle:
+        """Store a medium that another process has made; returns the handle of its key, which may be an earlier one."""
+        with self._lock:
+            kept = self._handles.get(handle.key) or self._add(handle)
+            self._handles.move_to_end(handle.key)
+            return kept
+
+    def _add(self, handle: MediaHandle) -> MediaHandle:
+        self._handles[handle.key] = handle
         self.num_bytes += handle.num_bytes
         self.num_bytes_unique += handle.num_bytes
         while self.num_bytes > self._max_bytes and len(self._handles) > 1:

@@ -264,7 +264,9 @@ class TrajectoryGroup:
             group_id=self.group_id,
             sample_id=self.prompt.sample_id,
             num_trajectories=len(self.trajectories),
+            num_steps=tuple(t.num_steps for t in self.trajectories),
             num_prompt_tokens=self.prompt.num_tokens,
+            num_media_tokens=sum(span.end - span.start for span in self.prompt.media_spans),
             num_tokens=sum(tokens_by_version.values()),
             num_truncated=sum(t.is_truncated for t in self.trajectories),
             tokens_by_version=tokens_by_version,
@@ -308,13 +310,16 @@ class GroupSummary:
     group_id: str
     sample_id: str
     num_trajectories: int
+    num_steps: tuple[int, ...]  # T of each trajectory
     num_prompt_tokens: int
+    num_media_tokens: int  # those of the prompt's tokens that stand for its media
     num_tokens: int  # sampled by the policy, all siblings
     num_truncated: int
     tokens_by_version: Mapping[int, int]
     media_keys: tuple[str, ...]
     num_media_bytes: int  # of the media it refers to, each counted once for this group
     num_bytes: int  # of the group itself, with media of later turns, without those of its prompt
+    failures: Mapping[str, int] = field(default_factory=dict)  # of episodes by kind, tries that came before included
 
     @property
     def oldest_version(self) -> int:

@@ -6,6 +6,7 @@ and outside a cluster. Every fetch has a deadline and names what it waited for.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -74,6 +75,22 @@ def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef, Any]) ->
     if any(isinstance(r, ray.ObjectRef) and r not in values for r in references):
         return None
     return [values[r] if isinstance(r, ray.ObjectRef) else r for r in references]
+
+
+async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) -> None:
+    """Return once every value lies on this node, in no process: what only its maker's node has goes with that node.
+
+    Raises:
+        DeadlineError: some value did not arrive within `timeout_s`.
+    """
+    pending = [r for r in references if isinstance(r, ray.ObjectRef)]
+    if not pending or len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending):
+        return
+    _, missing = await asyncio.to_thread(ray.wait, pending, num_returns=len(pending), timeout=timeout_s)
+    if missing:
+        raise DeadlineError(
+            f"waited {timeout_s:g} s for {what} ({len(missing)} objects) to arrive on the driver's node"
+        )
 
 
 def object_store_use() -> ObjectStoreUse:

@@ -97,17 +97,19 @@ class PlanRow:
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
     """The roles that this run starts: no reference without a KL term or a teacher, no shared reward workers without a
-    component, and for an offline job no others than learner and reference."""
+    component, and for an offline job no others than learner, reference and processor workers."""
     idle = set() if config.needs_reference else {"reference"}
+    idle |= set() if config.resources.processor.num_workers else {"processor"}
     if config.offline.is_on:
-        return tuple(role for role in ("learner", "reference") if role not in idle)
+        return tuple(role for role in ("learner", "reference", "processor") if role not in idle)
     idle |= set() if SHARED_SERVICE in config.rewards.services else {SHARED_SERVICE}
     return tuple(role for role in config.resources.roles if role not in idle)
 
 
 def inference_roles(config: RunConfig) -> tuple[str, ...]:
-    """Those of them that answer and judge: all that evaluation needs."""
-    return tuple(role for role in needed_roles(config) if role.partition(".")[0] in ("rollout", SHARED_SERVICE))
+    """Those of them that prepare prompts, answer and judge: all that evaluation needs."""
+    needed = ("processor", "rollout", SHARED_SERVICE)
+    return tuple(role for role in needed_roles(config) if role.partition(".")[0] in needed)
 
 
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:

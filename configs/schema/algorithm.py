@@ -12,8 +12,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
-VALUED = ("gae",)
+VALUED = ("gae", "turn_gae")
 """Advantages that read the values of a critic."""
+TURNWISE = ("return_to_go", "turn_gae")
+"""Advantages that credit each turn of an episode with what followed it."""
 PREDICTIVE = ("grpo_guard", "nft")
 """Losses that read more than log-probs of a policy, and that flow models alone have."""
 STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp", *VALUED)
@@ -268,11 +270,14 @@ class AlgorithmConfig(Section):
         "gdpo",
         "pass_at_k",
         "gae",
+        "turn_gae",
+        "return_to_go",
     ]
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
     within the group; `grpo_global_std`: the same mean, and the std of the step (Flow-GRPO); `rloo`: r - mean of the
     others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step; `gae`: of each token, from the values of
-    `critic`."""
+    `critic`; `turn_gae`: of each turn of an episode, from the same; `return_to_go`: what followed a turn less what
+    followed it in the other siblings."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
@@ -282,9 +287,13 @@ class AlgorithmConfig(Section):
     gamma: Share
     """Discount of a reward by the number of tokens between it and the token that is credited; 1 is none."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)]
-    """Decay of later temporal differences in `gae`: 1 is the return less the value, 0 the next difference alone."""
+    """Decay of later temporal differences in `gae` and `turn_gae`: 1 is the return less the value, 0 the next
+    difference alone."""
+    turn_discount: Share
+    """Discount of a reward by the number of turns between it and the turn that is credited, in `turn_gae` and
+    `return_to_go`; 1 is none."""
     critic: CriticConfig
-    """The critic of `gae`."""
+    """The critic of `gae` and `turn_gae`."""
     prompts_per_step: PositiveInt
     """Groups in one step (B)."""
     samples_per_prompt: PositiveInt
@@ -364,6 +373,12 @@ class AlgorithmConfig(Section):
     def correction_parameters(self) -> dict[str, Any]:
         """The parameters of `correction`."""
         return self.corrections.model_dump().get(self.correction, {})
+
+    @property
+    def credit_reads_logprobs(self) -> bool:
+        """Whether advantages depend on the log-probs of each token, and not on rewards and masks alone."""
+        has_kl = self.kl.coef > 0 and self.kl.place == "reward"
+        return has_kl or (self.distillation.is_on and self.distillation.place == "advantage")
 
     @property
     def needs_scoring_pass(self) -> bool:

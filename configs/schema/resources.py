@@ -69,6 +69,9 @@ class ResourcesConfig(Section):
     """The scorers of the frozen policy; unused when `algorithm.kl.coef` and `algorithm.distillation.coef` are 0."""
     reward: WorkerResources
     """The reward workers that all components share which need none of their own."""
+    processor: WorkerResources
+    """The processor workers, which read, decode and process pictures and videos. Without any the driver does it, one
+    prompt after the other."""
     reward_services: dict[str, WorkerResources]
     """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""
     object_store_bytes: Annotated[int, Field(ge=75 * 2**20)]
@@ -91,6 +94,7 @@ class ResourcesConfig(Section):
             "learner": self.learner,
             "rollout": self.rollout,
             "reference": self.reference,
+            "processor": self.processor,
             "reward": self.reward,
             **{f"{REWARD_SERVICE}{name}": workers for name, workers in self.reward_services.items()},
         }

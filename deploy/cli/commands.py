@@ -19,7 +19,9 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
+from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -58,6 +60,12 @@ class Compatible(StrEnum):
     AERORL = "aerorl"
 
 
+class Baseline(StrEnum):
+    """What `evaluate` times its sampler beside."""
+
+    HUGGINGFACE = "huggingface"
+
+
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
@@ -93,19 +101,19 @@ def train(overrides: Overrides = None) -> None:
 @app.command()
 def sft(overrides: Overrides = None) -> None:
     """Fine-tune on the assistant's turns of conversations: train with experiment=sft."""
-    train(["experiment=sft", *(overrides or [])])
+    _train_offline("sft", overrides or [])
 
 
 @app.command()
 def reward_model(overrides: Overrides = None) -> None:
     """Train a reward model on pairs or scored answers: train with experiment=reward_model."""
-    train(["experiment=reward_model", *(overrides or [])])
+    _train_offline("reward_model", overrides or [])
 
 
 @app.command()
 def dpo(overrides: Overrides = None) -> None:
     """Direct preference optimisation on pairs of answers: train with experiment=dpo."""
-    train(["experiment=dpo", *(overrides or [])])
+    _train_offline("dpo", overrides or [])
 
 
 @app.command()
@@ -113,12 +121,23 @@ def evaluate(
     overrides: Overrides = None,
     scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
     output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
+    compare_with: Annotated[
+        Baseline | None, typer.Option("--compare", help="Time the sampler beside plain transformers instead.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="With --compare: timed runs after the warm-up.")] = 3,
+    prompts: Annotated[int, typer.Option(min=1, help="With --compare: prompts of one run.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --compare: prompts at a time.")] = 1,
 ) -> None:
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     from configs.load import load_config
 
     with explained():
         config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
+        if compare_with is not None:
+            from deploy.tools.policy import compare_samplers
+
+            options = compare_samplers.Options(prompts, batch_size, runs)
+            raise typer.Exit(compare_samplers.compare(config, options, output or Path(), terminal(soft_wrap=True)))
         from deploy.run import runtime
 
         raise typer.Exit(runtime.evaluate(config, output))
@@ -460,11 +479,32 @@ def doctor(
 
 
 app.add_typer(data, name="data")
+app.command()(dashboard)
 app.command()(lmms_eval)
+app.command()(play)
+app.command()(rollout)
+app.command()(serve_environment)
+app.command()(serve_policy)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)
 app.command("list")(list_jobs)
+
+
+def _train_offline(job: str, overrides: Sequence[str]) -> None:
+    """Train with the experiment of a job, or another experiment of the same job that `overrides` name."""
+    from configs.load import load_config
+    from configs.words import overridden
+
+    with explained():
+        words = overridden([f"experiment={job}"], overrides)
+        config = load_config(words)
+        if config.offline.job != job:
+            raise ConfigError(
+                f"offline.job={config.offline.job} with {' '.join(words)}: use `mobula train`, or name an experiment "
+                f"whose offline.job is {job}"
+            )
+    train(words)
 
 
 def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:

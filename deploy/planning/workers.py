@@ -40,6 +40,7 @@ PROCESS = {  # host memory of a process with its libraries, before it holds anyt
     "rollout": 1100 * MIB,
     "reference": 600 * MIB,
     "reward": 300 * MIB,
+    "processor": 500 * MIB,
 }
 
 Parts = Mapping[str, int]

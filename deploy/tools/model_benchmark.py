@@ -155,9 +155,8 @@ def _run(contestant: Contestant, records: Path) -> dict[str, Any]:
 async def _answer_all(contestant: Contestant, started: float, prepared: Prepared, inference: Inference) -> Measured:
     """All prompts through the engines, `num_in_flight` at a time; what they are worth is asked afterwards."""
     config = prepared.config
-    held_out = fixed_prompts(
-        prepared.usable(config.evaluation.split), prepared.processor, config.evaluation.num_prompts
-    )
+    usable = prepared.usable(config.evaluation.split)
+    held_out = await asyncio.to_thread(fixed_prompts, usable, prepared.preparation, config.evaluation.num_prompts)
     settings = SamplingSettings(1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, 0)
     await inference.rollouts.generate(held_out.prompts[0], settings)  # what is compiled or filled once is not counted
     ready = time.perf_counter()

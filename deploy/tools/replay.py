@@ -121,7 +121,7 @@ def _learner_place(config: RunConfig) -> Iterator[Spawner]:
 async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: TrajectoryLog) -> int:
     config = prepared.config
     learner = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
-    source = PromptSource(prepared.splits[TRAIN].rows, prepared.processor, seed=config.seed, split_name=TRAIN)
+    source = PromptSource(prepared.splits[TRAIN].rows, prepared.preparation, seed=config.seed, split_name=TRAIN)
     output = run_folder / OUTPUT_FOLDER
     try:
         try:

@@ -61,7 +61,7 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
 
 
 def _prompts(prepared: Prepared, split: str, num_prompts: int) -> tuple[Prompt, ...]:
-    return fixed_prompts(prepared.usable(split), prepared.processor, num_prompts).prompts
+    return fixed_prompts(prepared.usable(split), prepared.preparation, num_prompts).prompts
 
 
 def _responses(prepared: Prepared, folder: Path | None) -> ResponseFiles | ContactSheets | NoResponseLog:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,17 +24,19 @@ from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationSchedule
 from cluster.rollout.row_evaluation import RowEvaluator
 from cluster.rollout.row_stream import RowStream, stored
+from cluster.tracing.tracing import NoTracing, Tracing
 from cluster.weight_sync.no_receivers import NoReceivers
 from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from deploy.wiring.pooled_roles import reference_folder, reference_pool
 from deploy.wiring.preparation import TRAIN, Prepared
-from deploy.wiring.scoring_roles import reference_folder, reference_pool
 from deploy.wiring.spawner import Spawner
 from learner.learner_group import LearnerGroup
 
 _logger = logging.getLogger(__name__)
+NO_TRACING = NoTracing()
 
 
 @dataclass(frozen=True)
@@ -54,31 +56,43 @@ class OfflineTraining:
 
 
 def spawn_offline(
-    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
+    prepared: Prepared,
+    spawner: Spawner,
+    on_lost: Callable[[str], None],
+    on_rescore: Callable[[str], None],
+    beside: Sequence[Watched],
 ) -> OfflineTraining:
-    """Start the learner ranks, and the reference scorers where the job compares with the initial policy."""
+    """Start the learner ranks, and the reference scorers where the job compares with the initial policy; `beside` are
+    other roles that are watched."""
     config = prepared.config
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = reference_folder(config)
     reference = reference_pool(config, spawner, frozen, (), on_lost=on_lost, on_retry=on_rescore)
     source = PromptSource(
         prepared.splits[TRAIN].rows,
-        prepared.processor,
+        prepared.preparation,
         seed=config.seed,
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
     )
     rows = RowStream(source, ray.put, total_steps=config.num_steps)
-    return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference)))
+    return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference), *beside))
 
 
 def build_offline_controller(
-    prepared: Prepared, training: OfflineTraining, metrics: Metrics, put: Callable[[Any], Any] = ray.put
+    prepared: Prepared,
+    training: OfflineTraining,
+    metrics: Metrics,
+    put: Callable[[Any], Any] = ray.put,
+    tracing: Tracing = NO_TRACING,
 ) -> Controller:
-    """The main loop of an offline job and its collaborators."""
+    """The main loop of an offline job and its collaborators.
+
+    It prepares the held-out rows. Call it in a thread: processor workers are served by the event loop.
+    """
     config = prepared.config
     held_out = fixed_prompts(
-        prepared.usable(config.evaluation.split), prepared.processor, config.evaluation.num_prompts
+        prepared.usable(config.evaluation.split), prepared.preparation, config.evaluation.num_prompts
     )
     rows = [stored(row, 0, put) for row in held_out.prompts]
     evaluator = RowEvaluator(
@@ -109,9 +123,9 @@ def build_offline_controller(
         rollouts=training.rows,
         replay=training.rows,
         reference=training.reference,
-        learner=training.learner,
+        learner=tracing.learner(training.learner),
         evaluator=evaluator,
-        metrics=metrics,
+        metrics=tracing.metrics(metrics),
     )
 
 

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import snapshot_download
 
 from actors.datasets.conversations import read_conversations
-from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.preferences.picture_pairs import read_picture_pairs
-from actors.datasets.prompts import PreflightReport, RowChecker, preflight
+from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
-from actors.datasets.written.glyphs import write_glyphs
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.image_tokens import ImageTokenProcessor
+from actors.processors.make import make_processor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
-from configs.schema.data import WRITTEN, DataKind
+from configs.schema.data import WRITTEN
+from deploy.datasets.written_data import write_data
 from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -65,10 +65,16 @@ class Prepared:
     splits: dict[str, PreflightReport]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
+    workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
 
     @property
     def folder(self) -> Path:
         return self.config.run_folder
+
+    @property
+    def preparation(self) -> Preparation:
+        """Where rows become prompts."""
+        return self.workers or InDriver(self.processor)
 
     @property
     def skipped(self) -> list[Skipped]:
@@ -102,42 +108,31 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.sampler.is_flow:
         _check_flow(checkpoint, config)
     else:
+        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
-    processor = _processor(config, media)
+    processor = make_processor(config, media)
     reader = partial(open_split, config.data, label_key=config.rewards.label_key)
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on and config.sampler.is_flow:
-        from actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
-
-        reader, processor = partial(read_picture_pairs, config.data.path), PicturePairProcessor(processor)
+        reader = partial(read_picture_pairs, config.data.path)
     elif config.offline.is_on:
         reader = partial(read_conversations, config.data.path, form=config.offline.rows)
-        processor = ConversationProcessor(
-            processor,
-            system_prompt=config.data.system_prompt,
-            max_tokens=config.offline.max_tokens,
-            has_tail=config.offline.job == "reward_model",
-        )
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
-    return Prepared(config, model_folder, checkpoint, processor, media, splits, teacher_folder=teacher_folder)
-
-
-def _processor(config: RunConfig, media: MediaStore) -> ChatProcessor | FlowProcessor | ImageTokenProcessor:
-    if config.sampler.is_flow:
-        from actors.processors.flow import FlowProcessor  # which imports diffusers
-
-        return FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
-    if config.sampler.draws_tokens:
-        return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
-    return ChatProcessor(
-        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    return Prepared(
+        config,
+        model_folder,
+        checkpoint,
+        processor,
+        media,
+        splits,
+        teacher_folder=teacher_folder,
     )
 
 
@@ -292,14 +287,10 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the data of `data.kind`, if a run writes it itself and the folder is not there yet."""
-    if config.data.kind not in WRITTEN:
-        return
-    with _writing("data.path", config.data.path):
-        if config.data.kind is DataKind.GLYPHS:
-            write_glyphs(config.data.path)
-        else:
-            write_digits(config.data.path, task=config.data.kind.value)
+    """Write the data of `data.kind` if a run writes them itself and their folder is not there yet."""
+    if config.data.kind in WRITTEN:
+        with _writing("data.path", config.data.path):
+            write_data(config.data.kind, config.data.path)
 
 
 @contextmanager

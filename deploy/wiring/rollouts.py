@@ -19,9 +19,9 @@ from cluster.rollout.staleness import StalenessGate
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.vitals import EngineLoad
 from configs.schema import RunConfig
+from deploy.wiring.pooled_roles import restart_policy
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
-from deploy.wiring.scoring_roles import restart_policy
 from deploy.wiring.spawner import Spawner, engine_environment
 from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
@@ -131,6 +131,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         max_videos_per_prompt=sampler.max_videos_per_prompt,
+        max_audios_per_prompt=sampler.max_audios_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),

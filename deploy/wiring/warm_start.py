@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
@@ -16,8 +16,10 @@ from actors.datasets.order import epoch_order
 from actors.datasets.prompts import PromptSource, fixed_prompts
 from actors.datasets.rows import Row, RowError
 from actors.processors.chat import ChatProcessor
+from actors.rollout.demonstrations import Demonstrations
 from cluster.records.trajectory import Prompt
 from cluster.runtime.seeds import derived_seed
+from configs.schema import RunConfig
 from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
 from learner.learner_group import LearnerGroup
 from learner.pictures.teaching import PictureExample
@@ -34,25 +36,39 @@ _logger = logging.getLogger(__name__)
 ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
 CHECKED_LEVELS = 16  # noise levels at which a picture is checked
 
-Example = Callable[[Prompt, int], Any]
-"""(prompt, seed of what is drawn) -> an example that the learner takes."""
-
 
 async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
     """Take supervised steps until the validation accuracy reaches the target; returns the last one measured, else 0."""
-    config, processor = prepared.config.warm_start, prepared.processor
-    if config.num_steps == 0:
+    if prepared.config.warm_start.num_steps == 0:
         return 0.0
+    examples = _examples(prepared)
+    try:
+        return await _taught(prepared, learner, examples)
+    finally:
+        examples.close()
+
+
+async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples) -> float:
+    config = prepared.config.warm_start
     seed = prepared.config.seed + ORDER_SEED_OFFSET
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
-    source = PromptSource(rows, processor, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
-    held_out = fixed_prompts(prepared.usable(VALIDATION), processor, config.max_checks_rows).prompts
-    teach, check = _examples(prepared)
-    checks = [check(prompt, n) for n, prompt in enumerate(held_out)]
+    source = PromptSource(rows, prepared.preparation, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
+    # In threads: processor workers are served by the event loop.
+    held_out = await asyncio.to_thread(
+        fixed_prompts, prepared.usable(VALIDATION), prepared.preparation, config.max_checks_rows
+    )
+    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(held_out.prompts)]
     accuracy = 0.0
+
+    def batch() -> list[Prompt]:
+        return [source.next() for _ in range(config.batch_size)]
+
     for step in range(1, config.num_steps + 1):
-        places = range(step * config.batch_size, (step + 1) * config.batch_size)
-        metrics = await learner.supervised_step([teach(source.next(), seed + place) for place in places])
+        prompts = await asyncio.to_thread(batch)
+        first = seed + step * config.batch_size
+        metrics = await learner.supervised_step(
+            [await examples.taught(prompt, first + n) for n, prompt in enumerate(prompts)]
+        )
         if step % config.check_interval == 0 or step == config.num_steps:
             accuracy = await learner.answer_accuracy(checks)
             _logger.info("warm start: step %d, loss %.3f, accuracy %.3f", step, metrics["loss"], accuracy)
@@ -77,22 +93,76 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
     return [rows[place] for place in places[:num_rows]]
 
 
-def _examples(prepared: Prepared) -> tuple[Example, Example]:
-    """How rows are taught, and how they are checked."""
-    if prepared.config.sampler.is_flow:
-        processor = cast("FlowProcessor", prepared.processor)
-        taught, checked = (teaching_noising(prepared.config, num) for num in (1, CHECKED_LEVELS))
-        return partial(_picture, processor, taught), partial(_picture, processor, checked)
-    answer = partial(_answer, cast(ChatProcessor, prepared.processor))
-    return answer, answer
+class Examples(Protocol):
+    """Makes an example that the learner takes, of a prompt and a seed of what is drawn."""
+
+    async def taught(self, prompt: Prompt, seed: int) -> Any: ...
+
+    async def checked(self, prompt: Prompt, seed: int) -> Any: ...
+
+    def close(self) -> None: ...
 
 
-def _answer(processor: ChatProcessor, prompt: Prompt, seed: int) -> SupervisedExample:
-    _, solution = prompt.references
-    answer = processor.encode_answer(solution)
-    return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))
+def _examples(prepared: Prepared) -> Examples:
+    config = prepared.config
+    if config.sampler.is_flow:
+        return Pictures(cast("FlowProcessor", prepared.processor), config)
+    processor = cast(ChatProcessor, prepared.processor)
+    if config.environment.is_on:
+        return Episodes(Demonstrations(config.environment, config.sampler, processor, model=config.policy.model))
+    return Solutions(processor)
 
 
-def _picture(processor: FlowProcessor, noising: Noising, prompt: Prompt, seed: int) -> PictureExample:
-    clean = processor.clean(prompt, derived_seed(seed, "picture"))
-    return PictureExample(CleanSequence(clean, condition_of(prompt)[:1], noising, seed))
+class Solutions:
+    """The solution of a row."""
+
+    def __init__(self, processor: ChatProcessor) -> None:
+        self._processor = processor
+
+    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
+        _, solution = prompt.references
+        answer = self._processor.encode_answer(solution)
+        return SupervisedExample(prompt, answer, np.ones(len(answer), dtype=bool))
+
+    checked = taught
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Episodes:
+    """The episode that the environment demonstrates."""
+
+    def __init__(self, demonstrations: Demonstrations) -> None:
+        self._demonstrations = demonstrations
+
+    async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
+        found = await self._demonstrations.of(prompt)
+        actions = found.actions
+        return SupervisedExample(prompt, actions.token_ids, found.mask, actions.media, actions.media_spans)
+
+    checked = taught
+
+    def close(self) -> None:
+        self._demonstrations.close()
+
+
+class Pictures:
+    """One of the pictures of a row, at one noise level to teach it and at several to check it."""
+
+    def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
+        self._processor = processor
+        self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
+
+    async def taught(self, prompt: Prompt, seed: int) -> PictureExample:
+        return self._example(self._taught, prompt, seed)
+
+    async def checked(self, prompt: Prompt, seed: int) -> PictureExample:
+        return self._example(self._checked, prompt, seed)
+
+    def _example(self, noising: Noising, prompt: Prompt, seed: int) -> PictureExample:
+        clean = self._processor.clean(prompt, derived_seed(seed, "picture"))
+        return PictureExample(CleanSequence(clean, condition_of(prompt)[:1], noising, seed))
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cluster.records.media import MediaReader
 from learner.batch import LearnerItem
-from learner.policies.batch import PADDING_ID, TokenBatch, TokenSequence, collate, pad_rows
+from learner.policies.base import RowOutline
+from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class ValueRow:
     """
 
     index: int  # of the item among all trajectories of the step
-    sequence: TokenSequence  # T + 1 targets
+    group: int  # the place of its group in the step
+    sequence: TokenSequence | RowOutline  # T + 1 targets
     old_values: np.ndarray  # float32 [T + 1], of the critic before the step
     returns: np.ndarray  # float32 [T]
     mask: np.ndarray  # bool [T]: True where a value has a loss
@@ -33,7 +35,8 @@ class ValueRow:
         nothing = np.zeros(0, dtype=np.float32)
         return cls(
             index=item.index,
-            sequence=replace(item.sequence, token_ids=np.append(item.sequence.token_ids, PADDING_ID), kept=None),
+            group=item.group,
+            sequence=item.sequence.with_end(),
             old_values=nothing if item.values is None else item.values,
             returns=nothing if item.returns is None else item.returns,
             mask=item.kept_mask,

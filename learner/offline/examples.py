@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ class Example:
 
     candidates: tuple[Candidate, ...]
     is_trained: bool = True
+    group: ClassVar[None] = None  # its candidates are one row
 
     @property
     def sequence(self) -> PolicyRow:

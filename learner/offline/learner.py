@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import UpdateReport
+from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
 from learner.learner import Learner
@@ -37,6 +38,7 @@ class OfflineLearner(Learner):
         compares = self._config.sampler.is_flow
         self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
+    @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
         examples = self._compared(self._examples(groups))

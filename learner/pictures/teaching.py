@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class PictureExample:
 
     sequence: CleanSequence
     is_trained: bool = True
+    group: ClassVar[None] = None  # it has no siblings
 
     def untrained(self) -> PictureExample:
         return replace(self, is_trained=False)

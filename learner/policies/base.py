@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from cluster.records.media import MediaHandle
@@ -51,6 +53,33 @@ class Moves(NamedTuple):
     std: Tensor  # of the Gaussian that a step is drawn from
     length: Tensor  # -dt: what a step takes off the noise level
     drift: Tensor | None  # mean of (mean - old mean)^2 / (2 std^2), against the weights that a step trains from
+
+
+NO_TOKENS = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class RowOutline:
+    """A row that another rank has: its size and its media's keys, by which rows are shared out, and no content.
+
+    No policy takes it.
+    """
+
+    num_targets: int
+    num_tokens: int
+    num_media_tokens: int
+    media: tuple[MediaHandle, ...]  # without references
+    token_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # int32 [T]: the scored ones, or none
+    num_context: int = 0  # of `token_ids`
+
+    @classmethod
+    def of(cls, row: PolicyRow, token_ids: np.ndarray = NO_TOKENS) -> RowOutline:
+        media = tuple(replace(handle, reference=None) for handle in row.media)
+        return cls(row.num_targets, row.num_tokens, row.num_media_tokens, media, token_ids)
+
+    def with_end(self) -> RowOutline:
+        """The row with one more token after its last one."""
+        return replace(self, num_targets=self.num_targets + 1, num_tokens=self.num_tokens + 1)
 
 
 class PolicyOutput(NamedTuple):

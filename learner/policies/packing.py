@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
+from typing import NamedTuple
 
 from configs.schema import LearnerConfig
 from learner.policies.base import PolicyRow
@@ -12,16 +12,21 @@ from learner.policies.base import PolicyRow
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
 
 
-def split_microbatches(sequences: Sequence[PolicyRow], config: LearnerConfig, num_ranks: int) -> list[list[Microbatch]]:
+def split_microbatches(
+    sequences: Sequence[PolicyRow], config: LearnerConfig, num_ranks: int, groups: Sequence[int] | None = None
+) -> list[list[Microbatch]]:
     """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
 
     Rows are ordered so that neighbours share their pictures and have similar lengths, cut into one part of nearly
-    equal cost a rank, and each part into micro-batches. Every rank gets equally many, because each one is a
-    collective; what a rank lacks are empty ones. Depends on lengths and media alone, so all ranks agree unasked.
+    equal cost a rank, and each part into micro-batches. `groups` are those of the rows: siblings stay together, so that
+    a rank needs few groups. Every rank gets equally many micro-batches, because each one is a collective; what a rank
+    lacks are empty ones. Depends on lengths, media and groups alone, so all ranks agree unasked.
     """
-    order = _order(sequences)
+    order = _order(sequences, [0] * len(sequences) if groups is None else groups)
     costs = _costs(sequences, config.picture_token_cost)
-    parts = _cut_evenly(order, [costs[i] for i in order], num_ranks)
+    parts = _cut_evenly([row.index for row in order], [costs[row.index] for row in order], num_ranks)
+    placed = {row.index: row for row in order}
+    parts = [sorted(part, key=lambda i: placed[i].by_length) for part in parts]
     cut = _cut_packed if config.packing else _cut_padded
     batches = [cut(part, sequences, config.tokens_per_microbatch) for part in parts]
     most = max(len(b) for b in batches)
@@ -38,15 +43,31 @@ def _costs(sequences: Sequence[PolicyRow], picture_token_cost: float) -> list[fl
     ]
 
 
-def _order(sequences: Sequence[PolicyRow]) -> list[int]:
-    """Blocks of rows with the same media, by longest row; every other block runs from long to short, so that
-    neighbours across a border are alike too."""
-    media = [tuple(handle.key for handle in s.media) for s in sequences]
-    lengths = [s.num_tokens for s in sequences]
-    by_media = sorted(range(len(sequences)), key=lambda i: (media[i], lengths[i], i))
-    blocks = [list(rows) for _, rows in groupby(by_media, key=lambda i: media[i])]
-    blocks.sort(key=lambda rows: (lengths[rows[-1]], rows[-1]))
-    return [i for n, rows in enumerate(blocks) for i in (rows if n % 2 == 0 else reversed(rows))]
+class _Placed(NamedTuple):
+    """A row in the order in which ranks take their parts, and its place within the part of its rank."""
+
+    index: int
+    by_length: tuple[int, int, int]  # the place of its block, and its length and index, negative in every other block
+
+
+def _order(sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[_Placed]:
+    """Blocks of rows with the same media, by longest row; in a block groups by longest row, in a group rows by length.
+    Every other block runs from long to short, so that neighbours across a border are alike too."""
+    sizes = [(s.num_tokens, i) for i, s in enumerate(sequences)]
+    blocks: dict[tuple[str, ...], dict[int, list[int]]] = {}
+    for i, (row, group) in enumerate(zip(sequences, groups, strict=True)):
+        blocks.setdefault(tuple(handle.key for handle in row.media), {}).setdefault(group, []).append(i)
+
+    def longest(rows: Sequence[int]) -> tuple[int, int]:
+        return max(sizes[i] for i in rows)
+
+    ordered = sorted(blocks.values(), key=lambda block: max(map(longest, block.values())))
+    order: list[_Placed] = []
+    for n, block in enumerate(ordered):
+        sign = 1 if n % 2 == 0 else -1
+        rows = [i for group in sorted(block.values(), key=longest) for i in sorted(group, key=sizes.__getitem__)]
+        order += [_Placed(i, (n, sign * sizes[i][0], sign * i)) for i in rows[::sign]]
+    return order
 
 
 def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt
 from configs.schema import RunConfig
 from learner.policies.adapters import save_adapters, save_pipeline_adapters
-from learner.policies.base import Policy, PolicyRow
+from learner.policies.base import Policy, PolicyRow, RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
@@ -82,8 +83,8 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         return Scoring(Replay(denoising, divergence), Replay(proof, "none"), canary_row, row)
     if config.sampler.draws_tokens:
         drawn = canary_tokens(config.policy.model).numpy()
-        proof_row = partial(TokenSequence.of_response, token_ids=drawn)
-        return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, proof_row, row_of)
+        canary_row = partial(TokenSequence.of_response, token_ids=drawn)
+        return Scoring(Distribution(config.sampler.temperature, ()), PLAIN, canary_row, row_of)
     sampler = config.sampler
     sampled = Distribution(sampler.temperature, banned_ids, sampler.first_token_temperature)
     return Scoring(sampled, PLAIN, TokenSequence.of_prompt, row_of)
@@ -91,18 +92,22 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
     """The noise levels that pictures are trained at: those of the sampler, but the last."""
-    found = checkpoint.schedule(Denoising.of(config.sampler.flow))
-    sigmas, timesteps = found.sigmas.numpy(), found.timesteps.numpy()
+    sigmas, timesteps = _tables(checkpoint, Denoising.of(config.sampler.flow))
     num = max(1, len(timesteps) - 1)
     return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
 
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
     """The noise levels at which pictures of a data set are taught: all of the checkpoint's schedule."""
-    denoising = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
-    found = flow_checkpoint(config).schedule(denoising)
-    sigmas, timesteps = found.sigmas.numpy(), found.timesteps.numpy()
+    continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
+    sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
+
+
+def _tables(checkpoint: FlowCheckpoint, denoising: Denoising) -> tuple[np.ndarray, np.ndarray]:
+    """float32 noise levels [S + 1] and times [S]."""
+    found = checkpoint.schedule(denoising)
+    return found.sigmas.numpy(), found.timesteps.numpy()
 
 
 def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
@@ -138,6 +143,7 @@ def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
     """Rows of one kind as a batch, with their media."""
+    assert not any(isinstance(row, RowOutline) for row in rows), "a row of another rank: no content of it was fetched"
     if isinstance(rows[0], CleanSequence):
         return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)
     if isinstance(rows[0], LatentSequence):

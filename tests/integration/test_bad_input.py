@@ -144,7 +144,7 @@ def test_a_picture_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(m
     whole = (data / "good.png").read_bytes()
     run = prepared(model, write_data(data, picture(data, whole[: len(whole) // 2])), tmp_path / "runs")
     assert run.skipped == [], "headers alone are read beforehand"
-    source = PromptSource(run.splits[TRAIN].rows, run.processor, seed=0, split_name=TRAIN)
+    source = PromptSource(run.splits[TRAIN].rows, run.preparation, seed=0, split_name=TRAIN)
     served = {source.next().sample_id for _ in range(3 * NUM_GOOD)}
     assert served == {f"good-{n}" for n in range(NUM_GOOD)}
     [skipped] = source.skipped

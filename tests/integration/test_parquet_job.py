@@ -1,4 +1,4 @@
-"""A run on verl's Parquet with pictures in it: converted, read by row groups, sampled by vLLM, trained."""
+"""A run on verl's Parquet with pictures in it: converted, read by row groups, prepared by a worker, trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_parquet_with_pictures_is_trained_on(tmp_path: Path) -> None:
     source = ("data=jsonl", f"data.path={digits}")
     words = ("experiment=digits", "data=verl", f"data.path={data}", "data.splits={validation: test}")
     few = ("resources=laptop_overlapped", "learner=single", f"num_steps={NUM_STEPS}", "sampler.max_tokens=8")
-    job = Job(tmp_path, (*words, *few, "warm_start.num_steps=0"))
+    apart = ("resources.processor.num_workers=1", "resources.processor.num_cpus=0.1")
+    job = Job(tmp_path, (*words, *few, *apart, "warm_start.num_steps=0"))
     try:
         splits = ("--split", "train", "--split", "test")
         job.finish(job.start_command("data", "convert", str(data), "--to", "verl", *splits, *source))

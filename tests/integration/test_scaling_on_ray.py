@@ -31,8 +31,8 @@ from deploy.host.run_record import RECORD_FILE, marking, recorded
 from deploy.host.session import Session, run_record
 from deploy.run.run_client import RunAddress, find_run, read_status, scale
 from deploy.wiring import scaling
+from deploy.wiring.pooled_roles import reward_pool
 from deploy.wiring.scaling import control_loop
-from deploy.wiring.scoring_roles import reward_pool
 from deploy.wiring.spawner import Spawner
 from rewards.pool.reward_pool import RewardPool
 

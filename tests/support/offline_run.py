@@ -23,8 +23,8 @@ from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import OfflineTraining, build_offline_controller
+from deploy.wiring.pooled_roles import reference_folder, restart_policy
 from deploy.wiring.preparation import prepare
-from deploy.wiring.scoring_roles import reference_folder, restart_policy
 from learner.learner_group import LearnerGroup
 from learner.offline.learner import OfflineLearner
 
@@ -61,7 +61,7 @@ class OfflineRun:
         )
         source = PromptSource(
             self.prepared.splits["train"].rows,
-            self.prepared.processor,
+            self.prepared.preparation,
             seed=config.seed,
             split_name="train",
             on_skipped=self.prepared.note_skipped,

@@ -14,11 +14,12 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
+    held,
     others,
     present,
-    refuse_other_media,
     text_of,
     videos_of,
 )
@@ -34,6 +35,8 @@ COLUMNS = (
     "history",
     "images",
     "videos",
+    "audios",
+    "audio",
     "answer",
     "chosen",
     "rejected",
@@ -41,7 +44,6 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     system = first_of(record, "system")
     asked = (first_of(record, "instruction"), first_of(record, "input"))
     question = "\n".join(text_of(text, "instruction") for text in asked if text is not None)
@@ -60,6 +62,7 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=record.get("images"),
         videos=videos_of(record, ()),
+        audios=audios_of(record, ()),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),
@@ -75,7 +78,7 @@ def _history(pairs: Any) -> list[Turn]:
     return turns
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = list(row.history)
     system = turns.pop(0).text if turns and turns[0].role == "system" else None
     roles = [turn.role for turn in turns]
@@ -90,7 +93,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         record["system"] = system
     if turns:
         record["history"] = [[turns[i].text, turns[i + 1].text] for i in range(0, len(turns), 2)]
-    return {**record, "answer": row.answer, **({"images": images} if images else {}), **row.metadata}
+    return {**record, "answer": row.answer, **held(images, videos), **row.metadata}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -18,13 +18,14 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_of,
+    held,
     in_front,
     only_one,
     others,
     plain,
     present,
-    refuse_other_media,
     videos_of,
 )
 from actors.datasets.formats.turns import split_response, turns_of
@@ -46,6 +47,8 @@ COLUMNS = (
     "image",
     "videos",
     "video",
+    "audios",
+    "audio",
     "reference",
     "answer",
     "ground_truth",
@@ -56,12 +59,11 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     prompt = first_of(record, "input", "prompt")
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")
-    asked_in = ([Turn("user", prompt)], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
-    turns, pictures, videos = asked_in
+    asked_in = ([Turn("user", prompt)], [], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, pictures, videos, audios = asked_in
     asked, _ = split_response(turns, "prompt")
     info = record.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
@@ -71,13 +73,14 @@ def read(record: Record) -> Draft:
         sample_id=present(record, "id"),
         images=pictures or first_of(record, "images", "image"),
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         label=first_of(record, "label", "extra_info.label"),
         metadata={**others(record, *COLUMNS), **plain(info)},
     )
     return in_front(draft)
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.rejected is not None:
         raise ValueError(
             f"{row.sample_id} is a preference pair, which LightRFT's prompts have no place for: write messages"
@@ -86,8 +89,8 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
     label = metadata.pop("label", None)
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     prompt: Any = [*turns, {"role": "user", "content": row.question}] if turns else row.question
-    record = {"id": row.sample_id, "prompt": prompt, "images": images, "reference": row.answer, "extra_info": metadata}
-    return record if label is None else {**record, "label": label}
+    record = {"id": row.sample_id, "prompt": prompt, "reference": row.answer, "extra_info": metadata}
+    return {**record, **held(images, videos), **({} if label is None else {"label": label})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -15,12 +15,13 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
+    held,
     others,
     plain,
     present,
-    refuse_other_media,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
@@ -34,6 +35,8 @@ COLUMNS = (
     "image",
     "images",
     "video",
+    "audios",
+    "audio",
     "videos",
     "chosen",
     "rejected",
@@ -42,8 +45,7 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
-    turns, pictures, videos = turns_of(record.get("messages"), "messages")
+    turns, pictures, videos, audios = turns_of(record.get("messages"), "messages")
     asked, response = split_response(turns, "messages")
     beside = first_of(record, "images", "image")
     if pictures and beside is not None:
@@ -58,13 +60,14 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=pictures or beside,
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         chosen=chosen,
         rejected=rejected,
         metadata={**others(record, *COLUMNS), **(plain(metadata) if isinstance(metadata, dict) else {})},
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     record: dict[str, Any] = {
         "id": row.sample_id,
@@ -75,7 +78,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
     for column, value in (("chosen", row.chosen), ("rejected", row.rejected)):
         if value is not None:
             record[column] = value
-    return {**record, **({"images": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+    return {**record, **held(images, videos), **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

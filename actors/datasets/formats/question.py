@@ -3,7 +3,7 @@ r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `ima
     {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
 `image` (or `images`) is one picture, a list of pictures, one for each `<image>` in order, or absent; `video` (or
-`videos`) the same for each `<video>`. A record without
+`videos`) the same for each `<video>`, `audio` (or `audios`) for each `<audio>`. A record without
 `solution` gets its answer in a `\boxed{}`. `metadata`, a mapping, and every column beyond these travel with the row to
 the reward functions.
 """
@@ -13,10 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.datasets.formats.base import Draft, Record, RowFormat, first_of, others, plain, present, text_of, videos_of
+from actors.datasets.formats.base import (
+    Draft,
+    Record,
+    RowFormat,
+    audios_of,
+    first_of,
+    held,
+    others,
+    plain,
+    present,
+    text_of,
+    videos_of,
+)
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "metadata")
+COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "audio", "audios", "metadata")
 
 
 def read(record: Record) -> Draft:
@@ -32,11 +44,12 @@ def read(record: Record) -> Draft:
         solution=present(record, "solution"),
         images=first_of(record, "image", "images"),
         videos=videos_of(record, ()),
+        audios=audios_of(record, ()),
         metadata={**others(record, *COLUMNS), **plain(nested)},
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     if row.history or row.rejected is not None:
         raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
     record: dict[str, Any] = {
@@ -45,7 +58,8 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         "answer": row.answer,
         "solution": row.solution,
     }
-    return {**record, **({"image": images} if images else {}), **({"metadata": row.metadata} if row.metadata else {})}
+    media = {**({"image": images} if images else {}), **held([], videos)}
+    return {**record, **media, **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

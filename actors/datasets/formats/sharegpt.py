@@ -15,24 +15,36 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
+    held,
     others,
     present,
-    refuse_other_media,
     text_of,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
 from actors.datasets.rows import Row, Turn
 
-COLUMNS = ("id", "conversations", "system", "tools", "images", "videos", "answer", "chosen", "rejected")
+COLUMNS = (
+    "id",
+    "conversations",
+    "system",
+    "tools",
+    "images",
+    "videos",
+    "audios",
+    "audio",
+    "answer",
+    "chosen",
+    "rejected",
+)
 NAMES = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
-    turns, pictures, videos = turns_of(record.get("conversations"), "conversations")
+    turns, pictures, videos, audios = turns_of(record.get("conversations"), "conversations")
     asked, response = split_response(turns, "conversations")
     system = first_of(record, "system")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
@@ -44,13 +56,14 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=pictures or record.get("images"),
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),
     )
 
 
-def write(row: Row, images: list[str]) -> dict[str, Any]:
+def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = list(row.history)
     record: dict[str, Any] = {"id": row.sample_id}
     if turns and turns[0].role == "system":
@@ -62,7 +75,7 @@ def write(row: Row, images: list[str]) -> dict[str, Any]:
         record["chosen"] = _turn("assistant", row.chosen or "")
         record["rejected"] = _turn("assistant", row.rejected)
     record |= {"conversations": said, "answer": row.answer}
-    return {**record, **({"images": images} if images else {}), **row.metadata}
+    return {**record, **held(images, videos), **row.metadata}
 
 
 def _turn(role: str, text: str) -> dict[str, str]:

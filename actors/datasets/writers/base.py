@@ -29,11 +29,27 @@ class PictureFile:
             return EXTENSIONS.get(str(image.format), str(image.format).lower())
 
 
+@dataclass(frozen=True)
+class VideoFile:
+    """A whole video file, where it came from, and the end that its name gets."""
+
+    content: bytes
+    name: str
+    extension: str
+
+
+MediaFile = PictureFile | VideoFile
+
+
 class Writer(Protocol):
     """Takes records one by one. Files appear when it is closed, or as it goes."""
 
     def images(self, files: list[PictureFile]) -> list[Any]:
         """Stores the pictures of the next record; what the record is to name them by."""
+        ...
+
+    def videos(self, files: list[VideoFile]) -> list[Any]:
+        """The same for its videos."""
         ...
 
     def write(self, record: dict[str, Any]) -> None: ...

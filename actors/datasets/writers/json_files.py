@@ -1,4 +1,4 @@
-"""JSONL and JSON files, with pictures in the folder `images` beside them, each once."""
+"""JSONL and JSON files, with pictures and videos in the folders `images` and `videos` beside them, each once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import PictureFile
+from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
 
-PICTURES = "images"
+PICTURES, VIDEOS = "images", "videos"
 
 
 class JsonLinesWriter:
@@ -24,7 +24,10 @@ class JsonLinesWriter:
         self._is_empty = True
 
     def images(self, files: list[PictureFile]) -> list[str]:
-        return [self._stored(file) for file in files]
+        return [self._stored(file, PICTURES) for file in files]
+
+    def videos(self, files: list[VideoFile]) -> list[str]:
+        return [self._stored(file, VIDEOS) for file in files]
 
     def write(self, record: dict[str, Any]) -> None:
         if not self._is_empty:
@@ -36,9 +39,9 @@ class JsonLinesWriter:
         self._file.write(self.last)
         self._file.close()
 
-    def _stored(self, file: PictureFile) -> str:
-        """The path of the picture, relative to the folder; its name is a hash of its content."""
-        name = f"{PICTURES}/{hashlib.sha256(file.content).hexdigest()[:24]}.{file.extension}"
+    def _stored(self, file: MediaFile, place: str) -> str:
+        """The path of the file, relative to the folder; its name is a hash of its content."""
+        name = f"{place}/{hashlib.sha256(file.content).hexdigest()[:24]}.{file.extension}"
         path = self._folder / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)

@@ -1,17 +1,18 @@
-"""Parquet files with pictures in them, in row groups that a reader holds in memory without effort."""
+"""Parquet files with pictures and videos in them, in row groups that a reader holds in memory without effort."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.datasets.writers.base import PictureFile
+from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
 
 GROUP_RECORDS = 1000
-GROUP_BYTES = 16 << 20  # of pictures
+GROUP_BYTES = 16 << 20  # of media
 
 
 class ParquetWriter:
@@ -27,8 +28,10 @@ class ParquetWriter:
         self._sizes: list[tuple[int, int]] = []  # offset and bytes of each part
 
     def images(self, files: list[PictureFile]) -> list[dict[str, Any]]:
-        self._num_bytes += sum(len(file.content) for file in files)
-        return [{"bytes": file.content, "path": file.name} for file in files]
+        return self._held(files)
+
+    def videos(self, files: list[VideoFile]) -> list[dict[str, Any]]:
+        return self._held(files)
 
     def write(self, record: dict[str, Any]) -> None:
         """Raises: ValueError: the values of a column are of types that do not fit together."""
@@ -54,6 +57,10 @@ class ParquetWriter:
             raise ValueError(f"the columns do not fit into one schema ({error}): write jsonl") from error
         finally:
             self._parts.unlink()
+
+    def _held(self, files: Sequence[MediaFile]) -> list[dict[str, Any]]:
+        self._num_bytes += sum(len(file.content) for file in files)
+        return [{"bytes": file.content, "path": file.name} for file in files]
 
     def _flush(self) -> None:
         if not self._records:

@@ -1,4 +1,4 @@
-"""WebDataset shards: a record and its pictures as members that follow each other."""
+"""WebDataset shards: a record and its pictures and videos as members that follow each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import PictureFile
+from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
 
 SHARD_SAMPLES = 1000
 
@@ -21,11 +21,16 @@ class ShardWriter:
         self._split = split
         self._num_samples = 0
         self._shard: tarfile.TarFile | None = None
-        self._pictures: list[PictureFile] = []
+        self._media: list[MediaFile] = []  # of the next record
 
     def images(self, files: list[PictureFile]) -> list[Any]:
         """No names: a reader takes the members beside the record."""
-        self._pictures = files
+        self._media = [*files]
+        return []
+
+    def videos(self, files: list[VideoFile]) -> list[Any]:
+        """As `images`, behind which it is called. The name of a member says that it is a video."""
+        self._media += files
         return []
 
     def write(self, record: dict[str, Any]) -> None:
@@ -35,8 +40,9 @@ class ShardWriter:
             self._shard = tarfile.open(self._folder / name, "w")
         key = f"{self._num_samples:09}"
         self._add(f"{key}.json", json.dumps(record, ensure_ascii=False).encode())
-        for number, picture in enumerate(self._pictures):
-            self._add(f"{key}.{number}.{picture.extension}", picture.content)
+        for number, medium in enumerate(self._media):
+            kind = "video." if isinstance(medium, VideoFile) else ""
+            self._add(f"{key}.{number}.{kind}{medium.extension}", medium.content)
         self._num_samples += 1
 
     def close(self) -> None:

@@ -9,14 +9,14 @@ The folder that `write_glyphs` makes:
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TypedDict
 
 from PIL import Image, ImageDraw, ImageFont
 
-from actors.datasets.digits import MARKER, write_once
+from actors.datasets.written.folder import install_dataset
 
 FORMAT_VERSION = 1
 SIDE = 16  # pixels
@@ -56,7 +56,7 @@ def write_glyphs(
         num_test=num_test,
         num_renderings=num_renderings,
     )
-    return write_once(folder, marker, _build)
+    return install_dataset(folder, marker, partial(_build, marker=marker))
 
 
 def rendered(text: str, size: float, shift: tuple[float, float]) -> Image.Image:
@@ -67,18 +67,14 @@ def rendered(text: str, size: float, shift: tuple[float, float]) -> Image.Image:
     return picture
 
 
-def _build(folder: Path, marker: GlyphMarker) -> Path:
-    """Write pictures, splits and, last, the marker into a new folder."""
-    (folder / "images").mkdir(parents=True)
+def _build(folder: Path, marker: GlyphMarker) -> dict[str, list[dict[str, object]]]:
+    """Write the pictures into a new folder; returns the rows of each split."""
+    (folder / "images").mkdir()
     numbers = [f"{number:02d}" for number in range(NUM_NUMBERS)]
     Random(marker["seed"]).shuffle(numbers)
     test, rest = numbers[: marker["num_test"]], numbers[marker["num_test"] :]
-    validation, train = rest[: marker["num_validation"]], rest[marker["num_validation"] :]
-    for split, members in (("train", train), ("validation", validation), ("test", test)):
-        rows = [_row(folder, text, marker) for text in members]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-    return folder
+    splits = {"train": rest[marker["num_validation"] :], "validation": rest[: marker["num_validation"]], "test": test}
+    return {split: [_row(folder, text, marker) for text in members] for split, members in splits.items()}
 
 
 def _row(folder: Path, text: str, marker: GlyphMarker) -> dict[str, object]:

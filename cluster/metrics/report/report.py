@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from cluster.metrics.definitions import MetricName
 from cluster.metrics.report import chart_scales
 from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
@@ -133,7 +134,18 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("canary", _optional(s.canary_max), "largest gap after a push"),
         Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length)),
         Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
+        *_stage(run),
     ]
+
+
+def _stage(run: RunFolder) -> list[Fact]:
+    """How far a curriculum has come; nothing without one."""
+    values = run.steps[-1].values if run.steps else {}
+    if MetricName.CURRICULUM_STAGE not in values:
+        return []
+    stage = int(values[MetricName.CURRICULUM_STAGE])
+    opened = next(r.step for r in run.steps if r.values.get(MetricName.CURRICULUM_STAGE) == stage)
+    return [Fact("curriculum stage", str(stage), f"open since step {opened}")]
 
 
 def _wall_time_of(summary: Summary) -> str:

@@ -40,6 +40,7 @@ def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
     charts = [
         _reward(steps),
         _preference(steps),
+        _turns(steps),
         _single(steps, MetricName.LOSS, "Loss", 5),
         _single(steps, MetricName.KL, "KL to the reference", 4),
         _single(steps, MetricName.ENTROPY, "Entropy", 3),
@@ -91,6 +92,17 @@ def _reward(steps: Sequence[StepRecord]) -> Chart:
             series.append(curve(name, 2 + i, values))
     series.append(curve("reward", 1, _values(steps, MetricName.REWARD_MEAN)))
     return Chart("reward", "Reward", METRICS[MetricName.REWARD_MEAN].help, series)
+
+
+def _turns(steps: Sequence[StepRecord]) -> Chart:
+    """What environments paid for the first turns of an episode."""
+    names = {f"turn {n}": f"turn_reward_{n}" for n in range(1, 6)}
+    series = [
+        curve(label, n, [(r.step, r.values[name]) for r in steps if name in r.values])
+        for n, (label, name) in enumerate(names.items(), start=1)
+    ]
+    text = "Mean of what the environment paid for a turn; 0 for episodes that ended before it."
+    return Chart("turns", "Reward of turns", text, series)
 
 
 def _preference(steps: Sequence[StepRecord]) -> Chart:

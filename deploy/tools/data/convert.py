@@ -16,7 +16,9 @@ from actors.datasets.open_split import open_split
 from actors.datasets.rows import Row, RowError, Skipped
 from actors.datasets.writers import WRITERS
 from actors.datasets.writers.base import PictureFile, Writer
-from actors.processors.image import ImageLimits, decode_image, read_image
+from actors.processors.image import decode_image, read_image
+from actors.processors.video import VideoLimits
+from actors.processors.video_file import whole_video
 from cluster.errors import PreflightError, SkippedSample
 from configs.groups import groups, own_values
 from configs.schema import RunConfig
@@ -67,7 +69,7 @@ def convert(config: RunConfig, output: Path, target: str, splits: Sequence[str],
 def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tuple[int, list[Skipped]]:
     """The number of rows written, and what was skipped."""
     rows = open_split(config.data, split, config.rewards.label_key).rows
-    limits = ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)
+    limits = VideoLimits.of(config.data)
     skipped: list[Skipped] = []
     most = config.data.max_skipped_fraction * len(rows)
     for place in range(len(rows)):
@@ -86,16 +88,17 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
     return len(rows) - len(skipped), skipped
 
 
-def _record(row: Row, limits: ImageLimits, writer: Writer, row_format: str) -> dict[str, Any]:
-    """The row as a record of the format; its pictures are stored once all of them are whole."""
-    if row.videos:
-        raise ValueError(f"{row.sample_id} has videos, which are not written: convert files without them")
+def _record(row: Row, limits: VideoLimits, writer: Writer, row_format: str) -> dict[str, Any]:
+    """The row as a record of the format; its media are stored once all of them are whole."""
+    if row.audios:
+        raise ValueError(f"{row.sample_id} has sounds, which are not written: convert files without them")
     files = []
     for picture in row.images:
-        content = read_image(picture, limits)
-        decode_image(content, picture, limits)
+        content = read_image(picture, limits.frame)
+        decode_image(content, picture, limits.frame)
         files.append(PictureFile(content, Path(str(picture)).name))
-    return FORMATS[row_format].write(row, writer.images(files))
+    videos = [whole_video(video, limits) for video in row.videos]
+    return FORMATS[row_format].write(row, writer.images(files), writer.videos(videos))
 
 
 def _say(console: Console, line: str, skipped: Sequence[Skipped]) -> None:

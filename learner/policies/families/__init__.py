@@ -1,6 +1,7 @@
 """Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
 
 from learner.policies.families.registry import (
+    AUDIO_TYPES,
     DRAWING_TYPES,
     TEXT_FAMILIES,
     VIDEO_TYPES,
@@ -10,10 +11,12 @@ from learner.policies.families.registry import (
     frozen_prefixes,
     max_positions,
     model_type_at,
+    own_family,
     takes_pictures,
 )
 
 __all__ = [
+    "AUDIO_TYPES",
     "DRAWING_TYPES",
     "TEXT_FAMILIES",
     "VIDEO_TYPES",
@@ -23,5 +26,6 @@ __all__ = [
     "frozen_prefixes",
     "max_positions",
     "model_type_at",
+    "own_family",
     "takes_pictures",
 ]

@@ -35,10 +35,10 @@ class Denoising:
     window_start: int
     window_end: int
     dtype: str  # float32 | float16: latents are rounded to it before they are scored
-    num_frames: int = 1  # of a video
     window_size: int = 0  # 0: the whole window
     window_order: str = "random"  # random | progressive
     window_interval: int = 1  # weight versions between two moves of a progressive window
+    num_frames: int = 1  # of a video
 
     def __post_init__(self) -> None:
         if not 0 <= self.window_start < self.window_end <= self.num_steps:
@@ -62,10 +62,10 @@ class Denoising:
             window_start=config.window_start,
             window_end=config.window_end,
             dtype=config.latents,
-            num_frames=config.num_frames,
             window_size=config.window_size,
             window_order=config.window_order,
             window_interval=config.window_interval,
+            num_frames=config.num_frames,
         )
 
     @property

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clips import noise_frames, write_clip
 from PIL import Image
+from typer.testing import CliRunner
 
 from actors.datasets.conversations import read_conversations
 from actors.datasets.rows import count_by_reason
@@ -18,10 +21,12 @@ from cluster.errors import DatasetError, PromptError
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
+from deploy.cli import app
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 USER = {"role": "user", "content": "2 + 2?"}
 ASKED = {"role": "user", "content": "<image>"}
+WATCHED = {"role": "user", "content": "<video>"}
 FOUR = {"role": "assistant", "content": "4"}
 
 
@@ -50,6 +55,41 @@ def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
     return ConversationProcessor(chat, **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options})
 
 
+def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> None:
+    apart = {"messages": [USER, FOUR, USER], "solution": "4", "answer": "other", "images": []}
+    together = {"messages": [USER, FOUR, USER, FOUR]}
+    first, second = read_conversations(written(tmp_path, apart, together), "train", "conversation").rows
+    assert (first.context, first.endings) == (second.context, second.endings)
+
+
+@pytest.mark.parametrize("form", ["conversation", "pair"])
+def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form: str) -> None:
+    """The commands of docs/offline_training.md, on a data set of the same columns."""
+    datasets = pytest.importorskip("datasets")
+    picture = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(picture, format="PNG")
+    asked = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Which colour?"}]}
+    answers = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("red", "blue")]
+    columns = {
+        "conversation": {"messages": [asked, answers[0]]},
+        "pair": {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]},
+    }
+    row = {**columns[form], "images": [{"bytes": picture.getvalue(), "path": None}]}
+    found = datasets.Dataset.from_list([row])
+    found = found.cast_column("images", datasets.Sequence(datasets.Image()))
+    datasets.DatasetDict({"train": found}).save_to_disk(str(tmp_path / "hub"))
+    words = ["data=huggingface", "data.row_format=messages", "data.prompt_suffix=''", f"data.path={tmp_path / 'hub'}"]
+    words += ["data.columns={messages: prompt}"] if form == "pair" else []
+    run = ["data", "convert", str(tmp_path / "rows"), "--to", "messages", "--split", "train", *words]
+    result = CliRunner().invoke(app, run)
+    assert result.exit_code == 0, result.output
+    [read] = read_conversations(tmp_path / "rows", "train", form).rows
+    assert [turn.text for turn in read.context] == ["<image>Which colour?"]
+    assert [ending.turns[0].text for ending in read.endings] == ["red", "blue"][: len(read.endings)]
+    assert len(read.endings) == (2 if form == "pair" else 1)
+    assert np.asarray(Image.open(read.images[0])).tolist() == np.full((4, 4, 3), (255, 0, 0)).tolist()
+
+
 @pytest.mark.parametrize(
     ("form", "row", "reason"),
     [
@@ -74,6 +114,13 @@ def processor(config: RunConfig, **options: Any) -> ConversationProcessor:
             "remote_picture",
         ),
         ("conversation", {"messages": [{"role": "user", "content": [{"type": "audio"}]}, FOUR]}, "bad_message"),
+        ("conversation", {"messages": [WATCHED, FOUR]}, "placeholder_mismatch"),
+        ("conversation", {"messages": [WATCHED, FOUR], "videos": ["x.mp4"]}, "missing_file"),
+        ("conversation", {"messages": [WATCHED, FOUR], "videos": ["../x.mp4"]}, "outside_folder"),
+        ("conversation", {"messages": [WATCHED, FOUR], "videos": ["http://x/y.mp4"]}, "remote_video"),
+        ("conversation", {"messages": [WATCHED, FOUR], "videos": "x.mp4"}, "bad_video"),
+        ("conversation", {"messages": [WATCHED, FOUR], "videos": [[]]}, "bad_video"),
+        ("conversation", {"messages": [USER, {"role": "assistant", "content": "<video>"}]}, "picture_in_answer"),
         ("pair", {"messages": [USER], "chosen": "4"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),
@@ -223,3 +270,42 @@ def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConf
 def spans_of(mask: np.ndarray) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int)))
     return [(int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfig, tmp_path: Path) -> None:
+    frames = noise_frames(8, (56, 56))
+    write_clip(tmp_path / "clip.mkv", frames, rate=4)
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(tmp_path / "frames" / f"{number}.png")
+    frames[0].save(tmp_path / "a.png")
+    parts = [
+        {"type": "video", "video": "clip.mkv"},
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+        {"type": "text", "text": "Which?"},
+    ]
+    by_parts = {"messages": [{"role": "user", "content": parts}, FOUR]}
+    texts = [{"role": "user", "content": "<video><image>Which?"}, FOUR]
+    beside = {"messages": texts, "images": ["a.png"], "videos": ["clip.mkv"]}
+    later = {"messages": [USER, FOUR, {"role": "user", "content": "<video>?"}, FOUR], "videos": ["frames"]}
+    rows = read_conversations(written(tmp_path, by_parts, beside, later), "train", "conversation").rows
+    videos = load_config(["experiment=sft", f"policy.model={config.policy.model}", "data.path=x", *VIDEOS])
+    made = processor(videos)
+    groups = [made.prepare(row, f"0/{n}") for n, row in enumerate(rows)]
+    prompts = [group.group.prompt for group in groups]
+    assert [handle.modality for handle in prompts[0].media] == ["video", "image"]
+    assert prompts[0].media == prompts[1].media and np.array_equal(prompts[0].expanded_ids, prompts[1].expanded_ids)
+    assert made.check(rows[0]) == len(prompts[0].expanded_ids) + groups[0].group.trajectories[0].num_steps
+    [span] = prompts[2].media_spans
+    actions = groups[2].group.trajectories[0]
+    whole = np.concatenate([prompts[2].expanded_ids, actions.actions.token_ids])
+    assert span.start >= len(prompts[2].expanded_ids), "it is shown after the first answer"
+    video_id = made._chat._processor.video_token_id
+    assert (whole[span.start : span.end] == video_id).all() and (whole == video_id).sum() == span.end - span.start
+    trained = whole[len(prompts[2].expanded_ids) :][actions.action_mask]
+    assert video_id not in trained, "what the policy saw is not what it is to write"
+    with pytest.raises(PromptError, match="max_videos_per_prompt is 0"):
+        processor(config).prepare(rows[0], "0/0")
+
+
+VIDEOS = ("sampler.max_videos_per_prompt=1", "data.video.fps=4")

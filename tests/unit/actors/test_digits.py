@@ -10,6 +10,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from actors.datasets.digits import DigitsTask, write_digits
+from actors.datasets.written.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
+from actors.processors.video import VideoLimits, decode_video, load_video
+from configs.load import load_config
 from learner.policies.tiny.tokenizer import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
@@ -159,3 +162,74 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="known are digits, digit_sum, digit_list"):
         write_digits(tmp_path / "digits", task="letters")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_digits(tmp_path_factory.mktemp("data") / "digit_clips", task="digit_clips")
+
+
+def frames_of(folder: Path, row: dict) -> np.ndarray:
+    """uint8 [T, H, W] of a clip, as a run would decode it."""
+    data = load_config(["experiment=digit_clips"]).data
+    limits = VideoLimits.of(data)
+    video = load_video(folder / row["video"], limits)
+    assert video.clip.timestamps == tuple(place * FRAME_MS / 1000 for place in range(NUM_FRAMES))
+    return decode_video(video, limits)[..., 0]
+
+
+def test_every_digit_has_a_clip_in_which_it_is_shown_longest(clips: Path) -> None:
+    _, labels = load_digits(return_X_y=True)
+    rows = {split: read(clips, split) for split in SPLITS}
+    assert {split: len(found) for split, found in rows.items()} == SPLITS
+    indices = [int(row["id"].removeprefix("digit_clips-")) for found in rows.values() for row in found]
+    assert sorted(indices) == list(range(len(labels)))
+    for found in rows.values():
+        for row in found:
+            assert row.keys() == {"id", "question", "answer", "solution", "video"}
+            assert row["answer"] == str(labels[int(row["id"].removeprefix("digit_clips-"))])
+            assert row["solution"] == rf"\boxed{{{row['answer']}}}" and row["question"].count("<video>") == 1
+
+
+def test_clips_show_digits_of_their_own_split_one_of_them_longest(clips: Path) -> None:
+    """Each frame is compared with every digit of the data at every place where it may stand."""
+    pixels, labels = load_digits(return_X_y=True)
+    known = {values(digit): index for index, digit in enumerate(pixels)}
+    assert len(known) == len(pixels), "no two digits of the data are alike"
+    owner = {int(row["id"][-4:]): split for split in SPLITS for row in read(clips, split)}
+    for split in SPLITS:
+        for row in read(clips, split)[:20]:
+            frames = frames_of(clips, row)
+            assert frames.shape == (NUM_FRAMES, SIZE, SIZE)
+            shown = [known[values(cut(frame))] for frame in frames]
+            lengths = Counter(shown)
+            assert tuple(sorted(lengths.values(), reverse=True)) in LENGTHS
+            [(longest, _)] = lengths.most_common(1)
+            assert str(labels[longest]) == row["answer"]
+            assert len({labels[index] for index in lengths}) == len(lengths), "no two show the same digit"
+            assert {owner[index] for index in lengths} == {split}
+            assert all((a != b).any() for a, b in zip(frames, frames[1:], strict=False)), (
+                "every frame is one of its own"
+            )
+
+
+def cut(frame: np.ndarray) -> np.ndarray:
+    """The 64 values of the digit in a frame, wherever it stands."""
+    places = [(top, left) for top in range(2 * DRIFT + 1) for left in range(2 * DRIFT + 1)]
+    size = 8 * UPSCALE
+    for top, left in places:
+        start, across = CENTRE - DRIFT + top, CENTRE - DRIFT + left
+        large = frame[start : start + size, across : across + size]
+        small = large[::UPSCALE, ::UPSCALE]
+        if np.array_equal(small.repeat(UPSCALE, 0).repeat(UPSCALE, 1), large) and large.sum() == frame.sum():
+            return (small.astype(float) * 16 / 255).round().reshape(-1)
+    raise AssertionError("the frame holds no digit")
+
+
+def values(digit: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(value) for value in digit)
+
+
+def test_clips_are_the_same_bytes_for_the_same_seed(clips: Path, tmp_path: Path) -> None:
+    again = write_digits(tmp_path / "again", task="digit_clips")
+    assert contents(again) == contents(clips)

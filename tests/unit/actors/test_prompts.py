@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.datasets.order import epoch_order
-from actors.datasets.prompts import PromptSource, fixed_prompts, preflight
+from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts, preflight
 from actors.datasets.rows import Row, Skipped, Split, count_by_reason
 from cluster.errors import DatasetError, MediaError, PromptError
 from cluster.records.trajectory import Prompt
@@ -38,7 +38,7 @@ def rows(num: int) -> tuple[Row, ...]:
 
 
 def source(num_rows: int, *, seed: int = 0, processor: FakeProcessor | None = None) -> PromptSource:
-    return PromptSource(rows(num_rows), processor or FakeProcessor(), seed=seed, split_name="train")
+    return PromptSource(rows(num_rows), InDriver(processor or FakeProcessor()), seed=seed, split_name="train")
 
 
 def ids(stream: PromptSource, num: int) -> list[str]:
@@ -118,7 +118,7 @@ def test_a_source_without_usable_rows_stops() -> None:
 def test_the_listener_receives_each_unusable_row_even_if_there_is_no_other() -> None:
     reported: list[Skipped] = []
     bad = FakeProcessor(bad_media={row.sample_id for row in rows(3)})
-    stream = PromptSource(rows(3), bad, seed=0, split_name="train", on_skipped=reported.append)
+    stream = PromptSource(rows(3), InDriver(bad), seed=0, split_name="train", on_skipped=reported.append)
     for _ in range(2):
         with pytest.raises(DatasetError):
             stream.next()
@@ -132,18 +132,18 @@ def test_a_source_without_rows_is_refused() -> None:
 
 def test_fixed_prompts_are_the_first_usable_ones_in_file_order() -> None:
     split = Split("validation", rows(6), ())
-    held_out = fixed_prompts(split, FakeProcessor(bad_media={"r1"}), 3)
+    held_out = fixed_prompts(split, InDriver(FakeProcessor(bad_media={"r1"})), 3)
     assert [p.prompt_id for p in held_out.prompts] == ["validation/0/r0", "validation/2/r2", "validation/3/r3"]
     assert held_out.skipped == (Skipped("r1", "bad_media", "r1 is corrupt"),)
 
 
 def test_fixed_prompts_of_a_small_split_are_all_of_it() -> None:
-    assert len(fixed_prompts(Split("test", rows(2), ()), FakeProcessor(), 10).prompts) == 2
+    assert len(fixed_prompts(Split("test", rows(2), ()), InDriver(FakeProcessor()), 10).prompts) == 2
 
 
 def test_a_held_out_split_without_usable_rows_is_an_error() -> None:
     with pytest.raises(DatasetError, match="validation"):
-        fixed_prompts(Split("validation", rows(1), ()), FakeProcessor(bad_text={"r0"}), 1)
+        fixed_prompts(Split("validation", rows(1), ()), InDriver(FakeProcessor(bad_text={"r0"})), 1)
 
 
 def test_preflight_keeps_the_usable_rows_and_names_the_others() -> None:

@@ -17,6 +17,7 @@ from configs.errors import ConfigError
 from configs.groups import groups, leaves, own_values
 from configs.load import dump_config, load_config, load_resolved
 from configs.schema import DataKind, RunConfig, SamplerKind
+from configs.schema.data import WRITTEN
 from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
@@ -83,6 +84,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
     (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
+    (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
     (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
@@ -237,17 +239,16 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
-    "environment=calculator": ["data=environment"],
-    "environment=gymnasium": ["data=environment"],
-    "environment=pixel_maze": ["data=environment"],
+    **{f"environment={option}": ["data=environment"] for option in groups()["environment"] if option != "none"},
     "policy=hf": ["policy.model=some/model"],
-    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if option not in WRITTEN},
     "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
         "label: '', weight: 1.0}}"
     ],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],
+    "data=digit_clips": ["sampler.max_videos_per_prompt=1"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "algorithm=grpo_guard": ["experiment=glyphs_grpo"],

@@ -92,7 +92,9 @@ async def test_rl_does_not_start_with_the_prompts_of_the_warm_start(prepared: Pr
     learner = FakeLearner(gain=0.01)
     await warm_start(prepared, learner)
     taught = [example.prompt.sample_id for batch in learner.batches for example in batch]
-    rl = PromptSource(prepared.splits["train"].rows, prepared.processor, seed=prepared.config.seed, split_name="train")
+    rl = PromptSource(
+        prepared.splits["train"].rows, prepared.preparation, seed=prepared.config.seed, split_name="train"
+    )
     assert [rl.next().sample_id for _ in taught] != taught
 
 

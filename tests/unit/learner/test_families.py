@@ -76,7 +76,10 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("qwen3_vl_moe", "is of the model type qwen3_vl_moe, which is not supported .its experts lie transposed"),
+        (
+            "qwen3_5",
+            "is of the model type qwen3_5, which is not supported .engines compute it on CPU in bfloat16",
+        ),
         ("gemma2", "is of the model type gemma2, which is not supported .its logits are capped"),
         ("bert", "is of the model type bert, which is not supported"),
         ("no_such_family", "config.json that transformers .* cannot use"),

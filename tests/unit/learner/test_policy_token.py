@@ -10,7 +10,7 @@ import torch
 from learner_data import picture, prompt, tiny_config
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.records.media import MediaReader
+from cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from configs.load import load_config
 from configs.schema import LearnerConfig, PolicyConfig
 from learner.policies.batch import TokenSequence, collate
@@ -201,6 +201,38 @@ def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: i
     assert all(max(lengths[i] for i in batch) * len(batch) <= 100 for batch in batches)
     loads = [sum(lengths[i] for batch in share for i in batch) for share in plan]
     assert max(loads) - min(loads) <= 2 * max(lengths)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_siblings_stay_on_one_rank_where_parts_allow_it(num_ranks: int) -> None:
+    lengths = np.random.default_rng(num_ranks).integers(2, 60, size=48).tolist()
+    groups = np.random.default_rng(0).permutation(np.repeat(np.arange(12), 4)).tolist()
+    config = learner_config("learner.tokens_per_microbatch=100")
+    plan = split_microbatches(rows_of(lengths), config, num_ranks, groups)
+    assert sorted(i for share in plan for batch in share for i in batch) == list(range(48))
+    held = [{groups[i] for batch in share for i in batch} for share in plan]
+    assert sum(map(len, held)) <= 12 + num_ranks - 1, "no more than the groups at the borders are on two ranks"
+    loads = [sum(lengths[i] for batch in share for i in batch) for share in plan]
+    assert max(loads) - min(loads) <= 2 * max(lengths)
+    for share in plan:
+        found = [lengths[i] for batch in share for i in batch]
+        assert found == sorted(found), "neighbours in a micro-batch are alike"
+
+
+def test_groups_with_pictures_of_their_own_are_shared_out_by_these(handles: list[MediaHandle]) -> None:
+    rng = np.random.default_rng(0)
+    rows, groups = [], []
+    for n, handle in enumerate(handles):
+        for length in rng.integers(9, 60, size=5):
+            rows.append(TokenSequence(np.zeros(length, np.int32), 5, (handle,), (MediaSpan(1, 5),)))
+            groups.append(n)
+    config = learner_config("learner.tokens_per_microbatch=100", "learner.picture_token_cost=3")
+    assert split_microbatches(rows, config, 3, groups) == split_microbatches(rows, config, 3)
+
+
+@pytest.fixture
+def handles() -> list[MediaHandle]:
+    return [picture(n) for n in range(6)]
 
 
 def test_one_row_longer_than_the_budget_goes_alone_and_idle_ranks_keep_step() -> None:

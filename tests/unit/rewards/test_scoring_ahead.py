@@ -318,7 +318,8 @@ def test_a_run_sends_responses_that_end_to_its_reward_pool(monkeypatch: pytest.M
     kinds: list[str] = []
     monkeypatch.setattr(build, "reward_pool", lambda config, spawner, on_lost: given.append(on_lost) or bench.pool)
     monkeypatch.setattr(build, "rollout_pool", lambda prepared, spawner, in_flight_requests, on_lost: None)
-    config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK))
+    environment = SimpleNamespace(is_on=False)
+    config = SimpleNamespace(sampler=SimpleNamespace(chunk_tokens=CHUNK), environment=environment)
     inference = build.spawn_inference(SimpleNamespace(config=config), None, kinds.append)
     assert inference.in_flight_requests.on_ended == bench.pool.score_ahead
     assert given == [kinds.append], "a reward worker that is lost counts as a restart"

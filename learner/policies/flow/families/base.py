@@ -175,9 +175,9 @@ def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
 
 
 def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """What `scaled_pictures` decodes, [N, C, H, W], of uint8 [N, H, W, 3]."""
-    colours = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1  # [N, 3, H, W]
-    found = vae.encode(colours.to(vae.device))
+    """What `scaled_pictures` decodes, [N, C, H, W] of uint8 [N, H, W, 3]."""
+    scaled = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.device, vae.dtype) / 127.5 - 1
+    found = vae.encode(scaled)
     latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
     return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 

@@ -61,8 +61,8 @@ class Flux(FlowFamily):
         )[0]
         return unpacked(tokens, height, width)
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_pictures(vae, latents)
-
     def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return scaled_pictures(vae, latents)

@@ -46,8 +46,8 @@ class StableDiffusion3(FlowFamily):
     ) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
-    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_pictures(vae, latents)
-
     def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)
+
+    def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
+        return scaled_pictures(vae, latents)

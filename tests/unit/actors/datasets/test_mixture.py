@@ -13,7 +13,7 @@ from data_rows import data_config
 
 from actors.datasets.mixture import PERIOD, quotas_of, shares_of
 from actors.datasets.open_split import open_split
-from actors.datasets.prompts import PromptSource, preflight
+from actors.datasets.prompts import InDriver, PromptSource, preflight
 from actors.datasets.rows import Row
 from cluster.errors import DatasetError
 from cluster.records.trajectory import Prompt
@@ -52,7 +52,7 @@ def mixture(folder: Path, weights: dict[str, float], **changes: Any) -> DataConf
 def prompts_of(config: DataConfig, seed: int = 0) -> PromptSource:
     opened = open_split(config, "train", "label")
     report = preflight(opened, Processor(), max_skipped_fraction=1.0, max_checked_rows=config.max_checked_rows)
-    return PromptSource(report.rows, Processor(), seed=seed, split_name="train")
+    return PromptSource(report.rows, InDriver(Processor()), seed=seed, split_name="train")
 
 
 @pytest.fixture

@@ -153,12 +153,23 @@ def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:
         add(tar, "s2.answer", b"3")
         add(tar, "s3.json", b'{"question": ')
         add(tar, "s4.json", b'{"question": "q", "answer": "a"}')
-        add(tar, "s4.mp4", b"video")
+        add(tar, "s4.wav", b"sound")
     split = read_split(tmp_path, "train", "webdataset", columns={"question": "txt"})
     assert [(row.question, row.answer) for row in split.rows] == [("<image><image>Which?", "7.50"), ("Say 3.", "3")]
     assert [picture.content for picture in split.rows[0].images] == pictures
     assert count_by_reason(split.skipped) == {"broken_json": 1, "unsupported_media": 1}
     assert [skipped.sample for skipped in split.skipped] == ["train.tar:3", "train.tar:4"]
+
+
+def test_a_sample_of_a_shard_has_the_videos_beside_it(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "s1.json", b'{"question": "<video><image>Which? <video>", "answer": 7}')
+        add(tar, "s1.0.MP4", b"first")
+        add(tar, "s1.1.video.gif", b"second")
+        add(tar, "s1.2.gif", b"picture")
+    [row] = read_split(tmp_path, "train", "webdataset").rows
+    assert [video.content for video in row.videos] == [b"first", b"second"]
+    assert [picture.content for picture in row.images] == [b"picture"]
 
 
 def test_a_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_what_a_format_writes_it_reads_again(tmp_path: Path, row_format: str) ->
     wanted = Row(
         "id-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), metadata={"label": "x", "n": 3}
     )
-    written = FORMATS[row_format].write(wanted, ["a.png"])
+    written = FORMATS[row_format].write(wanted, ["a.png"], [])
     [row] = read(tmp_path, row_format, json.loads(json.dumps(written)))
     metadata = {key: value for key, value in row.metadata.items() if key != "data_source"}
     assert (row.question, row.answer, row.images) == (wanted.question, wanted.answer, wanted.images)
@@ -112,7 +112,7 @@ def test_an_answered_conversation_has_its_history_and_its_solution(tmp_path: Pat
     [row] = read(tmp_path, row_format, CONVERSATIONS[row_format])
     assert (row.history, row.question) == (CONVERSATION, "2 + 2?")
     assert (row.solution, row.answer) == ("It is 4.", "It is 4.")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
     assert (again.history, again.question, again.solution) == (row.history, row.question, row.solution)
 
 
@@ -131,14 +131,14 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str) -> None:
     [row] = read(tmp_path, row_format, PAIRS[row_format])
     assert (row.chosen, row.rejected, row.solution) == ("2", "3", "2")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
     assert (again.chosen, again.rejected) == ("2", "3")
 
 
 @pytest.mark.parametrize("row_format", ["question", "verl", "lightrft"])
 def test_a_preference_pair_is_not_written_where_it_has_no_place(row_format: str) -> None:
     with pytest.raises(ValueError, match="preference pair"):
-        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), [])
+        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), [], [])
 
 
 def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}]},
-            "unsupported_media",
+            "missing_file",
         ),
         ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
         ("messages", {"messages": [{"role": "assistant", "content": "7"}]}, "bad_messages"),
@@ -201,7 +201,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         ("verl", {"images": []}, "placeholder_mismatch"),
         ("verl", {"videos": ["a.mp4"]}, "missing_file"),
         ("verl", {"videos": ["a.gif"]}, "placeholder_mismatch"),
-        ("verl", {"audios": ["a.wav"]}, "unsupported_media"),
+        ("verl", {"audios": ["a.wav"]}, "missing_file"),
         ("question", {"question": "<image><video>Which?", "videos": 7}, "bad_image"),
         ("verl", {"extra_info": "text"}, "bad_extra_info"),
         ("lightrft", {"prompt": ""}, "missing_prompt"),
@@ -263,6 +263,15 @@ def test_every_format_has_videos(tmp_path: Path, row_format: str) -> None:
     [row] = read(tmp_path, row_format, ONE_VIDEO[row_format])
     assert (row.question, row.answer, row.images) == ("<video>Which?", "7", ())
     assert row.videos == (tmp_path / "a.gif",)
+
+
+@pytest.mark.parametrize("row_format", FORMATS)
+def test_every_format_has_sounds(tmp_path: Path, row_format: str) -> None:
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    record = json.loads(json.dumps(ONE_VIDEO[row_format]).replace("video", "audio").replace("a.gif", "a.wav"))
+    [row] = read(tmp_path, row_format, record)
+    assert (row.question, row.answer, row.videos) == ("<audio>Which?", "7", ())
+    assert row.audios == (tmp_path / "a.wav",)
 
 
 def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> None:

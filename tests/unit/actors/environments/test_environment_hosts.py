@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 from episode_data import episode_config
+from PIL import Image
 
 from actors.environments.base import Action, EpisodeError
 from actors.environments.hosts.pool import EnvironmentPool
 from actors.environments.rows import environment_split
 from cluster.errors import DatasetError
+from configs.load import load_config
 from configs.schema.environment import EnvironmentConfig
 
 
@@ -82,3 +85,23 @@ def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:
 def test_a_reset_that_raises_is_refused_before_the_run() -> None:
     with pytest.raises(DatasetError, match="no reset today"):
         environment_split(config("reset"), "train", takes_pictures=True)
+
+
+def test_stages_take_turns_over_training_seeds_and_held_out_episodes_are_of_the_last() -> None:
+    """Options of a stage reach the reset, and travel with the prompt."""
+    stages = "environment.curriculum.stages=[{size: 2, hole_share: 0.0}, {size: 4, hole_share: 0.0}]"
+    words = ["experiment=pixel_maze", "environment.curriculum.kind=success", stages, "environment.num_train=5"]
+    found = load_config([*words, "environment.num_test=2"]).environment
+    train, test = (environment_split(found, name, takes_pictures=True).rows for name in ("train", "test"))
+    tasks = [row.metadata["environment"] for row in (*train, *test)]
+    assert [task["stage"] for task in tasks] == [0, 1, 0, 1, 0, 1, 1]
+    assert [task["options"]["size"] for task in tasks] == [2, 4, 2, 4, 2, 4, 4]
+    widths = [Image.open(BytesIO(row.images[0].content)).width // 28 for row in (*train, *test)]
+    assert widths == [2, 4, 2, 4, 2, 4, 4]
+
+
+def test_an_option_of_a_stage_that_is_unknown_is_refused_before_the_run() -> None:
+    stages = "environment.curriculum.stages=[{size: 2}, {colour: 4}]"
+    words = ["experiment=pixel_maze", "environment.curriculum.kind=success", stages]
+    with pytest.raises(DatasetError, match="colour"):
+        environment_split(load_config(words).environment, "train", takes_pictures=True)

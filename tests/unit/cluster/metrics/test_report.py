@@ -84,6 +84,18 @@ def test_the_report_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     assert not re.search(r"https?://|@import|url\(", text)
 
 
+def test_episodes_show_rewards_of_turns_and_the_stage_of_a_curriculum(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=4)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "step" in line and "values" in line:
+            line["values"] |= {"turn_reward_1": 0.25, "turn_reward_2": 0.5, "curriculum_stage": float(line["step"] > 2)}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Reward of turns" in page and "turn 2" in page
+    assert "curriculum stage" in page and "open since step 3" in page
+
+
 def test_what_a_model_writes_stays_text(tmp_path: Path) -> None:
     write_run(tmp_path / "digits", num_steps=3, response=HOSTILE)
     (tmp_path / "digits" / "config.yaml").write_text(f"name: '{HOSTILE}'")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from clips import noise_frames, write_clip
 from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
@@ -15,6 +19,8 @@ from actors.datasets.formats import FORMATS
 from actors.datasets.readers import READERS
 from actors.datasets.writers import WRITERS
 from actors.processors.image import ImageLimits, decode_image, read_image
+from actors.processors.video import VideoLimits, decode_video, load_video
+from configs.load import load_config
 from deploy.cli import app
 from deploy.tools.data.convert import targets
 from deploy.tools.data.inspect import histogram
@@ -65,6 +71,37 @@ def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_pat
             np.testing.assert_array_equal(*pixels)
 
 
+@pytest.mark.parametrize("target", ["jsonl", "parquet", "verl", "messages", "lightrft", "alpaca", "webdataset"])
+def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path, target: str) -> None:
+    data = tmp_path / "data"
+    (data / "frames").mkdir(parents=True)
+    frames = noise_frames(4, (24, 16))
+    for number, frame in enumerate(frames):
+        frame.save(data / "frames" / f"{number}.png")
+    write_clip(data / "clip.mkv", frames, rate=4)
+    (data / "cut.mp4").write_bytes(b"no video")
+    rows = [
+        {"id": "file", "question": "<video>Which?", "answer": "7", "video": "clip.mkv"},
+        {"id": "folder", "question": "<video>and <video>?", "answer": "8", "videos": ["frames", "clip.mkv"]},
+        {"id": "bad", "question": "<video>Which?", "answer": "7", "video": "cut.mp4"},
+        {"id": "text", "question": "1 + 1?", "answer": "2"},
+    ]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
+    result = run("convert", str(tmp_path / "out"), "--to", target, *words)
+    assert result.exit_code == 0, result.output
+    assert "skipped: bad_media 1" in result.output and "cut.mp4" in result.output
+    before, after = read_split(data), read_split(tmp_path / "out", "train", target)
+    assert [row.sample_id for row in after.rows] == ["file", "folder", "text"]
+    limits = VideoLimits.of(load_config(["experiment=digits"]).data)
+    for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
+        assert new.question == old.question
+        for video, wanted in zip(new.videos, old.videos, strict=True):
+            found, expected = (load_video(each, limits) for each in (video, wanted))
+            assert found.clip == expected.clip
+            np.testing.assert_array_equal(*(decode_video(each, limits) for each in (found, expected)))
+
+
 def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "out", (f"data.path={folder}", "data=jsonl")
     for words, message in (
@@ -89,6 +126,18 @@ def test_the_page_shows_samples_lengths_labels_and_what_is_skipped(folder: Path,
         assert shown in text
     assert "1 + 1? &lt;b&gt;&amp;amp;&lt;/b&gt;" in text and "&lt;lost&gt;" in text, "data are escaped"
     assert "http://" not in text and "https://" not in text and "<script" not in text
+
+
+def test_the_page_shows_frames_of_videos(tmp_path: Path) -> None:
+    write_clip(tmp_path / "clip.mkv", noise_frames(8, (24, 16)), rate=4)
+    row = {"question": "<video>Which?", "answer": "7", "video": "clip.mkv"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row))
+    page = tmp_path / "page.html"
+    result = run("inspect", "data=jsonl", f"data.path={tmp_path}", "--output", str(page))
+    assert result.exit_code == 0, result.output
+    [encoded] = re.findall(r"data:image/png;base64,([^\"]+)", page.read_text())
+    with Image.open(BytesIO(base64.b64decode(encoded))) as strip:
+        assert strip.size == (4 * 24, 16)
 
 
 def test_a_page_is_written_where_no_row_is_usable(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""MiniWoB++ tasks in a real Chromium."""

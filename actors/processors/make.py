@@ -1,0 +1,45 @@
+"""The processor of a run, by its job and the kind of its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from actors.processors.chat import ChatProcessor
+from actors.processors.conversation import ConversationProcessor
+from actors.processors.image_tokens import ImageTokenProcessor
+from cluster.records.media import MediaKeeper
+from configs.schema import RunConfig
+from learner.policies.trained import flow_checkpoint
+
+if TYPE_CHECKING:
+    from actors.processors.flow import FlowProcessor
+    from actors.processors.picture_pairs import PicturePairProcessor
+
+
+def make_processor(
+    config: RunConfig, media: MediaKeeper
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor:
+    """What turns the run's rows into prompts (of an offline job: into groups), their media stored in `media`.
+
+    Raises:
+        ValueError: the model, its processor or a text of the configuration is unfit.
+    """
+    if config.sampler.is_flow:
+        from actors.processors.flow import FlowProcessor  # which imports diffusers
+        from actors.processors.picture_pairs import PicturePairProcessor
+
+        flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+        return PicturePairProcessor(flow) if config.offline.is_on else flow
+    if config.sampler.draws_tokens:
+        return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
+    chat = ChatProcessor(
+        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+    )
+    if not config.offline.is_on:
+        return chat
+    return ConversationProcessor(
+        chat,
+        system_prompt=config.data.system_prompt,
+        max_tokens=config.offline.max_tokens,
+        has_tail=config.offline.job == "reward_model",
+    )

@@ -1,0 +1,191 @@
+"""Preparing prompts of large pictures and videos: samples/s in the driver, on one and on two processor workers.
+
+A sample is a row's prompt with its media decoded, processed and stored. Every measurement begins without any. Beside
+it what a group of n = 8 siblings costs that is prepared once, over preparing each of them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder, staged  # isort: skip  (sets what ray reads when imported)
+import numpy as np
+import ray
+from PIL import Image
+
+from actors.datasets.prompts import InDriver, Preparation, PromptSource
+from actors.processors.make import make_processor
+from actors.processors.pool import ProcessorPool
+from actors.processors.video import require_av
+from actors.processors.worker import ProcessorWorker
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
+from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
+from cluster.workers.restart_policy import RestartPolicy
+from deploy.wiring.preparation import TRAIN, Prepared
+
+NUM_WORKERS = 2
+NUM_GROUPS, NUM_SIBLINGS = 8, 8
+NUM_PICTURES, NUM_VIDEOS = 24, 8
+PICTURE, FRAME, NUM_FRAMES, RATE = (1600, 1200), (480, 360), 64, 16
+STORE_BYTES = 1 << 30
+ONCE_OVER_APART, TWO_OVER_ONE = 5.0, 1.3  # on two cores, which the driver needs a part of
+SETTINGS = (
+    f"resources.processor.num_workers={NUM_WORKERS}",
+    "resources.processor.num_cpus=0.9",
+    "data=jsonl",
+    "data.max_prompt_tokens=8192",
+    "sampler.max_model_len=8256",
+    "sampler.max_videos_per_prompt=1",
+    "data.max_checked_rows=1",
+    f"data.media_cache_bytes={STORE_BYTES}",
+)
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """All sides in turn, on the workers of one run."""
+    with scratch_folder() as data:
+        _write(data)
+        settings = (*SETTINGS, f"data.path={data}")
+        with scratch_config(settings, overrides) as config, private_ray(config):
+            return asyncio.run(_measure(effort, config))
+
+
+async def _measure(effort: Effort, config: Any) -> Findings:
+    async with staged(config, ("processor",)) as stage:
+        seats = stage.spawner.workers("processor")
+        workers = [stage.spawner.start(ProcessorWorker, config, worker=seat) for seat in seats]
+        await asyncio.gather(*(asyncio.wrap_future(worker.ping.remote().future()) for worker in workers))
+        prepared = stage.prepared
+        sides = {
+            "driver": partial(_rate, prepared, lambda: _driver(prepared)),
+            "one": partial(_rate, prepared, lambda: _pool(prepared, workers[:1])),
+            "two": partial(_rate, prepared, lambda: _pool(prepared, workers)),
+            "siblings once": partial(_siblings, prepared, is_apart=False),
+            "siblings apart": partial(_siblings, prepared, is_apart=True),
+        }
+        found = await interleave(sides, effort)
+    return _findings(found)
+
+
+def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
+    rows = f"{NUM_PICTURES} pictures of {PICTURE[0]} x {PICTURE[1]}, {NUM_VIDEOS} videos of {NUM_FRAMES} frames"
+    return Findings(
+        settings={"pictures": NUM_PICTURES, "videos": NUM_VIDEOS, "siblings": NUM_SIBLINGS},
+        series={
+            "driver": Measurements(f"rows prepared in the driver: {rows}", "samples/s", found["driver"]),
+            "one": Measurements("the same on one worker", "samples/s", found["one"]),
+            "two": Measurements("the same on two workers", "samples/s", found["two"]),
+            "siblings once": Measurements(
+                "siblings whose prompt is prepared once", "samples/s", found["siblings once"]
+            ),
+            "siblings apart": Measurements("siblings, each prepared", "samples/s", found["siblings apart"]),
+        },
+        claims=(
+            Claim("two workers / one", share(found["two"], found["one"]), TWO_OVER_ONE),
+            Claim("two workers / driver", share(found["two"], found["driver"])),
+            Claim("siblings once / apart", share(found["siblings once"], found["siblings apart"]), ONCE_OVER_APART),
+        ),
+    )
+
+
+async def _rate(prepared: Prepared, preparation: Any, _: int) -> float:
+    num = NUM_PICTURES + NUM_VIDEOS
+    source = PromptSource(prepared.splits[TRAIN].rows, preparation(), seed=0, split_name=TRAIN)
+    started = time.perf_counter()
+    prompts = await asyncio.to_thread(lambda: [source.next() for _ in range(num)])
+    took_s = time.perf_counter() - started
+    assert not source.skipped and len({prompt.media[0].key for prompt in prompts}) == num
+    return num / took_s
+
+
+async def _siblings(prepared: Prepared, _: int, *, is_apart: bool) -> float:
+    """Siblings/s of the first rows; apart, none of them knows what another has."""
+    rows = prepared.splits[TRAIN].rows[:NUM_GROUPS]
+    processor = make_processor(prepared.config, _NoStore())
+
+    def groups() -> None:
+        for row in rows:
+            for _ in range(NUM_SIBLINGS if is_apart else 1):
+                processor.prepare(row, f"0/0/{row.sample_id}")
+
+    started = time.perf_counter()
+    await asyncio.to_thread(groups)
+    return len(rows) * NUM_SIBLINGS / (time.perf_counter() - started)
+
+
+class _NoStore:
+    """Implements `MediaKeeper`: every medium is processed and put, also one that was before."""
+
+    def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
+        media = process()
+        return MediaHandle(key, media.modality, media.num_bytes, ray.put(media), source)
+
+
+def _driver(prepared: Prepared) -> Preparation:
+    return InDriver(make_processor(prepared.config, MediaStore(ray.put, STORE_BYTES)))
+
+
+def _pool(prepared: Prepared, workers: list[Any]) -> Preparation:
+    return ProcessorPool(
+        workers,
+        MediaStore(ray.put, STORE_BYTES),
+        prepared.processor.num_media,
+        hosts=_NoHosts(),
+        restarts=RestartPolicy(max_restarts=0, window_s=1, backoff_s=0, max_backoff_s=0),
+        start_s=60,
+        alive_s=60,
+        timeout_s=60,
+        object_s=60,
+        on_lost=lambda kind: None,
+    )
+
+
+class _NoHosts:
+    """A worker that is lost ends the benchmark."""
+
+    async def start(self, index: int) -> Any:
+        raise RuntimeError(f"worker {index} was lost")
+
+    async def stop(self, index: int, handle: Any) -> None: ...
+
+    async def release(self, index: int) -> None: ...
+
+
+def _write(folder: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    for number in range(NUM_PICTURES):
+        _noise(number, PICTURE).save(folder / f"{number}.jpg", quality=90)
+        rows.append({"question": "<image>What is this?", "image": f"{number}.jpg"})
+    for number in range(NUM_VIDEOS):
+        _write_video(folder / f"{number}.mp4", number)
+        rows.append({"question": "<video>What is this?", "video": f"{number}.mp4"})
+    lines = [json.dumps({"id": str(number), "answer": "1", **row}) for number, row in enumerate(rows)]
+    for split in (TRAIN, "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+
+
+def _noise(seed: int, size: tuple[int, int]) -> Image.Image:
+    width, height = size
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def _write_video(path: Path, seed: int) -> None:
+    av = require_av()
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height = FRAME
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.time_base = Fraction(1, RATE)
+        for number in range(NUM_FRAMES):
+            frame = av.VideoFrame.from_image(_noise(seed * NUM_FRAMES + number, FRAME))
+            frame.pts = number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())

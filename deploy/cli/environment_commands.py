@@ -1,0 +1,123 @@
+"""`mobula play`, `rollout`, `serve-environment`, `serve-policy`: environments, and policies outside a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.errors import explained
+from deploy.host.terminal import terminal
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys in any order, as for train."),
+]
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")]
+TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")]
+
+
+def play(
+    environment: Annotated[str, typer.Argument(metavar="ENV", help="An option of environment=, or module:Class.")],
+    overrides: Overrides = None,
+    policy: Annotated[str | None, typer.Option(metavar="FOLDER", help="A checkpoint that may act as well.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first episode.")] = 0,
+    page: Annotated[bool, typer.Option("--page", help="A page in the browser, on loopback.")] = False,
+    port: Port = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Let the policy play the episode to its end.")] = False,
+) -> None:
+    """Play an environment in the terminal or the browser; see its pictures and rewards as the policy does."""
+    with explained("the game is over"):
+        from deploy.tools.environments import play as playing
+
+        config = playing.play_config(environment, overrides or [], policy)
+        raise typer.Exit(
+            playing.start(
+                config,
+                seed=seed,
+                port=port if page else None,
+                plays_itself=watch,
+                has_policy=policy is not None,
+                console=terminal(),
+            )
+        )
+
+
+def rollout(
+    overrides: Overrides = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes, or answers of a task without environment.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="Short for sampler.temperature.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Short for sampler.top_p.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Short for sampler.top_k.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Short for sampler.max_tokens, of one turn.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for seed.")] = None,
+    output: Annotated[Path, typer.Option(help="The folder for transcripts.json and transcripts.html.")] = Path(
+        "rollout"
+    ),
+) -> None:
+    """Let policy.model play or answer held-out episodes, and write down turns, pictures and rewards."""
+    from configs.load import load_config
+
+    short = {
+        "sampler.temperature": temperature,
+        "sampler.top_p": top_p,
+        "sampler.top_k": top_k,
+        "sampler.max_tokens": max_new_tokens,
+        "seed": seed,
+    }
+    with explained("nothing is written"):
+        words = [f"{key}={value}" for key, value in short.items() if value is not None]
+        config = load_config([*(overrides or []), *words])
+        from deploy.tools.policy import rollout as rolling
+
+        options = rolling.RolloutOptions(episodes, batch_size)
+        raise typer.Exit(rolling.rollout(config, options, output, terminal(soft_wrap=True)))
+
+
+def serve_environment(
+    overrides: Overrides = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    idle: Annotated[float, typer.Option(min=1, help="Seconds after which a session without calls ends.")] = 600.0,
+) -> None:
+    """Serve the configured environment over HTTP until stopped, for runs with environment.host=remote."""
+    from configs.load import load_config
+
+    with explained("the server has stopped"):
+        config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
+        from deploy.tools.environments import serve_environment as serving
+        from deploy.tools.serve_rewards import read_token
+
+        options = serving.ServeOptions(host, port, read_token(token_env, token_file), idle)
+        console = terminal(soft_wrap=True)
+        serving.serve(
+            config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
+        )
+
+
+def serve_policy(
+    overrides: Overrides = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    capture: Annotated[Path | None, typer.Option(help="The folder for trajectories of sessions with a reward.")] = None,
+    siblings: Annotated[int, typer.Option(min=1, help="Sessions of one task that make a group.")] = 8,
+) -> None:
+    """Serve policy.model to agent programs: OpenAI's chat completions with exact token ids and log-probs."""
+    from configs.load import load_config
+
+    with explained("the server has stopped"):
+        config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
+        from deploy.tools.policy import serve_policy as serving
+        from deploy.tools.serve_rewards import read_token
+
+        options = serving.ServeOptions(host, port, read_token(token_env, token_file), capture, siblings)
+        console = terminal(soft_wrap=True)
+        serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))

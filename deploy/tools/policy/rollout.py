@@ -1,0 +1,159 @@
+"""`mobula rollout`: let a policy play or answer a few times, and write down what it did."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deploy.run import runtime  # isort: skip  (first: sets what ray reads)
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from actors.datasets.prompts import fixed_prompts
+from cluster.errors import PreflightError
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import Prompt, Reward, Trajectory
+from cluster.roles import SamplingSettings
+from cluster.runtime.concurrency import run_all
+from cluster.runtime.object_store import fetch
+from cluster.runtime.seeds import derived_seed
+from configs.schema import RunConfig
+from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, TranscriptWriter
+from deploy.wiring.build import Inference
+from deploy.wiring.preparation import Prepared, require_model
+
+MEDIA_IN_MEMORY = 256
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How many episodes, and how many at a time."""
+
+    num_episodes: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """One episode with what it is worth, None where it could not be scored."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    reward: Reward | None
+    seed: int
+    seconds: float
+
+
+def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: Console) -> int:
+    """Run the episodes, print a table, and write transcripts to `folder`; returns the exit code.
+
+    The episodes go through the split in order, and begin again at its end, each with a seed of its own.
+
+    Raises:
+        PreflightError: the model is not there, or no training or folder of this kind can be had.
+    """
+    require_model(config)
+    if config.sampler.is_flow:
+        raise PreflightError("mobula rollout writes down texts: use sampler=huggingface or vllm, or mobula evaluate")
+    started = time.perf_counter()
+    rolled, pictures = runtime.with_engines(config, partial(_episodes, options))
+    writer = TranscriptWriter(pictures)
+    for one in rolled:
+        writer.add(one.prompt, one.trajectory, one.reward, seed=one.seed, seconds=one.seconds)
+    summary = summarise(config, rolled, time.perf_counter() - started)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer.write(folder, summary)
+    console.print(_table(rolled))
+    for label, value in summary.items():
+        console.print(f"{label}: {value}", markup=False, highlight=False)
+    console.print(f"written to {folder / JSON_FILE} and {folder / PAGE_FILE}", markup=False, soft_wrap=True)
+    return 0
+
+
+def summarise(config: RunConfig, rolled: Sequence[Rolled], seconds: float) -> dict[str, Any]:
+    """What the episodes have in common, and their figures; means are over those that could be scored."""
+    rewards = [one.reward.value for one in rolled if one.reward is not None]
+    turns = [len(one.trajectory.response.turns) or 1 for one in rolled]
+    sampler = config.sampler
+    return {
+        "name": f"{config.policy.model} in {config.environment.name if config.environment.is_on else config.data.path}",
+        "sampler": f"{sampler.kind.value}, temperature {sampler.temperature:g}, top-p {sampler.top_p:g}, top-k "
+        f"{sampler.top_k}, at most {sampler.max_tokens} tokens a turn",
+        "seed": config.seed,
+        "episodes": len(rolled),
+        "without a reward": len(rolled) - len(rewards),
+        "mean reward": round(float(np.mean(rewards)), 6) if rewards else None,
+        "standard deviation": round(float(np.std(rewards)), 6) if rewards else None,
+        "mean turns": round(float(np.mean(turns)), 3),
+        "tokens": sum(one.trajectory.response.num_tokens for one in rolled),
+        "seconds": round(seconds, 3),
+    }
+
+
+async def _episodes(
+    options: RolloutOptions, prepared: Prepared, inference: Inference
+) -> tuple[list[Rolled], dict[str, bytes]]:
+    """The episodes, and the pictures that they show by their keys."""
+    config = prepared.config
+    split = config.evaluation.split
+    found = fixed_prompts(prepared.usable(split), prepared.processor, options.num_episodes)
+    places = asyncio.Semaphore(options.batch_size)
+    reader = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
+    pictures: dict[str, bytes] = {}
+
+    def fetched(group: Any, prompt: Prompt) -> Trajectory:
+        [whole] = fetch([group], timeout_s=config.timeouts.object_s, what="an episode")
+        [trajectory] = whole.trajectories
+        handles = [*prompt.media, *(trajectory.actions.media if isinstance(trajectory.actions, TokenActions) else ())]
+        media = reader.read(handles)
+        pictures.update({handle.key: medium.thumbnail for handle, medium in zip(handles, media, strict=True)})
+        return trajectory
+
+    async def one(number: int) -> Rolled:
+        prompt = found.prompts[number % len(found.prompts)]
+        seed = derived_seed(config.seed, f"{prompt.prompt_id}/{number}")
+        async with places:
+            started = time.perf_counter()
+            generated = await inference.rollouts.generate(prompt, _settings(config, seed))
+            seconds = time.perf_counter() - started
+        [reward] = await inference.rewards.score(generated.to_score, prompt.prompt_id)
+        return Rolled(prompt, await asyncio.to_thread(fetched, generated.group, prompt), reward, seed, seconds)
+
+    return await run_all(*map(one, range(options.num_episodes))), pictures
+
+
+def _settings(config: RunConfig, seed: int) -> SamplingSettings:
+    sampler = config.sampler
+    return SamplingSettings(
+        num_samples=1,
+        temperature=sampler.temperature,
+        max_tokens=sampler.max_tokens,
+        seed=seed,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        first_token_temperature=sampler.first_token_temperature,
+        stop_strings=sampler.stop_strings,
+    )
+
+
+def _table(rolled: Sequence[Rolled]) -> Table:
+    table = Table("episode", "reward", "turns", "tokens", "ended by", "s")
+    for one in rolled:
+        response = one.trajectory.response
+        table.add_row(
+            one.prompt.sample_id,
+            "-" if one.reward is None else f"{one.reward.value:.4g}",
+            str(len(response.turns) or 1),
+            str(response.num_tokens),
+            response.failure or one.trajectory.finish_reason.value,
+            f"{one.seconds:.2f}",
+        )
+    return table

@@ -1,0 +1,268 @@
+"""`mobula serve-policy`: an OpenAI-compatible endpoint with exact token ids and log-probs, whose calls are kept."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+import uvicorn
+from fastapi import FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from actors.environments.base import IMAGE_PLACEHOLDER, EpisodeError, Message
+from cluster.errors import PreflightError, SkippedSample
+from cluster.records.trajectory import Reward
+from cluster.roles import SamplingSettings
+from configs.schema import RunConfig
+from deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
+from deploy.tools.policy.local_policy import LocalPolicy
+from deploy.tools.serve_rewards import is_loopback, listen
+from rewards.http.request_gate import RequestGate
+
+MAX_REQUEST_BYTES = 64 << 20
+READ_S = 60.0
+RETRY_AFTER_S = 1
+MAX_SEED = 2**31 - 1
+DATA_URL = "data:"
+
+Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
+
+
+class ChatMessage(BaseModel):
+    """One message; pictures are parts of type image_url with a data: URL."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(BaseModel):
+    """What of a request for a chat completion counts here; values of it that cannot be had are refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    max_tokens: Annotated[int | None, Field(gt=0)] = None
+    max_completion_tokens: Annotated[int | None, Field(gt=0)] = None
+    seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
+    stop: str | list[str] | None = None
+    n: Literal[1] = 1
+    stream: Literal[False] = False
+    tools: None = None
+    user: str | None = None
+
+
+class SessionBody(BaseModel):
+    """A session; those of one task are siblings where they begin alike."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session: Annotated[str | None, Field(min_length=1, max_length=200)] = None
+    task: Annotated[str, Field(max_length=200)] = "task"
+
+
+class FinishBody(BaseModel):
+    """What a session was worth; without a reward it leaves nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The options of `serve-policy`."""
+
+    host: str
+    port: int
+    token: str | None
+    capture: Path | None
+    num_siblings: int
+
+
+def serve(config: RunConfig, options: ServeOptions, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT. `announce` receives the URL.
+
+    Raises:
+        PreflightError: the model cannot be loaded, or the address is unfit or open without a token.
+    """
+    if options.token is None and not is_loopback(options.host):
+        raise PreflightError(
+            f"--host {options.host} is reached from other machines, and there is no token: give --token-env or "
+            "--token-file, or listen on 127.0.0.1"
+        )
+    policy = LocalPolicy(config)
+    conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
+    listener = listen(options.host, options.port)
+    app = RequestGate(
+        make_app(policy, conversations),
+        token=options.token,
+        max_request_bytes=MAX_REQUEST_BYTES,
+        read_s=READ_S,
+        is_full=lambda: False,
+        retry_after_s=RETRY_AFTER_S,
+        on_status=lambda status: None,
+    )
+    grace_s = math.ceil(config.timeouts.rollout_s)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s))
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises what stopped it again once it is done
+        signal.signal(number, lambda *_: None)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    announce(f"http://{host}:{listener.getsockname()[1]}/v1")
+    server.run(sockets=[listener])
+
+
+def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
+    """The endpoint as an ASGI application; it loads the engine when it starts."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        await policy.start()
+        yield
+        conversations.close()
+        await policy.close()
+
+    app = FastAPI(title="Mobula policy", lifespan=life, docs_url=None, redoc_url=None)
+    name = policy.config.policy.model
+
+    @app.exception_handler(RequestValidationError)
+    async def unfit(_: Request, error: RequestValidationError) -> Response:
+        found = "; ".join(f"{'.'.join(map(str, d['loc'][1:]))}: {d['msg']}" for d in error.errors())
+        return _error(422, found, "invalid_request_error")
+
+    @app.post("/v1/chat/completions")
+    async def complete(body: ChatBody, session: Session = None) -> Response:
+        try:
+            messages = [_message(message) for message in body.messages]
+            settings = _settings(policy.config, body)
+            completion = await conversations.complete(session or body.user, messages, settings)
+        except UnknownSessionError as error:
+            return _error(404, str(error), "unknown_session")
+        except (SkippedSample, EpisodeError, ValueError) as error:
+            return _error(400, str(error), "invalid_request_error")
+        return JSONResponse(_reply(name, completion))
+
+    @app.post("/v1/sessions")
+    async def open_session(body: SessionBody) -> Response:
+        session = body.session or uuid4().hex
+        try:
+            conversations.open(session, body.task)
+        except ValueError as error:
+            return _error(409, str(error), "session_exists")
+        return JSONResponse({"session": session})
+
+    @app.post("/v1/sessions/{session}/finish")
+    async def finish(session: str, body: FinishBody) -> Response:
+        reward = None if body.reward is None else Reward(body.reward, body.components)
+        try:
+            return JSONResponse({"trajectories": conversations.finish(session, reward)})
+        except UnknownSessionError as error:
+            return _error(404, str(error), "unknown_session")
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "mobula"}]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok", "sessions": conversations.num_sessions})
+
+    return app
+
+
+def _settings(config: RunConfig, body: ChatBody) -> SamplingSettings:
+    """The request's, and where it says nothing those of `sampler`."""
+    sampler = config.sampler
+    given = SamplingSettings(
+        num_samples=1,
+        temperature=sampler.temperature,
+        max_tokens=sampler.max_tokens,
+        seed=config.seed,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        stop_strings=sampler.stop_strings,
+    )
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    asked = {
+        "temperature": body.temperature,
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "seed": uuid4().int % MAX_SEED if body.seed is None else body.seed,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop_strings": stop or None,
+    }
+    return replace(given, **{key: value for key, value in asked.items() if value is not None})
+
+
+def _message(given: ChatMessage) -> Message:
+    """Raises: ValueError: a part is of another kind, or a picture is no data: URL."""
+    if given.content is None or isinstance(given.content, str):
+        return Message(given.role, given.content or "")
+    parts = [_part(part) for part in given.content]
+    return Message(given.role, "".join(text for text, _ in parts), tuple(p for _, own in parts for p in own))
+
+
+def _part(part: Mapping[str, Any]) -> tuple[str, Sequence[bytes]]:
+    if part.get("type") == "text":
+        return str(part.get("text", "")), ()
+    if part.get("type") != "image_url":
+        raise ValueError(f"a part of type {part.get('type')!r} is not known: use text or image_url")
+    url = part.get("image_url")
+    url = str(url.get("url", "")) if isinstance(url, Mapping) else str(url)
+    head, comma, content = url.partition(",")
+    if not comma or not head.startswith(DATA_URL) or not head.endswith(";base64"):
+        raise ValueError(f"a picture is at {url[:60]!r}: send data:image/png;base64,..., nothing is fetched")
+    try:
+        return IMAGE_PLACEHOLDER, (base64.b64decode(content, validate=True),)
+    except binascii.Error as error:
+        raise ValueError(f"a picture is no base64 ({error})") from error
+
+
+def _reply(model: str, completion: Completion) -> dict[str, Any]:
+    """OpenAI's form; `prompt_token_ids` and `token_ids` are ours, named as vLLM names them."""
+    pairs = zip(completion.tokens, completion.logprobs, strict=True)
+    content = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in pairs
+    ]
+    num_prompt, num_new = len(completion.prompt_ids), len(completion.token_ids)
+    return {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": completion.text},
+                "finish_reason": "length" if completion.is_cut else "stop",
+                "logprobs": {"content": content},
+                "token_ids": completion.token_ids,
+            }
+        ],
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
+        "prompt_token_ids": completion.prompt_ids,
+        "is_continued": completion.is_continued,
+    }
+
+
+def _error(status: int, message: str, kind: str) -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)

@@ -1,0 +1,133 @@
+"""Transcripts of episodes: turns, pictures and rewards as JSON with pictures beside it, and as one page."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment as Templates
+from jinja2 import FileSystemLoader
+
+from cluster.metrics.files import write_atomically
+from cluster.metrics.step_records import strict
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle
+from cluster.records.trajectory import Prompt, Reward, Trajectory
+
+JSON_FILE, PAGE_FILE, PICTURES = "transcripts.json", "transcripts.html", "pictures"
+TEMPLATE = "transcripts.html.j2"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn: what the policy wrote, what followed, and what was paid for it."""
+
+    action: str
+    observation: str
+    pictures: tuple[str, ...]  # of the observation; their names
+    rewards: Mapping[str, float]
+    status: str  # of its tool calls
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """One episode, or one answer of a task without an environment. `reward` is None where it could not be scored."""
+
+    prompt_id: str
+    sample_id: str
+    seed: int
+    prompt: str
+    pictures: tuple[str, ...]
+    references: tuple[str, ...]
+    turns: tuple[Turn, ...]
+    finish_reason: str
+    failure: str
+    num_tokens: int
+    reward: float | None
+    components: Mapping[str, float]
+    reasons: Mapping[str, str]
+    seconds: float
+
+
+class TranscriptWriter:
+    """Collects transcripts. `thumbnails` has the pictures (PNG) of prompts and observations by their keys."""
+
+    def __init__(self, thumbnails: Mapping[str, bytes]) -> None:
+        self._thumbnails = thumbnails
+        self._transcripts: list[Transcript] = []
+        self._pictures: dict[str, bytes] = {}  # by the names of their files
+
+    @property
+    def transcripts(self) -> Sequence[Transcript]:
+        return self._transcripts
+
+    def add(
+        self,
+        prompt: Prompt,
+        trajectory: Trajectory,
+        reward: Reward | None,
+        *,
+        seed: int,
+        seconds: float,
+    ) -> None:
+        response = trajectory.response
+        self._transcripts.append(
+            Transcript(
+                prompt_id=prompt.prompt_id,
+                sample_id=prompt.sample_id,
+                seed=seed,
+                prompt=prompt.text,
+                pictures=self._named(prompt.media),
+                references=tuple(reference for reference in prompt.references if reference),
+                turns=self._turns(trajectory),
+                finish_reason=trajectory.finish_reason.value,
+                failure=response.failure,
+                num_tokens=response.num_tokens,
+                reward=None if reward is None else reward.value,
+                components={} if reward is None else dict(reward.components),
+                reasons={} if reward is None else dict(reward.reasons),
+                seconds=round(seconds, 3),
+            )
+        )
+
+    def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
+        """Write `transcripts.json`, `transcripts.html` and the folder `pictures`."""
+        (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+        for name, content in self._pictures.items():
+            (folder / PICTURES / name).write_bytes(content)
+        episodes = [asdict(transcript) for transcript in self._transcripts]
+        found = strict({"summary": dict(summary), "episodes": episodes})
+        text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
+        write_atomically(folder / JSON_FILE, text + "\n")
+        write_atomically(folder / PAGE_FILE, self._page(summary))
+
+    def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
+        response = trajectory.response
+        if not response.turns:
+            return (Turn(response.text, "", (), {}, "none"),)
+        assert isinstance(trajectory.actions, TokenActions)
+        shown = list(zip(trajectory.actions.media_spans, trajectory.actions.media, strict=True))
+        begins = [turn.start for turn in response.turns[1:]] + [trajectory.num_tokens + 1]
+        turns = []
+        for turn, next_begin in zip(response.turns, begins, strict=True):
+            handles = [handle for span, handle in shown if turn.end <= span.start < next_begin]
+            pictures = self._named(handles)
+            turns.append(Turn(turn.action, turn.observation, pictures, dict(turn.rewards), turn.status))
+        return tuple(turns)
+
+    def _named(self, handles: Sequence[MediaHandle]) -> tuple[str, ...]:
+        names = []
+        for handle in handles:
+            name = f"{handle.key[:32]}.png"
+            self._pictures[name] = self._thumbnails[handle.key]
+            names.append(name)
+        return tuple(names)
+
+    def _page(self, summary: Mapping[str, Any]) -> str:
+        inlined = {name: base64.b64encode(content).decode("ascii") for name, content in self._pictures.items()}
+        templates = Templates(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+        return templates.get_template(TEMPLATE).render(summary=summary, transcripts=self._transcripts, pictures=inlined)

@@ -1,0 +1,186 @@
+"""Roles as pools whose workers come and go: processor workers, reward workers and reference scorers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.processors.pool import ProcessorPool
+from actors.processors.worker import ProcessorWorker
+from actors.reference.pool import NullReference, ReferencePool
+from actors.reference.scorer import ReferenceScorer
+from cluster.runtime.placement import PlacedWorker
+from cluster.workers.restart_policy import RestartPolicy
+from cluster.workers.status import Scalable
+from cluster.workers.supervisor import Watched, watched_pool
+from configs.schema import RunConfig
+from configs.schema.resources import REWARD_SERVICE
+from configs.schema.rewards import SHARED_SERVICE
+from deploy.wiring.preparation import Prepared
+from deploy.wiring.scaling import RoleHosts
+from deploy.wiring.spawner import Spawner
+from rewards.pool.reward_pool import LossCounter, RewardPool
+from rewards.pool.service import RewardService, ServiceSettings
+from rewards.pool.worker import RewardWorker
+
+PROCESSOR = "processor"  # the role
+REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
+
+
+def reference_folder(config: RunConfig) -> Path:
+    """Where the frozen policy of a run lies, in the Hugging Face layout."""
+    return config.run_folder / REFERENCE_FOLDER
+
+
+def restart_policy(config: RunConfig) -> RestartPolicy:
+    """How often one worker of any role is started again."""
+    supervision = config.supervision
+    return RestartPolicy(
+        max_restarts=supervision.max_restarts,
+        window_s=supervision.restart_window_s,
+        backoff_s=supervision.backoff_s,
+        max_backoff_s=supervision.max_backoff_s,
+    )
+
+
+@dataclass(frozen=True)
+class Processors:
+    """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it."""
+
+    prepared: Prepared
+    start: Callable[[], Awaitable[None]]  # returns once they serve
+    watched: tuple[Watched, ...] = ()
+    scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
+
+
+def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Processors:
+    """Start the workers of `resources.processor`, which build themselves in the background; without any the driver
+    prepares prompts. Called in the event loop that the pool is to live in.
+
+    `on_lost` receives the kind of each loss.
+    """
+    config = prepared.config
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(ProcessorWorker, config, worker=worker)
+
+    workers = [start(worker) for worker in spawner.workers(PROCESSOR)]
+    if not workers:
+        return Processors(prepared, _nothing)
+    timeouts = config.timeouts
+    pool = ProcessorPool(
+        workers,
+        prepared.media,
+        prepared.processor.num_media,
+        hosts=RoleHosts(spawner, PROCESSOR, start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        start_s=timeouts.start_s,
+        alive_s=_alive_s(config),
+        timeout_s=timeouts.prepare_s,
+        object_s=timeouts.object_s,
+        on_lost=on_lost,
+    )
+    watched = watched_pool(PROCESSOR, pool.pool.check, pool.pool.close)
+    return Processors(replace(prepared, workers=pool), pool.start, (watched,), {PROCESSOR: pool.pool})
+
+
+async def _nothing() -> None:
+    """No worker has to be waited for."""
+
+
+def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
+    """Start the reward workers of every service; they build themselves in the background.
+
+    `on_lost` receives the kind of each loss.
+
+    Raises:
+        ValueError: gates make services wait for each other.
+    """
+    losses = LossCounter(on_lost)
+    services = {name: _reward_service(config, spawner, name, losses) for name in config.rewards.services}
+    return RewardPool(config.rewards, services, losses)
+
+
+def reward_role(service: str) -> str:
+    """The role whose workers run a service's components."""
+    return service if service == SHARED_SERVICE else f"{REWARD_SERVICE}{service}"
+
+
+def _reward_service(config: RunConfig, spawner: Spawner, name: str, losses: LossCounter) -> RewardService:
+    role, start = reward_role(name), partial(_start_reward, config, spawner, name)
+    timeouts, pool = config.timeouts, config.rewards.pool
+    return RewardService(
+        role,
+        [start(worker) for worker in spawner.workers(role)],
+        hosts=RoleHosts(spawner, role, start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        settings=ServiceSettings(
+            start_s=timeouts.start_s,
+            alive_s=_alive_s(config),
+            timeout_s=timeouts.start_s + pool.batches_in_flight * pool.max_batch_groups * timeouts.reward_s,
+            max_batch=pool.max_batch_groups,
+            max_in_flight=pool.batches_in_flight,
+            max_queued=pool.max_queued_groups,
+            max_attempts=config.max_rollout_retries + 1,
+        ),
+        on_lost=losses.count_loss,
+    )
+
+
+def reference_pool(
+    config: RunConfig,
+    spawner: Spawner,
+    frozen: Path,
+    banned: tuple[int, ...],
+    *,
+    on_lost: Callable[[str], None],
+    on_retry: Callable[[str], None],
+) -> ReferencePool | NullReference:
+    """Start the scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id; the null object if
+    the run needs none. The folder may be written later, before they load it.
+
+    `on_lost` receives the kind of each loss, `on_retry` why a share of a step is sent out again.
+    """
+    timeouts = config.timeouts
+
+    def start(worker: PlacedWorker) -> Any:
+        return spawner.start(ReferenceScorer, config, banned, worker=worker)
+
+    scorers = [start(worker) for worker in spawner.workers("reference")]
+    if not scorers:
+        return NullReference()
+    return ReferencePool(
+        scorers,
+        frozen,
+        hosts=RoleHosts(spawner, "reference", start, stop_s=timeouts.stop_s),
+        restarts=restart_policy(config),
+        alive_s=_alive_s(config),
+        timeout_s=timeouts.reference_s,
+        max_attempts=config.max_rollout_retries + 1,
+        on_lost=on_lost,
+        on_retry=on_retry,
+    )
+
+
+def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: PlacedWorker) -> Any:
+    timeouts = config.timeouts
+    return spawner.start(
+        RewardWorker,
+        config.rewards,
+        service,
+        object_timeout_s=timeouts.object_s,
+        start_timeout_s=timeouts.start_s,
+        function_timeout_s=timeouts.reward_s / 4,
+        group_timeout_s=timeouts.reward_s,
+        device=config.resources.device,
+        dtype=config.resources.dtype,
+        worker=worker,
+    )
+
+
+def _alive_s(config: RunConfig) -> float:
+    """Less than the supervisor gives the whole pool, so that it is the pool that replaces a silent worker."""
+    return config.supervision.sign_timeout_s / 2

@@ -1,0 +1,30 @@
+"""Which trajectories of a step each rank takes through a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from configs.schema import RunConfig
+from learner.batch import LearnerItem, minibatches_of, without_overlong
+from learner.critic.rows import ValueRow
+from learner.gradient_step import shares_of_ranks
+
+
+def wanted_by_rank(groups: list[list[LearnerItem]], config: RunConfig, version: int, num_ranks: int) -> list[set[int]]:
+    """For each rank the indices of the items that it trains or scores, with policy and critic, in the step that makes
+    `version`; rows that only keep step with other ranks are among them.
+    """
+    algorithm = config.algorithm
+    everything = list(chain.from_iterable(groups))
+    parts = minibatches_of(without_overlong(groups, algorithm), algorithm, (config.seed, version))
+    passes: list[Sequence[LearnerItem] | Sequence[ValueRow]] = [*parts]
+    if algorithm.needs_scoring_pass:
+        passes.append(everything)
+    if algorithm.critic.is_on:
+        passes += [[ValueRow.of(item) for item in rows] for rows in (everything, *parts)]
+    wanted: list[set[int]] = [set() for _ in range(num_ranks)]
+    for rows in passes:
+        for own, shares in zip(wanted, shares_of_ranks(rows, config.learner, num_ranks), strict=True):
+            own.update(row.index for share in shares for row in share)
+    return wanted

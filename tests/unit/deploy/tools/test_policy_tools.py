@@ -1,0 +1,181 @@
+"""A policy outside a run: chat completions with exact tokens, trajectories of sessions, and a timed comparison."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from rich.console import Console
+
+from actors.environments.base import encoded
+from cluster.errors import PreflightError
+from cluster.replay.trajectory_log import TrajectoryLog
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.tools.policy import compare_samplers
+from deploy.tools.policy.conversations import Conversations
+from deploy.tools.policy.local_policy import LocalPolicy
+from deploy.tools.policy.serve_policy import make_app
+from learner.policies.loading import load_model
+from learner.policies.tiny import TINY
+
+PICTURE = base64.b64encode(encoded(np.full((2, 2, 3), 90, dtype=np.uint8), scale=28)).decode()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY["qwen2.5-vl"](tmp_path_factory.mktemp("policy") / "model")
+
+
+def config_of(model: Path, *words: str) -> RunConfig:
+    given = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=8", "resources=laptop"]
+    return load_config(
+        [*given, f"policy.model={model}", "data=digits", "data.max_prompt_tokens=300", *words], is_complete=False
+    )
+
+
+Served = tuple[TestClient, Path, LocalPolicy]
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("capture")
+    policy = LocalPolicy(config_of(model))
+    with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
+        yield client, folder, policy
+
+
+def ask(client: TestClient, messages: list[Any], session: str = "", **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 5, "temperature": 0.9, "seed": 3, **fields}
+    reply = client.post("/v1/chat/completions", json=body, headers={"X-Mobula-Session": session} if session else {})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def user(text: str, *, picture: bool = False) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}] if picture else []
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def answer_of(reply: dict[str, Any]) -> dict[str, Any]:
+    return reply["choices"][0]["message"]
+
+
+def test_a_session_is_sampled_behind_its_own_tokens_and_becomes_a_trajectory(served: Served, model: Path) -> None:
+    client, folder, policy = served
+    first_seen = []
+    for session in ("one", "two"):
+        client.post("/v1/sessions", json={"session": session, "task": "sum"}).raise_for_status()
+        seed = len(first_seen)
+        messages = [user("Which digit?", picture=True)]
+        first = ask(client, messages, session, seed=seed)
+        messages += [answer_of(first), user("And this?", picture=True)]
+        second = ask(client, messages, session, seed=seed)
+        first_seen.append(first)
+        begun = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
+        assert not first["is_continued"] and second["is_continued"]
+        assert second["prompt_token_ids"][: len(begun)] == begun
+        done = client.post(f"/v1/sessions/{session}/finish", json={"reward": 0.5 + seed}).json()
+        assert done == {"trajectories": 1}
+    [recorded] = TrajectoryLog(folder / "trajectories", timeout_s=5).read(1)
+    group = recorded.group
+    assert [reward.value for reward in recorded.rewards] == [0.5, 1.5]
+    for number, trajectory in enumerate(group.trajectories):
+        ids = trajectory.actions.token_ids.tolist()
+        assert group.prompt.expanded_ids.tolist() + ids == [*group.prompt.expanded_ids.tolist(), *ids]
+        assert (
+            ids[: len(first_seen[number]["choices"][0]["token_ids"])] == first_seen[number]["choices"][0]["token_ids"]
+        )
+        assert (
+            trajectory.action_mask.sum()
+            == trajectory.response.num_tokens
+            == sum(turn.end - turn.start for turn in trajectory.response.turns)
+        )
+        assert len(trajectory.response.turns) == 2 and len(trajectory.actions.media_spans) == 1
+        assert trajectory.response.turns[-1].rewards == {"reward": 0.5 + number}
+
+
+def test_log_probs_are_those_of_the_model(served: Served, model: Path) -> None:
+    client, _, policy = served
+    reply = ask(client, [{"role": "user", "content": "Say something."}], temperature=1.0)
+    choice = reply["choices"][0]
+    ids = torch.tensor([reply["prompt_token_ids"] + choice["token_ids"]])
+    network = load_model(str(model), torch.float32, "sdpa").eval()
+    with torch.no_grad():
+        logits = network(input_ids=ids).logits[0, -len(choice["token_ids"]) - 1 : -1]
+    logits[:, list(policy.chat.media_token_ids)] = -torch.inf
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+    found = [part["logprob"] for part in choice["logprobs"]["content"]]
+    assert found == pytest.approx(expected.tolist(), abs=1e-5)
+    assert reply["usage"]["completion_tokens"] == len(choice["token_ids"])
+
+
+def test_a_changed_history_is_a_conversation_of_its_own(served: Served) -> None:
+    client, _, _ = served
+    client.post("/v1/sessions", json={"session": "changed", "task": "other"}).raise_for_status()
+    first = ask(client, [user("One?")], "changed")
+    told = [user("One?"), {"role": "assistant", "content": answer_of(first)["content"] + " edited"}, user("Two?")]
+    assert not ask(client, told, "changed")["is_continued"]
+    forks = [ask(client, [user("One?"), answer_of(first), user(text)], "changed") for text in ("Two?", "Three?")]
+    assert all(fork["is_continued"] for fork in forks)
+    assert client.post("/v1/sessions/changed/finish", json={"reward": 1.0}).json() == {"trajectories": 3}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"messages": []}, 422, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 422, "role"),
+        ({"messages": [{"role": "user", "content": "x"}], "stream": True}, 422, "stream"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 422, "tools"),
+        ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
+        ({"messages": [{"role": "user", "content": "word " * 400}]}, 400, "data.max_prompt_tokens"),
+        ({"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]}, 400,
+         "nothing is fetched"),
+        ({"messages": [{"role": "user", "content": "x"}], "user": "not-open"}, 404, "POST /v1/sessions"),
+    ],
+)  # fmt: skip
+def test_unfit_requests_are_refused_in_openais_form(served: Served, body: Any, status: int, message: str) -> None:
+    reply = served[0].post("/v1/chat/completions", json=body)
+    assert reply.status_code == status and message in reply.json()["error"]["message"]
+
+
+def test_a_session_is_opened_once_and_finished_once(served: Served) -> None:
+    client, _, _ = served
+    assert client.post("/v1/sessions", json={"session": "s"}).status_code == 200
+    assert client.post("/v1/sessions", json={"session": "s"}).status_code == 409
+    assert client.post("/v1/sessions/s/finish", json={"reward": "NaN"}).status_code == 422
+    assert client.post("/v1/sessions/s/finish", json={}).json() == {"trajectories": 0}
+    assert client.post("/v1/sessions/s/finish", json={}).status_code == 404
+
+
+def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path: Path) -> None:
+    words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0")
+    options = compare_samplers.Options(num_prompts=3, batch_size=2, num_runs=2)
+    shown = StringIO()
+    assert compare_samplers.compare(config_of(model, *words), options, tmp_path, Console(file=shown, width=160)) == 0
+    report = json.loads((tmp_path / compare_samplers.JSON_FILE).read_text())
+    assert report["equal_answers"] == 3 and [s["sampler"] for s in report["samplers"]] == [
+        "huggingface",
+        "transformers",
+    ]
+    for found in report["samplers"]:
+        speeds = [run["num_tokens"] / run["seconds"] for run in found["runs"]]
+        assert found["tokens_per_s_mean"] == pytest.approx(np.mean(speeds), rel=1e-3)
+        assert found["steady_tokens_per_s_mean"] == pytest.approx(speeds[1], rel=1e-3)
+        assert found["first_token_s"] > 0
+    assert (tmp_path / compare_samplers.PLOT_FILE).read_text().count("<rect") == 4
+    assert "equal greedy answers: 3 of 3" in shown.getvalue()
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="no checkpoint folder"):
+        LocalPolicy(config_of(tmp_path / "nothing"))

@@ -1,0 +1,306 @@
+"""Each rank fetches what it trains; what the others have fetched reaches it as outlines that credit computes with."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from latent_data import latent_actions, latent_group, latent_prompt
+from learner_data import group, picture, prompt, random_groups, tiny_config
+from transformers import AutoTokenizer
+
+import learner.batch
+from cluster.errors import LostObjectError
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
+from configs.schema import RunConfig
+from learner.batch import LearnerItem, collate_items, fetch_items
+from learner.credit import Credit
+from learner.policies.base import RowOutline
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.shares import StepFetcher
+from learner.shares.wanted import wanted_by_rank
+
+Steps = list[list[LearnerItem]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Stands for an object reference: the value's bytes, which a fetch reads and counts."""
+
+    content: bytes
+
+
+class Store:
+    """Resolves `Stored` values, and counts the bytes that each thread has fetched."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[int, int] = {}
+        self.lost: set[int] = set()  # threads whose fetches fail
+
+    def put(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        def stored(value: Any) -> Any:
+            return None if value is None else Stored(pickle.dumps(value))
+
+        return [
+            dataclasses.replace(g, group=stored(g.group), reference_logprobs=stored(g.reference_logprobs))
+            for g in groups
+        ]
+
+    def fetch(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
+        rank = threading.get_ident()
+        if rank in self.lost:
+            raise LostObjectError(f"{what} cannot be had")
+        found = [r.content for r in references if isinstance(r, Stored)]
+        self.num_bytes[rank] = self.num_bytes.get(rank, 0) + sum(map(len, found))
+        return [pickle.loads(r.content) if isinstance(r, Stored) else r for r in references]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(learner.batch, "fetch_or_miss", store.fetch)
+    return store
+
+
+class Ranks:
+    """Ranks as threads of this process, which meet where a process group would."""
+
+    def __init__(self, config: RunConfig, num: int, store: Store) -> None:
+        self._config = config
+        self._num = num
+        self._store = store
+        self._meeting = threading.Barrier(num, timeout=20)
+        self._values: list[bytes] = [b""] * num
+        self.num_exchanged = 0  # bytes that all ranks gave to the others
+
+    def fetch(self, groups: Sequence[ScoredGroup], version: int, unlucky: int | None = None) -> list[Steps | Exception]:
+        """What each rank gets; for `unlucky` every fetch fails."""
+
+        def rank(number: int) -> Steps | Exception:
+            if number == unlucky:
+                self._store.lost.add(threading.get_ident())
+            fetcher = StepFetcher(self._config, number, self._num, self._exchange(number))
+            try:
+                return fetcher.fetch(groups, version)
+            except LostObjectError as error:
+                return error
+
+        with ThreadPoolExecutor(self._num) as pool:
+            return list(pool.map(rank, range(self._num)))
+
+    def _exchange(self, rank: int) -> Callable[[Any], Sequence[Any]]:
+        def exchange(value: Any) -> Sequence[Any]:
+            self._values[rank] = pickle.dumps(value)
+            self._meeting.wait()
+            found = [pickle.loads(content) for content in self._values]
+            if rank == 0:
+                self.num_exchanged += sum(map(len, self._values))
+            self._meeting.wait()
+            return found
+
+        return exchange
+
+
+def with_reference(groups: Sequence[ScoredGroup], seed: int = 0) -> list[ScoredGroup]:
+    rng = np.random.default_rng(seed)
+    return [
+        dataclasses.replace(
+            scored,
+            reference_logprobs=[
+                rng.normal(-5.0, 0.2, size=t.num_steps).astype(np.float32) for t in scored.group.trajectories
+            ],
+        )
+        for scored in groups
+    ]
+
+
+def cut_off(scored: ScoredGroup) -> ScoredGroup:
+    """The same group, whose first response hit the length limit."""
+    first, *others = scored.group.trajectories
+    rows = (dataclasses.replace(first, finish_reason=FinishReason.LENGTH), *others)
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=rows))
+
+
+def is_whole(item: LearnerItem) -> bool:
+    return not isinstance(item.sequence, RowOutline)
+
+
+def large_groups(tokenizer, num_groups: int, num_siblings: int = 4, longest: int = 300) -> list[ScoredGroup]:
+    """Groups with other lengths each, no pictures."""
+    rng = np.random.default_rng(3)
+    return [
+        group(
+            prompt(tokenizer, f"0/{n}/row-{n}"),
+            [rng.integers(0, 250, size=rng.integers(longest // 2, longest)).tolist() for _ in range(num_siblings)],
+            rng.integers(0, 2, size=num_siblings).astype(float).tolist(),
+            n,
+        )
+        for n in range(num_groups)
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_rank_fetches_its_share_of_the_bytes(folder, tokenizer, store, num_ranks: int) -> None:
+    groups = with_reference(large_groups(tokenizer, 24))
+    stored = store.put(groups)
+    total = sum(len(g.group.content) + len(g.reference_logprobs.content) for g in stored)
+    ranks = Ranks(tiny_config(folder, "algorithm.kl.coef=0.01"), num_ranks, store)
+    ranks.fetch(stored, 1)
+    largest_group = max(len(g.group.content) + len(g.reference_logprobs.content) for g in stored)
+    assert len(store.num_bytes) == num_ranks
+    assert max(store.num_bytes.values()) <= total / num_ranks + 2 * largest_group  # a group is fetched whole
+    assert min(store.num_bytes.values()) >= total / num_ranks - 2 * largest_group
+    assert sum(store.num_bytes.values()) <= total + (num_ranks - 1) * largest_group
+    assert ranks.num_exchanged < 0.25 * total  # outlines of everything: rewards, sizes and masks
+
+
+WORDS = {
+    "grpo": (),
+    "epochs": ("algorithm.num_epochs=2", "algorithm.num_minibatches=3"),
+    "whole-step statistics": ("algorithm=reinforce_pp", "algorithm.kl.coef=0.1", "algorithm.shaping.whiten=true"),
+    "scored before": ("algorithm.old_logprobs=recomputed", "algorithm.entropy.top_share=0.2"),
+    "penalties": (
+        "algorithm.shaping.repetition_penalty=0.5",
+        "algorithm.shaping.length_penalty=0.2",
+        "algorithm.shaping.running_moments=standardise",
+        "algorithm.overlong_filter=true",
+    ),
+    "critic": ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.num_minibatches=2"),
+    "components": ("algorithm=gdpo", "algorithm.kl.coef=0"),
+    "packed": ("learner.packing=true", "algorithm.num_minibatches=2"),
+}
+
+
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+def test_every_rank_computes_what_it_would_with_all_groups(folder, tokenizer, store, words: tuple[str, ...]) -> None:
+    config = tiny_config(folder, "learner.tokens_per_microbatch=60", *words)
+    groups = with_reference([cut_off(g) for g in random_groups(tokenizer, 7, 3, seed=11)])
+    groups = [
+        dataclasses.replace(
+            g, rewards=tuple(Reward(r.value, {"accuracy": r.value, "format": n / 3}) for n, r in enumerate(g.rewards))
+        )
+        for g in groups
+    ]
+    groups[3] = dataclasses.replace(groups[3], rewards=(None, None, None))
+    expected = fetch_items(groups, 0, 1.0)
+    wanted = wanted_by_rank(expected, config, 1, 3)
+    for rank, found in enumerate(Ranks(config, 3, store).fetch(store.put(groups), 1)):
+        assert wanted_by_rank(found, config, 1, 3) == wanted, "rows are shared out as before"
+        items = [item for row in found for item in row]
+        assert {item.index for item in items if is_whole(item)} >= wanted[rank]
+        assert not all(is_whole(item) for item in items) or len(wanted[rank]) > len(items) / 2
+        assert_equal_credit(config, found, expected)
+
+
+def assert_equal_credit(config: RunConfig, found: Steps, expected: Steps) -> None:
+    """Advantages, masks and metrics, bit for bit."""
+    if config.algorithm.critic.is_on:
+        found, expected = (with_values(groups) for groups in (found, expected))
+    ours, theirs = (Credit(config).assign(groups) for groups in (found, expected))
+    assert ours.metrics == theirs.metrics
+    for one, other in zip(
+        (i for row in ours.groups for i in row), (i for row in theirs.groups for i in row), strict=True
+    ):
+        assert (one.index, one.group, one.is_truncated, one.reward) == (
+            other.index,
+            other.group,
+            other.is_truncated,
+            other.reward,
+        )
+        for name in ("loss_mask", "kept_mask", "policy_mask", "ages", "advantages", "returns"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
+
+
+def with_values(groups: Steps) -> Steps:
+    rng = np.random.default_rng(0)
+    return [
+        [dataclasses.replace(i, values=rng.normal(size=i.sequence.num_targets + 1).astype(np.float32)) for i in row]
+        for row in groups
+    ]
+
+
+def test_distillation_has_the_log_probs_of_all_rows(folder, tokenizer, store, tmp_path: Path) -> None:
+    teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
+    config = tiny_config(folder, "algorithm=distill", f"algorithm.distillation.teacher={teacher}")
+    groups = with_reference(random_groups(tokenizer, 6, 2))
+    for found in Ranks(config, 2, store).fetch(store.put(groups), 1):
+        assert_equal_credit(config, found, fetch_items(groups, 0, 1.0))
+
+
+def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, tokenizer, store) -> None:
+    """Summaries say nothing of them, so a rank first fetches other groups than it trains."""
+    config = tiny_config(folder, "learner.picture_token_cost=5", "learner.tokens_per_microbatch=60")
+    groups = random_groups(tokenizer, 6, 2, seed=2, longest=4)
+    later = []
+    for n, scored in enumerate(groups):
+        siblings = tuple(
+            dataclasses.replace(
+                t,
+                actions=dataclasses.replace(
+                    t.actions, media=(picture(50 + n, 6, 4),), media_spans=(MediaSpan(0, 1 + 200 * (n % 2)),)
+                ),
+            )
+            for t in scored.group.trajectories
+        )
+        later.append(dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=siblings)))
+    wanted = wanted_by_rank(fetch_items(later, 0, 1.0), config, 1, 2)
+    planned = wanted_by_rank(fetch_items(groups, 0, 1.0), config, 1, 2)
+    assert wanted != planned, "the summaries mislead here"
+    for rank, found in enumerate(Ranks(config, 2, store).fetch(store.put(later), 1)):
+        assert {i.index for row in found for i in row if is_whole(i)} >= wanted[rank]
+
+
+def test_a_group_that_one_rank_cannot_fetch_is_missed_by_all_of_them(folder, tokenizer, store) -> None:
+    groups = store.put(random_groups(tokenizer, 4, 2))
+    found = Ranks(tiny_config(folder), 2, store).fetch(groups, 1, unlucky=1)
+    assert [str(error) for error in found] == ["learner/1: groups cannot be had"] * 2
+
+
+def test_a_step_without_any_reward_is_known_to_all(folder, tokenizer, store) -> None:
+    groups = [group(prompt(tokenizer, f"g{n}"), [[1, 2], [3]], [None, None], n) for n in range(3)]
+    for found in Ranks(tiny_config(folder), 2, store).fetch(store.put(groups), 1):
+        assert [i.sequence.num_targets for row in found for i in row] == [2, 1] * 3
+        assert not any(i.loss_mask.any() for row in found for i in row)
+
+
+def test_latents_stay_with_the_rank_that_trains_them(folder, store) -> None:
+    siblings = [
+        latent_group(latent_prompt(f"a cat {n}"), [latent_actions(2 * n), latent_actions(2 * n + 1)]) for n in range(4)
+    ]
+    groups = [ScoredGroup(g.summary(), g, (Reward(1.0), Reward(0.0))) for g in siblings]
+    for found in Ranks(tiny_config(folder), 2, store).fetch(store.put(groups), 3):
+        own = [is_whole(i) for row in found for i in row]
+        assert sum(own) == 4, "half of them"
+        assert all(i.sequence.num_tokens == 3 * 4 and list(i.ages) == [0] * 3 for row in found for i in row)
+
+
+def test_a_row_of_another_rank_cannot_be_put_into_a_batch(folder, tokenizer, store) -> None:
+    groups = store.put(random_groups(tokenizer, 4, 2))
+    found, _ = Ranks(tiny_config(folder), 2, store).fetch(groups, 1)
+    outlined = [i for row in found for i in row if not is_whole(i)]
+    with pytest.raises(AssertionError, match="a row of another rank"):
+        collate_items(outlined[:1], MediaReader(timeout_s=1, max_items=1), torch.device("cpu"))
+
+
+def test_one_rank_fetches_everything(folder, tokenizer, store) -> None:
+    [found] = Ranks(tiny_config(folder), 1, store).fetch(store.put(random_groups(tokenizer, 3, 2)), 1)
+    assert all(is_whole(i) for row in found for i in row)

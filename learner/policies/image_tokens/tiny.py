@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    GenerationConfig,
     JanusConfig,
     JanusForConditionalGeneration,
     JanusImageProcessor,
@@ -43,9 +44,12 @@ def write_tiny_janus(folder: Path, *, seed: int = 0) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=INITIALIZER_RANGE)
-    own = model.generation_config
-    own.bos_token_id, own.eos_token_id, own.pad_token_id = ids["bos"], tokenizer.eos_token_id, tokenizer.pad_token_id
-    own.generation_kwargs = {"boi_token_id": ids["boi_token"]}
+    model.generation_config = GenerationConfig(
+        bos_token_id=ids["bos"],
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        generation_kwargs={"boi_token_id": ids["boi_token"]},
+    )
     model.save_pretrained(folder)
     images = JanusImageProcessor(size={"height": SIDE, "width": SIDE}, min_size=SIDE)
     JanusProcessor(images, tokenizer, tokenizer.chat_template, num_image_tokens=NUM_TOKENS).save_pretrained(folder)

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
 from configs.schema.data import WRITTEN, DataKind
-from configs.schema.flow_agreement import FLOW_RULES
-from configs.schema.image_tokens_agreement import IMAGE_TOKEN_RULES
+from configs.schema.flow_agreement import FLOW_RULES, IMAGE_TOKEN_RULES
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
 from configs.schema.rewards import SHARED_SERVICE, reward_contradictions

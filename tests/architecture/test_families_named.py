@@ -8,7 +8,14 @@ import pytest
 from sources import Source, parse, sources
 
 NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
-HOME = ("learner/policies/families/", "learner/policies/tiny/")
+HOME = (
+    "learner/policies/families/",
+    "learner/policies/tiny/",
+    "learner/policies/flow/families/",
+    "learner/policies/flow/tiny/",
+    "learner/policies/image_tokens/tiny.py",
+    "deploy/conformance/flow/plain.py",
+)
 # Names of another program's models, which it wants on its command line.
 FOREIGN = ("deploy/tools/lmms_eval.py", "deploy/cli/lmms_eval_command.py")
 

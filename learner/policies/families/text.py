@@ -1,4 +1,4 @@
-"""Text-only models: token embeddings go into the decoder and nothing else."""
+"""Models whose prompts are text alone: token embeddings go into the decoder and nothing else."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ class TextFamily(Family):
             )
         embeds = model.get_input_embeddings()(batch.input_ids)
         return model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state
+
+
+class Janus(Family):
+    """Its answers are image tokens; `learner.policies.image_tokens` computes them."""
+
+    model_types = ("janus",)
+    media_tokens = ""
+    parts = {
+        "vision": ("model.vision_model.", "model.aligner."),
+        "vq": ("model.vqmodel.",),
+        "language": ("model.language_model.", "lm_head."),
+    }
+    takes_pictures = False
+    without_pictures = "policy.model=janus is trained on texts here"
+    makes_pictures = True
+
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+        raise ValueError("a policy of type janus answers with image tokens here: set sampler=image_tokens")

@@ -77,6 +77,7 @@ SAMPLER = SamplerConfig(
     max_videos_per_prompt=0,
     max_audios_per_prompt=0,
     flow=load_config(["experiment=digits"]).sampler.flow,
+    image_tokens=load_config(["experiment=digits"]).sampler.image_tokens,
     max_num_seqs=8,
     max_num_batched_tokens=512,
     chunk_tokens=64,

@@ -36,7 +36,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
     # options that are not there
     (["resources=latop"], ["did you mean resources=laptop?", "laptop_overlapped, maye_8, multi_node, node_8gpu"]),
-    (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, vllm"]),
+    (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, image_tokens, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
     (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),
     # values of the wrong kind
@@ -67,7 +67,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.1.options.pattern=a=b"], ["rewards.components.1.options.pattern=\"'a=b'\""]),
     (["learner.learning_rate=1,2"], ["holds several values", "learner.learning_rate is a number"]),
     (["policy.lora.target_modules=a,b"], ["write policy.lora.target_modules=[a,b]"]),
-    (["sampler=vllm,huggingface"], ["sampler is one of flow, huggingface, vllm"]),
+    (["sampler=vllm,huggingface"], ["sampler is one of flow, huggingface, image_tokens, vllm"]),
     (["seed==1"], ["seed is a whole number"]),
     ([".seed=1"], ["write seed=1"]),
     (["seed = 5"], ["write seed=5"]),
@@ -259,6 +259,7 @@ NEEDS: dict[str, list[str]] = {
     "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=reward_model": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=dpo": ["policy.model=some/model", "data.path=some/folder"],
+    "sampler=image_tokens": ["warm_start=none", "algorithm.kl.coef=0", "resources.reference.num_workers=0"],
     "data=chat": ["experiment=sft", "policy.model=some/model", "data.path=some/folder"],
 }
 

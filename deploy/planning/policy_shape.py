@@ -10,14 +10,14 @@ from learner.policies.tiny import TINY
 
 
 def policy_shape(config: RunConfig) -> ModelShape | None:
-    """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of a
-    flow model, whose memory is not planned.
+    """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of
+    models that make pictures, whose memory is not planned.
 
     Raises:
         PreflightError: it has no config.json that can be used.
     """
     source = config.policy.model
-    if source == MISSING or config.sampler.is_flow:
+    if source == MISSING or config.sampler.is_flow or config.sampler.draws_tokens:
         return None
     if config.policy.tiny != "none" and not has_config(source):
         if config.policy.tiny not in TINY:

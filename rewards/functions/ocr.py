@@ -81,10 +81,7 @@ class Ocr:
 
     def _targets(self, request: RewardRequest) -> list[str]:
         if not self._reads_prompt:
-            targets = [folded for folded in map(_fold, given_references(request.references)) if folded]
-            if not targets:
-                raise RewardError("every reference is empty: give the text that the picture should show")
-            return targets
+            return [folded for folded in map(_fold, given_references(request.references)) if folded]
         quoted = _QUOTED.search(request.prompt_text)
         target = _fold(quoted[1] or quoted[2]) if quoted else ""
         if not target:

@@ -9,6 +9,7 @@ from learner.policies.flow.families import FAMILIES, REFUSED
 
 MERGED_SHARE = 0.1  # of a push's move: how far adapters that the sampler has merged may be from the learner's
 LEAST_MOVE = 1e-4
+ROUNDING = 1e-6  # of log-probs, where a row of a forward pass depends on how many there are
 LEVELS = 2  # of 255: the multi-step sums of another order
 
 
@@ -19,14 +20,16 @@ def page(reports: Sequence[FlowReport]) -> str:
 
 def failures(report: FlowReport) -> list[str]:
     """What a family does not hold; empty if it conforms."""
-    found = [f"{what}: {why}" for what in ("weights", "adapters") for why in _failures(getattr(report, what))]
-    if report.weights.push_gap != 0:
+    limit = 0.0 if FAMILIES[report.pipeline].is_exact else ROUNDING
+    parts = {"weights": report.weights, "adapters": report.adapters}
+    found = [f"{what}: {why}" for what, trained in parts.items() for why in _failures(trained, limit)]
+    if report.weights.push_gap > limit:
         found.append(f"weights: sampler and learner differ by {report.weights.push_gap:.1e} after a push")
     return found if report.num_adapted else [*found, "no layer has an adapter"]
 
 
-def _failures(trained: Trained) -> Iterator[str]:
-    if trained.replay_gap != 0:
+def _failures(trained: Trained, limit: float) -> Iterator[str]:
+    if trained.replay_gap > limit:
         yield f"steps are scored {trained.replay_gap:.1e} apart from how they were sampled"
     if not trained.push_gap < MERGED_SHARE * trained.moved:
         yield f"sampler and learner differ by {trained.push_gap:.1e} after a push"
@@ -65,6 +68,11 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         for trained in (report.weights, report.adapters):
             cells += [f"{trained.push_gap:.0e} ({trained.moved:.0e})", str(trained.picture_gap)]
         yield "| " + " | ".join(cells) + " |"
+    yield ""
+    yield (
+        "Where `replay` is not 0, convolutions in the transformer sum in an order that depends on how many rows a "
+        "forward pass has."
+    )
     notes = [f"- `{report.name}`: {'; '.join(found)}." for report in reports if (found := failures(report))]
     if notes:
         yield from ("", "Notes:", "", *notes)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_tokenizer, chat_template
+from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, SPECIAL_TOKENS, build_tokenizer, chat_template
 from learner.policies.tiny.writing import decoder_config
 
 TINY_JANUS = "janus"  # `mobula init-model` without `tiny-`
@@ -34,7 +34,7 @@ NAMES = {
 def write_tiny_janus(folder: Path, *, seed: int = 0) -> Path:
     """Write a checkpoint of 0.5 M parameters into `folder`, and return `folder`."""
     named = {name: token for name, token in NAMES.items() if name != "bos"}
-    tokenizer = build_tokenizer(named=named, bos=NAMES["bos"])
+    tokenizer = build_tokenizer((*SPECIAL_TOKENS, NAMES["bos"]), named, bos=NAMES["bos"])
     tokenizer.chat_template = "{{- '<|begin|>' -}}" + chat_template(image="<|image_start|><|image_pad|><|image_end|>")
     ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in NAMES.items()}
     with torch.random.fork_rng(devices=[]):

@@ -251,6 +251,9 @@ NEEDS: dict[str, list[str]] = {
     "data=digit_clips": ["sampler.max_videos_per_prompt=1"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
+    "algorithm=grpo_guard": ["experiment=glyphs_grpo"],
+    "algorithm=diffusion_nft": ["experiment=glyphs_nft"],
+    "experiment=sd3_5_ocr_grpo": ["data.path=some/folder"],
     "experiment=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
@@ -297,6 +300,15 @@ def test_presets_state_the_values_of_their_papers() -> None:
     assert (gspo.losses.gspo.clip_low, gspo.losses.gspo.clip_high) == (3e-4, 4e-4)
     assert (gspo.loss, gspo.loss_aggregation) == ("gspo", "sequence_mean")
     assert load_config(["experiment=dr_grpo"]).algorithm.loss_aggregation == "sequence_sum_token_norm"
+    vrl = load_config(["experiment=sd3_5_ocr_grpo", "data.path=some/folder"])
+    assert (vrl.algorithm.losses.ppo_clip.clip_low, vrl.algorithm.kl.coef, vrl.algorithm.shaping.advantage_clip) == (
+        1e-4,
+        0.04,
+        5.0,
+    )
+    assert (vrl.policy.lora.rank, vrl.policy.lora.alpha, vrl.learner.learning_rate) == (32, 64.0, 3e-4)
+    nft = load_config(["experiment=glyphs_nft"]).algorithm.losses.nft
+    assert (nft.beta, nft.max_advantage) == (1.0, 5.0)
     ppo = load_config(["experiment=ppo_gae"]).algorithm
     assert (ppo.advantage, ppo.gae_lambda, ppo.gamma, ppo.critic.value_clip) == ("gae", 0.95, 1.0, 0.2)
     assert (ppo.loss, ppo.losses.ppo_clip.clip_low, ppo.losses.ppo_clip.clip_high) == ("ppo_clip", 0.2, 0.2)

@@ -17,6 +17,7 @@ from actors.datasets.written.glyphs import rendered
 from cluster.errors import DatasetError
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.words import overridden
 from learner.policies.flow.tiny import write_tiny_flow
 
 WORDS = (
@@ -63,9 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(folder: Path, runs: Path, *words: str) -> RunConfig:
-    return load_config(
-        [*WORDS, f"policy.model={folder / 'model'}", f"data.path={folder}", f"folder={runs}", "name=run", *words]
-    )
+    own = (f"policy.model={folder / 'model'}", f"data.path={folder}", f"folder={runs}", "name=run")
+    return load_config(overridden([*WORDS, *own], words))
 
 
 @pytest.mark.parametrize("words", [(), ("policy.lora.rank=8", "learner.learning_rate=0.01")], ids=["full", "lora"])

@@ -44,6 +44,8 @@ class FlowFamily(ABC):
     """Whether it denoises videos; others take one frame."""
     encoder_parts: tuple[str, ...] = ()
     """Parts that the pipeline cannot encode a prompt without, beside tokenizers and text encoders."""
+    is_exact = True
+    """Whether a row of a forward pass is the same bit for bit however many there are; convolutions are not."""
     reads_shape = False
     """Whether the pipeline asks its transformer for sizes where it encodes."""
     placeholders: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ MASK = "encoder_attention_mask"
 class Sana(FlowFamily):
     """Prompts are encoded as they are, without the pipeline's instruction to embellish them."""
 
+    is_exact = False
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 TINY_FLOW = {
     "sd3": ("sd3", "write_tiny_sd3"),
+    "sd3_glyphs": ("sd3_glyphs", "write_tiny_sd3_glyphs"),
     "flux": ("flux", "write_tiny_flux"),
     "qwen-image": ("qwen_image", "write_tiny_qwen_image"),
     "sana": ("sana", "write_tiny_sana"),
     "wan": ("wan", "write_tiny_wan"),
     "cosmos2": ("cosmos", "write_tiny_cosmos2"),
     "cosmos2.5": ("cosmos", "write_tiny_cosmos2_5"),
-    "sd3_glyphs": ("sd3_glyphs", "write_tiny_sd3_glyphs"),
 }
 """Name of `mobula init-model` without `tiny-` -> (module here, function of it)."""
 

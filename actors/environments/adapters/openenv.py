@@ -19,7 +19,8 @@ class OpenEnv:
 
     A turn becomes an action: with `action_format=text` it is the field `action_field`, with `json` the turn is a JSON
     object. An observation shows `instruction` at first and the fields of `text_fields`, or all but its metadata as JSON
-    where it names none; `picture_fields` hold pictures in base64. `timeout_s` bounds a message; the host's deadlines come first.
+    where it names none; `picture_fields` hold pictures in base64. `timeout_s` bounds a message; the host's deadlines
+    come first.
 
     Raises:
         EpisodeError: `server_unreachable`: no connection, or it broke; `server_error`: the server says so.

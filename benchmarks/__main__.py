@@ -45,6 +45,8 @@ class Name(StrEnum):
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
     MEDIA_PREPARATION = "media_preparation"
+    PLANNER = "planner"
+    EPISODES = "episodes"
     ALL = "all"
 
 

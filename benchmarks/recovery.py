@@ -94,7 +94,7 @@ class _Watch:
             self._kill()
             self._wait(lambda: self._says(" is lost ("), "the kill to be noticed")
             self.noticed_at = time.monotonic()
-            self._wait(lambda: self._says(" serves version "), "the new engine to serve")
+            self._wait(lambda: self._says(" joins with version "), "the new engine to serve")
             self.serving_at = time.monotonic()
         with self._idle("after"):
             self._steps_more(self.num_steps)

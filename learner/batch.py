@@ -37,6 +37,7 @@ class LearnerItem:
     reward: Reward | None
     metadata: Mapping[str, Any]  # of the prompt
     is_truncated: bool  # the response or the episode was cut
+    turn_rewards: tuple[float, ...]  # of an episode: what its environment paid for each turn
     reference_logprobs: np.ndarray | None  # float32 [T]
     old_logprobs: np.ndarray | None = None  # float32 [T], of the weights that the step trains from
     entropies: np.ndarray | None = None  # float32 [T], of the same weights
@@ -135,6 +136,7 @@ def _item(
         reward=reward,
         metadata=group.prompt.metadata,
         is_truncated=trajectory.is_truncated,
+        turn_rewards=tuple(sum(turn.rewards.values()) for turn in trajectory.response.turns),
         reference_logprobs=None if references is None else references[sibling],
     )
 

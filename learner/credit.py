@@ -12,16 +12,29 @@ import torch
 from torch import Tensor
 
 from configs.schema import AlgorithmConfig, KLConfig, RunConfig
+from configs.schema.algorithm import TURNWISE
+from configs.schema.algorithm_agreement import ENVIRONMENT
 from configs.schema.rewards import for_label
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, GroupStatistics, StepRewards, whitened
+from learner.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageFunction,
+    AdvantageOptions,
+    GroupStatistics,
+    StepRewards,
+    whitened,
+)
 from learner.algorithms.distillation import teacher_advantage
 from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
 from learner.algorithms.kl.base import capped
 from learner.algorithms.moments import RunningMoments
 from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
 from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
+from learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
+from learner.algorithms.turns import turns_of
 from learner.algorithms.value_loss import explained_variance
 from learner.batch import LearnerItem
+
+NUM_MEASURED_TURNS = 16  # of an episode, whose rewards are metrics
 
 Groups = list[list[LearnerItem]]
 
@@ -41,9 +54,10 @@ class Credit:
 
     1. penalties on the reward: repetition, length
     2. running moments, 3. reward clip
-    4. advantage of each response (`algorithm.advantage`)
+    4. advantage of each response (`algorithm.advantage`), or of each turn of an episode (`return_to_go`)
     5. return of each token: discount, and the KL where `algorithm.kl.place=reward`; with a critic the advantage of each
-       token, from its reward and the values
+       token, from its reward and the values. What an environment paid for a turn is earned at the end of that turn, and
+       the rest of the reward at the end of the response
     6. distillation where `algorithm.distillation.teacher` is set: the returns times `reward_weight`, and the teacher's
        advantage where `place=advantage`
     7. whitening over the step's trained tokens, 8. advantage clip
@@ -54,7 +68,7 @@ class Credit:
         self._label_of = config.rewards.label_of
         self._weights = {label: config.rewards.weights_in(r) for label, r in config.rewards.active_recipes.items()}
         self._components = [component.name for component in config.rewards.components]
-        self._advantage = ADVANTAGES[config.algorithm.advantage]
+        self._paid = [n for n, c in enumerate(config.rewards.components) if c.function == ENVIRONMENT]
         self._spread = _spread(config.algorithm)
         self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
         self._moments = RunningMoments()
@@ -66,9 +80,7 @@ class Credit:
         rewards = self._step_rewards(items)
         shaped, clip_fraction = self._shaped(items, rewards)
         shaped_rewards = replace(rewards, values=shaped)
-        options = AdvantageOptions(self._config.std, self._config.pass_k, self._config.solved_reward)
-        scalars = self._advantage(shaped_rewards, options).tolist()
-        items = [self._spread(item, scalar, self._costs(item)) for item, scalar in zip(items, scalars, strict=True)]
+        items = self._spread(items, shaped_rewards, self._earned(items, shaped_rewards), list(map(self._costs, items)))
         values = _measure_values(items) if self._config.critic.is_on else {}
         advantages, advantage_clip_fraction = self._finished(items, [self._with_teacher(item) for item in items])
         credited = iter(replace(item, advantages=a) for item, a in zip(items, advantages, strict=True))
@@ -80,6 +92,7 @@ class Credit:
             "advantage_clip_fraction": advantage_clip_fraction,
             "kl_coef": self.kl.value,
             **values,
+            **_measure_turns(items),
         }
         return Credited([[next(credited) for _ in group] for group in groups], metrics)
 
@@ -127,6 +140,17 @@ class Credit:
         is_out = (values.abs() > shaping.reward_clip) & rewards.included
         held = values.clamp(-shaping.reward_clip, shaping.reward_clip)
         return held, is_out.sum().item() / max(int(rewards.included.sum()), 1)
+
+    def _earned(self, items: Sequence[LearnerItem], rewards: StepRewards) -> list[np.ndarray]:
+        """What each turn of a response earned, float64 [its turns]; all of it at the end of a response of one turn."""
+        weights = rewards.weights[:, self._paid]
+        paid = (weights * rewards.components[:, self._paid]).sum(dim=1).tolist()
+        return [
+            _by_turn(item, value, weight, part)
+            for item, value, weight, part in zip(
+                items, rewards.values.tolist(), weights.sum(dim=1).tolist(), paid, strict=True
+            )
+        ]
 
     def _costs(self, item: LearnerItem) -> np.ndarray:
         """float [T]: what the KL takes from the reward of each token."""
@@ -187,30 +211,105 @@ def _coefficient(config: KLConfig) -> KLCoefficient:
     return AdaptiveCoefficient(config.coef, target=config.target, horizon=config.horizon)
 
 
-Spread = Callable[[LearnerItem, float, np.ndarray], LearnerItem]
-"""`(item, advantage of the response, costs [T])` to the item with the advantages of its tokens."""
+Arrays = Sequence[np.ndarray]
+Spread = Callable[[Sequence[LearnerItem], StepRewards, Arrays, Arrays], list[LearnerItem]]
+"""`(items, rewards of the step, what each turn earned, costs [T])` to the items with the advantages of their tokens."""
 
 
 def _spread(config: AlgorithmConfig) -> Spread:
     """How what a response has earned reaches its tokens."""
     if config.critic.is_on:
         return partial(_by_values, TOKEN_ADVANTAGES[config.advantage], config)
-    return partial(_by_return, config)
+    if config.advantage in TURN_ADVANTAGES:
+        return partial(_by_turn_advantage, TURN_ADVANTAGES[config.advantage], config)
+    return partial(_by_return, ADVANTAGES[config.advantage], config)
 
 
-def _by_return(config: AlgorithmConfig, item: LearnerItem, advantage: float, costs: np.ndarray) -> LearnerItem:
-    return replace(item, advantages=credit_by_token(advantage, costs, item.loss_mask, config.gamma))
+def _by_return(
+    formula: AdvantageFunction,
+    config: AlgorithmConfig,
+    items: Sequence[LearnerItem],
+    rewards: StepRewards,
+    earned: Arrays,
+    costs: Arrays,
+) -> list[LearnerItem]:
+    """One advantage a response."""
+    options = AdvantageOptions(config.std, config.pass_k, config.solved_reward)
+    return [
+        replace(item, advantages=credit_by_token(advantage, cost, item.loss_mask, config.gamma))
+        for item, advantage, cost in zip(items, formula(rewards, options).tolist(), costs, strict=True)
+    ]
+
+
+def _by_turn_advantage(
+    formula: TurnAdvantage,
+    config: AlgorithmConfig,
+    items: Sequence[LearnerItem],
+    rewards: StepRewards,
+    earned: Arrays,
+    costs: Arrays,
+) -> list[LearnerItem]:
+    """One advantage a turn, less the costs from a token on."""
+    num_turns = np.array([len(turns) for turns in earned])
+    padded = np.stack([np.pad(turns, (0, num_turns.max() - len(turns))) for turns in earned])
+    step = StepTurns(padded, num_turns, rewards.included.numpy(), rewards.group_ids.numpy())
+    credited = []
+    for item, advantages, cost in zip(items, formula(step, config.turn_discount), costs, strict=True):
+        tokens = credit_by_token(0.0, cost, item.loss_mask, gamma=1.0)
+        for (start, end), advantage in zip(turns_of(item.loss_mask), advantages, strict=False):  # others are masked
+            tokens[start:end] += np.float32(advantage)
+        credited.append(replace(item, advantages=tokens))
+    return credited
 
 
 def _by_values(
-    formula: TokenAdvantage, config: AlgorithmConfig, item: LearnerItem, reward: float, costs: np.ndarray
-) -> LearnerItem:
-    assert item.values is not None, "the critic scores a step before its advantages are computed"
-    rewards = token_rewards(reward, costs, item.loss_mask)
-    response = TokenValues(rewards, item.values, item.loss_mask, item.is_truncated)
-    advantages = formula(response, config.gamma, config.gae_lambda)
-    returns = advantages + np.where(item.loss_mask, item.values[:-1], 0.0)
-    return replace(item, advantages=advantages.astype(np.float32), returns=returns.astype(np.float32))
+    formula: TokenAdvantage,
+    config: AlgorithmConfig,
+    items: Sequence[LearnerItem],
+    rewards: StepRewards,
+    earned: Arrays,
+    costs: Arrays,
+) -> list[LearnerItem]:
+    """One advantage a token, from the values of the critic."""
+    discount = config.turn_discount if config.advantage in TURNWISE else config.gamma
+    credited = []
+    for item, turns, cost in zip(items, earned, costs, strict=True):
+        assert item.values is not None, "the critic scores a step before its advantages are computed"
+        paid = token_rewards(0.0, cost, item.loss_mask)
+        for (_, end), reward in zip(turns_of(item.loss_mask), turns, strict=False):
+            paid[end - 1] += reward
+        response = TokenValues(paid, item.values, item.loss_mask, item.is_truncated)
+        found = formula(response, discount, config.gae_lambda)
+        arrays = (found.advantages.astype(np.float32), found.returns.astype(np.float32))
+        credited.append(replace(item, advantages=arrays[0], returns=arrays[1]))
+    return credited
+
+
+def _by_turn(item: LearnerItem, value: float, weight: float, paid: float) -> np.ndarray:
+    """What each turn earned: `weight` times what the environment paid for it, and all else of the reward `value` at
+    the last one; `paid` is the environment's part of `value`.
+    """
+    num_turns = max(len(turns_of(item.loss_mask)), 1)  # a response without a reward has no trained token
+    earned = np.zeros(num_turns)
+    if item.turn_rewards and item.reward is not None:
+        assert len(item.turn_rewards) == num_turns, "tokens of an environment stand between two turns"
+        earned += weight * np.array(item.turn_rewards)
+        value -= paid
+    earned[-1] += value
+    return earned
+
+
+def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
+    """Mean number of turns of an episode, and what the environment paid on average for the first ones."""
+    episodes = [item.turn_rewards for item in items if item.turn_rewards and item.reward is not None]
+    if not episodes:
+        return {}
+    longest = min(max(map(len, episodes)), NUM_MEASURED_TURNS)
+    paid = {
+        f"turn_reward_{k + 1}": float(np.mean([turns[k] if k < len(turns) else 0.0 for turns in episodes]))
+        for k in range(longest)
+    }
+    return {"turns_mean": float(np.mean([len(turns) for turns in episodes])), **paid}
 
 
 def _measure_values(items: Sequence[LearnerItem]) -> dict[str, float]:

@@ -44,6 +44,7 @@ from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
 from learner.process_group import RankRendezvous
+from learner.profiling import UpdateProfiler, profiled
 from learner.residence import Residence
 from learner.scoring_pass import ScoringPass, unscored
 from learner.state import StateWriter, load_state
@@ -75,6 +76,7 @@ class Learner:
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
+        self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
     def rendezvous_address(self) -> str:
@@ -122,6 +124,7 @@ class Learner:
         self._average.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
+    @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One RL step on these groups, which makes `version`; every rank is given all groups and takes its share."""
         algorithm = self._config.algorithm

@@ -15,7 +15,7 @@ from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, save_adapters, split_factor
-from learner.policies.loading import checkpoint_names
+from learner.policies.loading import as_stored, checkpoint_names
 from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
 from learner.policies.trained import as_policy, load_trained_model, save_trained
 
@@ -35,6 +35,7 @@ class PolicyWeights:
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
         """Of a model as it was loaded. From here on it has adapters where `policy.lora` asks for them."""
+        self._model = model
         self._scale = config.policy.lora.scale
         self._names = checkpoint_names(model)  # state-dict name -> checkpoint name, of the model without adapters
         plain = self._described(model.state_dict().items(), config.resources.dtype)
@@ -54,7 +55,7 @@ class PolicyWeights:
         """(checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
         for name, tensor in self.plain_state(backend):
             if name in self._names:
-                yield self._names[name], tensor
+                yield self._names[name], as_stored(self._model, self._names[name], tensor)
 
     def adapters(self, backend: Backend) -> Named:
         """(checkpoint name, whole tensor) of every factor."""
@@ -68,8 +69,9 @@ class PolicyWeights:
             yield name, tensor.detach()
 
     def _described(self, state: Iterable[tuple[str, Tensor]], dtype: str) -> Manifest:
-        specs = (TensorSpec(self._names[n], tuple(t.shape), dtype) for n, t in state if n in self._names)
-        return Manifest(tuple(specs))
+        named = ((self._names[n], tensor) for n, tensor in state if n in self._names)
+        stored = ((name, as_stored(self._model, name, tensor)) for name, tensor in named)
+        return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in stored))
 
 
 def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.media import MediaReader
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from cluster.records.trajectory import Prompt
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.backends.base import Backend
@@ -23,15 +24,21 @@ from learner.policies.token import TokenPolicy
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """A prompt and the tokens of its right answer, EOS included. Prompt and vision tokens are never trained on."""
+    """A prompt and the tokens of its right answer, EOS included, or of a whole episode with a mask.
+
+    Prompt and vision tokens are never trained on.
+    """
 
     prompt: Prompt
     answer_ids: np.ndarray  # int32 [A]
     answer_mask: np.ndarray  # bool [A]: True where a token is trained
+    media: tuple[MediaHandle, ...] = ()  # of later turns: `media[i]` fills `media_spans[i]` of `answer_ids`
+    media_spans: tuple[MediaSpan, ...] = ()
 
     @cached_property
     def sequence(self) -> TokenSequence:
-        return TokenSequence.of_response(self.prompt, self.answer_ids)
+        actions = TokenActions(self.answer_ids, media=self.media, media_spans=self.media_spans)
+        return TokenSequence.of_actions(self.prompt, actions)
 
     def untrained(self) -> SupervisedExample:
         return replace(self, answer_mask=np.zeros_like(self.answer_mask))

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from actors.datasets.audios import Audio
 from actors.datasets.pictures import PictureError
 from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Skipped, Split, first_few
 from actors.datasets.videos import Video, VideoInputs
@@ -59,6 +60,7 @@ class Conversation:
     endings: tuple[Ending, ...]
     images: tuple[Path, ...]  # absolute, one for each `<image>` of context and endings, in order
     videos: tuple[Video, ...] = ()  # one for each `<video>`
+    audios: tuple[Audio, ...] = ()  # none: offline jobs take no sounds
 
 
 @dataclass

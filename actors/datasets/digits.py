@@ -8,11 +8,10 @@ something real to learn. The folder that `write_digits` makes:
     dataset.json                what the folder holds; its presence says that the folder is whole
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Literal, NotRequired, TypedDict, get_args
 
 import numpy as np
@@ -21,10 +20,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from actors.datasets.written.digit_clips import write_clip
+from actors.datasets.written.folder import install_dataset
 
 DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips"]
 
-MARKER = "dataset.json"
 FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
@@ -74,52 +73,22 @@ def write_digits(
     marker = Marker(
         format_version=FORMAT_VERSION, task=task, seed=seed, num_validation=num_validation, num_test=num_test
     )
-    if _holds(folder, marker):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        _install(_build(Path(staging) / "dataset", marker), folder, marker)
-    return folder
+    return install_dataset(folder, marker, partial(_build, marker=marker))
 
 
-def _holds(folder: Path, marker: Marker) -> bool:
-    """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    if not (folder / MARKER).is_file():
-        raise ValueError(f"{folder} exists and has no {MARKER}, so it is no digits dataset: choose another folder")
-    found = json.loads((folder / MARKER).read_text())
-    if found != marker:
-        raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
-    return True
-
-
-def _install(built: Path, folder: Path, marker: Marker) -> None:
-    """Rename `built` to `folder`; accept that another process has put the same dataset there meanwhile."""
-    try:
-        built.rename(folder)
-    except OSError:
-        if not _holds(folder, marker):
-            raise
-
-
-def _build(folder: Path, marker: Marker) -> Path:
-    """Write pictures, splits and, last, the marker into a new folder."""
+def _build(folder: Path, marker: Marker) -> dict[str, list[DigitRow]]:
+    """Write pictures or clips into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
     splits = _split(labels, marker)
     if marker["task"] == "digit_clips":
         _write_clips(folder, marker["seed"], splits, pixels, labels)
     else:
         _write_pictures(folder, pixels)
-    for split, indices in splits.items():
-        rows = _rows(marker, split, indices, labels)
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-    return folder
+    return {split: _rows(marker, split, indices, labels) for split, indices in splits.items()}
 
 
 def _write_pictures(folder: Path, pixels: np.ndarray) -> None:
-    (folder / "images").mkdir(parents=True)
+    (folder / "images").mkdir()
     for index, picture in enumerate(pixels):
         _to_picture(picture).save(folder / _image_path(index))
 
@@ -128,7 +97,7 @@ def _write_clips(
     folder: Path, seed: int, splits: Mapping[str, Sequence[int]], pixels: np.ndarray, labels: np.ndarray
 ) -> None:
     """One clip for each digit, in which it is shown longest; the others are of its split."""
-    (folder / "clips").mkdir(parents=True)
+    (folder / "clips").mkdir()
     for indices in splits.values():
         for index in indices:
             write_clip(folder / _clip_path(index), index, indices, pixels, labels, Random(f"{seed} {index}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from actors.datasets.audios import AudioInputs
 from actors.datasets.curricula import CURRICULA, Curriculum
 from actors.datasets.downloads import DownloadLimits, PictureDownloads
 from actors.datasets.formats import FORMATS
@@ -72,6 +73,7 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
         row_format,
         PictureInputs(root, downloads, takes_absolute=takes_absolute),
         VideoInputs(root, downloads, takes_absolute=takes_absolute),
+        AudioInputs(root, downloads, takes_absolute=takes_absolute),
         columns=source.columns,
         label_key=label_key,
         label=source.label,

@@ -7,18 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors.datasets.audios import Audio
 from actors.datasets.pictures import Picture
 from actors.datasets.videos import Video
 from cluster.errors import SkippedSample
 
 IMAGE_PLACEHOLDER = "<image>"
 VIDEO_PLACEHOLDER = "<video>"
+AUDIO_PLACEHOLDER = "<audio>"
 NUM_NAMED = 3  # skipped samples that an error message names
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation; `text` holds one `<image>` for each of its pictures, one `<video>` for each video."""
+    """One turn of a conversation; `text` holds one `<image>` for each picture, `<video>` for each video and
+    `<audio>` for each sound of it."""
 
     role: str  # system, user, assistant or tool
     text: str
@@ -28,8 +31,8 @@ class Turn:
 class Row:
     """One question with its answer.
 
-    `history` and `question`, in this order, hold one `<image>` for each of `images` and one `<video>` for each of
-    `videos`. `chosen` and `rejected` are the two responses of a preference pair.
+    `history` and `question`, in this order, hold one `<image>` for each of `images`, one `<video>` for each of `videos`
+    and one `<audio>` for each of `audios`. `chosen` and `rejected` are the two responses of a preference pair.
     """
 
     sample_id: str
@@ -42,6 +45,7 @@ class Row:
     chosen: str | None = None
     rejected: str | None = None
     videos: tuple[Video, ...] = ()
+    audios: tuple[Audio, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.datasets.audios import AudioInputs
 from actors.datasets.curricula import Curriculum
 from actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
 from actors.datasets.lazy_rows import LazyRows
@@ -31,6 +32,7 @@ class TableRows(LazyRows):
         row_format: RowFormat,
         pictures: PictureInputs,
         videos: VideoInputs,
+        audios: AudioInputs,
         *,
         columns: Mapping[str, str],
         label_key: str,
@@ -44,6 +46,7 @@ class TableRows(LazyRows):
         self._format = row_format
         self._pictures = pictures
         self._videos = videos
+        self._audios = audios
         self._columns = dict(columns)
         self._label_key = label_key
         self._label = label
@@ -84,7 +87,13 @@ class TableRows(LazyRows):
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
             return finish(
-                draft, self._pictures, self._videos, default_id=default_id, name=name, label_key=self._label_key
+                draft,
+                self._pictures,
+                self._videos,
+                self._audios,
+                default_id=default_id,
+                name=name,
+                label_key=self._label_key,
             )
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name

@@ -79,10 +79,17 @@ class Action:
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What an environment offers. An episode is truncated after `max_turns` turns of the policy."""
+    """What an environment offers. An episode is truncated after `max_turns` turns of the policy.
+
+    `is_deterministic` says that equal actions after a reset with equal seeds give equal observations: an episode whose
+    rollout actor is lost then goes on elsewhere by playing its turns again, and else begins again. `demonstrates` says
+    that it is a `Demonstrator`.
+    """
 
     max_turns: int
     tools: tuple[Tool, ...] = ()
+    is_deterministic: bool = True
+    demonstrates: bool = False
 
 
 class Reset(NamedTuple):
@@ -114,6 +121,14 @@ class Environment(Protocol):
     def step(self, action: Action) -> Step: ...
 
     def close(self) -> None: ...
+
+
+class Demonstrator(Environment, Protocol):
+    """An environment that knows a good turn in every state; a warm start learns whole episodes of them."""
+
+    def demonstrate(self) -> str:
+        """The text of a good next turn. Asked after `reset`, and after each `step` that does not end the episode."""
+        ...
 
 
 def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:

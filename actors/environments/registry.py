@@ -11,8 +11,19 @@ from actors.environments.base import Environment
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
     "calculator": "actors.environments.tasks.calculator:Calculator",
-    "gymnasium": "actors.environments.tasks.gymnasium_adapter:GymnasiumEnvironment",
+    "gymnasium": "actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
+    "openenv": "actors.environments.adapters.openenv:OpenEnv",
     "pixel_maze": "actors.environments.tasks.pixel_maze:PixelMaze",
+    "reasoning_gym": "actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
+    "textarena": "actors.environments.adapters.textarena_adapter:TextArena",
+    "trl": "actors.environments.adapters.trl_class:TRLClass",
+    "vagen": "actors.environments.adapters.vagen_class:VAGENClass",
+}
+EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
+    "gymnasium": "environments",
+    "pixel_maze": "environments",
+    "reasoning_gym": "reasoning_gym",
+    "textarena": "textarena",
 }
 
 
@@ -31,7 +42,7 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
     try:
         made_by = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        hint = "pip install 'mobula[environments]'" if name in ENVIRONMENTS else "put it on the PYTHONPATH"
+        hint = f"pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else "put it on the PYTHONPATH"
         raise ValueError(f"environment.name={name} needs {error.name!r}, which is not installed: {hint}") from error
     except AttributeError as error:
         raise ValueError(f"environment.name={name}: {module} has no {attribute}: name a class of it") from error

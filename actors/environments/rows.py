@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
 
 from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Split, Turn
@@ -38,11 +40,19 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: b
 
 
 async def _rows(config: EnvironmentConfig, seeds: range, *, takes_pictures: bool) -> tuple[Row, ...]:
+    """The stages of a curriculum take turns over the training seeds; held-out episodes are of the last one."""
+    stages = config.curriculum.stages or ({},)
+    is_train = seeds.start == 0
     pool = EnvironmentPool(config, takes_pictures=takes_pictures)
+    rows = []
     try:
         async with pool.session() as session:
-            again = observation_hash((await session.reset(seeds[0])).observation)
-            rows = tuple([_row(config.name, seed, await session.reset(seed)) for seed in seeds])
+            first = 0 if is_train else len(stages) - 1
+            again = observation_hash((await session.reset(seeds[0], stages[first])).observation)
+            for number, seed in enumerate(seeds):
+                stage = number % len(stages) if is_train else first
+                start = await session.reset(seed, stages[stage])
+                rows.append(_row(config.name, episode_of(seed, start.observation, stages[stage], stage), start))
     finally:
         pool.close()
     if rows[0].metadata[ENVIRONMENT]["hash"] != again:
@@ -50,10 +60,11 @@ async def _rows(config: EnvironmentConfig, seeds: range, *, takes_pictures: bool
             f"environment.name={config.name} gives two observations for seed {seeds[0]}, so siblings would get "
             "different tasks: make its reset a function of the seed"
         )
-    return rows
+    return tuple(rows)
 
 
-def _row(name: str, seed: int, start: Reset) -> Row:
+def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
+    seed = task["seed"]
     *history, question = start.observation or (Message("", ""),)
     if question.role != "user":
         raise DatasetError(f"environment.name={name} begins with no user message: let the last message of reset be one")
@@ -65,11 +76,13 @@ def _row(name: str, seed: int, start: Reset) -> Row:
         answer=answer,
         solution=solution,
         images=tuple(EncodedFile(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
-        metadata={ENVIRONMENT: episode_of(seed, start.observation)},
+        metadata={ENVIRONMENT: task},
         history=tuple(Turn(message.role, message.text) for message in history),
     )
 
 
-def episode_of(seed: int, observation: Observation) -> Mapping[str, int | str]:
+def episode_of(
+    seed: int, observation: Observation, options: Mapping[str, Any] = MappingProxyType({}), stage: int = 0
+) -> Mapping[str, Any]:
     """What a prompt carries so that rollout actors begin the same episode, and can check that they did."""
-    return {"seed": seed, "hash": observation_hash(observation)}
+    return {"seed": seed, "hash": observation_hash(observation), "options": dict(options), "stage": stage}

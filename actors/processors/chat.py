@@ -23,9 +23,19 @@ from transformers import (
     ProcessorMixin,
 )
 
+from actors.datasets.audios import Audio
 from actors.datasets.pictures import Picture
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
+from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from actors.datasets.videos import Video
+from actors.processors.audio import (
+    AudioLimits,
+    LoadedAudio,
+    check_audio,
+    decode_audio,
+    draw_sound,
+    load_audio,
+    require_soundfile,
+)
 from actors.processors.image import check_image, decode_image, measure_image, read_image
 from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
@@ -33,13 +43,13 @@ from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, cont
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
 from configs.schema.rollout import SamplerConfig
-from learner.policies.families import VIDEO_TYPES, family_at, model_type_at
-from learner.policies.families.base import Clip, PictureFamily, VideoFamily
+from learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
+from learner.policies.families.base import AudioFamily, Clip, Family, PictureFamily, VideoFamily
 
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
 NUM_CACHED_SIZES = 4096
-MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER})")
+MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}|{AUDIO_PLACEHOLDER})")
 
 
 class HasMedia(Protocol):
@@ -51,6 +61,8 @@ class HasMedia(Protocol):
     def images(self) -> Sequence[Picture]: ...
     @property
     def videos(self) -> Sequence[Video]: ...
+    @property
+    def audios(self) -> Sequence[Audio]: ...
 
 
 @dataclass(frozen=True)
@@ -60,10 +72,16 @@ class LoadedMedia:
     pictures: Sequence[bytes]
     sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
     videos: Sequence[LoadedVideo]
+    audios: Sequence[LoadedAudio]
 
     @property
     def clips(self) -> list[Clip]:
         return [video.clip for video in self.videos]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Samples of each sound."""
+        return [audio.num_samples for audio in self.audios]
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class _Layout:
     compact_ids: np.ndarray  # int32 [P_compact]
     expanded_ids: np.ndarray  # int32 [P]
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos, stands in each span
+    order: np.ndarray  # int64 [M]: which of the row's media, pictures, videos, then sounds, is in each span
 
 
 class ChatProcessor:
@@ -84,9 +102,9 @@ class ChatProcessor:
     so both token spaces agree by construction and equal what the model's processor makes of the same text and pictures.
     Processed pictures go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
     as well, for reward functions that look at them. A video is decoded once into the frames that the prompt shows;
-    engine, learner and reward functions all have these.
+    engine, learner and reward functions all have these. A sound is decoded, resampled and processed once.
 
-    A text-only model has a tokenizer in the place of a processor, and takes prompts without pictures.
+    A text-only model has a tokenizer in the place of a processor, and takes prompts without media.
 
     Raises:
         ValueError: the model is of a family that is not supported, its processor or tokenizer is unfit, or a text of
@@ -100,14 +118,17 @@ class ChatProcessor:
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
         self._max_videos = sampler.max_videos_per_prompt
+        self._max_audios = sampler.max_audios_per_prompt
         self.takes_videos = self._max_videos > 0
+        self.takes_audios = self._max_audios > 0
         self._media = media
         self._video_limits = VideoLimits.of(data)
         self._limits = self._video_limits.frame
         self._family = family_at(model)
         self.takes_pictures = self._family.takes_pictures
-        self._processor = _load(self._family, model, data) if self.takes_pictures else _load_tokenizer(model)
-        self._tokenizer = self._processor.tokenizer if self.takes_pictures else self._processor
+        self._takes_parts = self.takes_pictures or isinstance(self._family, AudioFamily)
+        self._processor = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
+        self._tokenizer = self._processor.tokenizer if self._takes_parts else self._processor
         added = self._tokenizer.added_tokens_decoder
         self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
         self._refuse_unfit_config()
@@ -116,11 +137,18 @@ class ChatProcessor:
             self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
         if self._max_videos:
             self._refuse_videos(model)
+        if self._max_audios:
+            self._audio_limits = self._limits_of_audios(model, data)
         self.fingerprint = _fingerprint(self._processor, self._tokenizer)
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
-        self.image_token_id: int | None = self._processor.image_token_id if self.takes_pictures else None
+        config = AutoConfig.from_pretrained(model)
+        if isinstance(self._family, AudioFamily):
+            self._audio_token_id = self._family.audio_placeholder_id(config)
+        self.image_token_id: int | None = (
+            self._family.placeholder_id(config) if isinstance(self._family, PictureFamily) else None
+        )
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
 
@@ -133,7 +161,7 @@ class ChatProcessor:
         """
         self._check_row(row)
         loaded = self.load_media(row)
-        layout = self._lay_out(row, loaded.sizes, loaded.clips)
+        layout = self._lay_out(row, loaded.sizes, loaded.clips, loaded.lengths)
         stored = self.store_media(row, loaded)
         return Prompt(
             prompt_id=prompt_id,
@@ -159,7 +187,7 @@ class ChatProcessor:
 
     def num_media(self, row: HasMedia) -> int:
         """How many media the prompt of a row has."""
-        return len(row.images) + len(row.videos)
+        return len(row.images) + len(row.videos) + len(row.audios)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response, special tokens left out."""
@@ -178,7 +206,7 @@ class ChatProcessor:
     def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
         """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next."""
         # Templates of text-only models know no parts.
-        messages = [{"role": r, "content": _content(text) if self.takes_pictures else text} for r, text in turns]
+        messages = [{"role": r, "content": _content(text) if self._takes_parts else text} for r, text in turns]
         return self._processor.apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
 
     def tokenize(self, text: str) -> np.ndarray:
@@ -219,14 +247,21 @@ class ChatProcessor:
                 f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self._max_videos}: "
                 "raise it or remove the row"
             )
+        if len(row.audios) > self._max_audios:
+            raise PromptError(
+                f"{row.sample_id} has {len(row.audios)} sounds, sampler.max_audios_per_prompt is {self._max_audios}: "
+                "raise it or remove the row"
+            )
 
-    def measure_media(self, row: HasMedia) -> tuple[list[tuple[int, int]], list[Clip]]:
-        """(width, height) of each picture and what a prompt shows of each video, from their headers.
+    def measure_media(self, row: HasMedia) -> tuple[list[tuple[int, int]], list[Clip], list[int]]:
+        """(width, height) of each picture, what a prompt shows of each video, and samples of each sound, from headers.
 
         Raises:
             MediaError: a file cannot be used.
         """
-        return self.picture_sizes(row.images), [check_video(video, self._video_limits) for video in row.videos]
+        clips = [check_video(video, self._video_limits) for video in row.videos]
+        lengths = [check_audio(audio, self._audio_limits) for audio in row.audios]
+        return self.picture_sizes(row.images), clips, lengths
 
     def load_media(self, row: HasMedia) -> LoadedMedia:
         """The row's files, read.
@@ -235,12 +270,15 @@ class ChatProcessor:
             MediaError: a file cannot be used.
         """
         contents, sizes = self.read_pictures(row.images)
-        return LoadedMedia(contents, sizes, [load_video(video, self._video_limits) for video in row.videos])
+        videos = [load_video(video, self._video_limits) for video in row.videos]
+        audios = [load_audio(audio, self._audio_limits) for audio in row.audios]
+        return LoadedMedia(contents, sizes, videos, audios)
 
     def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
-        """Where the row's processed media are: its pictures, then its videos."""
+        """Where the row's processed media are: its pictures, its videos, then its sounds."""
         stored = [self.store_picture(content, path) for content, path in zip(loaded.pictures, row.images, strict=True)]
-        return [*stored, *(self._store_video(video) for video in loaded.videos)]
+        stored += [self._store_video(video) for video in loaded.videos]
+        return [*stored, *(self._store_audio(audio) for audio in loaded.audios)]
 
     def picture_sizes(self, images: Sequence[Picture]) -> list[tuple[int, int]]:
         """(width, height) of each file, from its header.
@@ -278,10 +316,15 @@ class ChatProcessor:
         return places, expansions
 
     def media_expansions(
-        self, compact_ids: np.ndarray, row: HasMedia, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip]
+        self,
+        compact_ids: np.ndarray,
+        row: HasMedia,
+        sizes: Sequence[tuple[int, int]],
+        clips: Sequence[Clip],
+        lengths: Sequence[int],
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Where placeholders stand in `compact_ids`, the ids that each one's medium becomes, and which of the row's
-        media that is, its pictures counted before its videos.
+        media that is, its pictures counted before its videos, and these before its sounds.
 
         Raises:
             PromptError: there is not one placeholder a medium.
@@ -289,7 +332,9 @@ class ChatProcessor:
         """
         places, expansions = self.expansions(compact_ids, row.images, sizes, row.sample_id)
         video_places, video_expansions = self._video_expansions(compact_ids, row, clips)
-        places, expansions = np.concatenate([places, video_places]), [*expansions, *video_expansions]
+        audio_places, audio_expansions = self._audio_expansions(compact_ids, row, lengths)
+        places = np.concatenate([places, video_places, audio_places])
+        expansions = [*expansions, *video_expansions, *audio_expansions]
         order = np.argsort(places)
         return places[order], [expansions[number] for number in order], order
 
@@ -314,20 +359,44 @@ class ChatProcessor:
             )
         return places, expansions
 
+    def _audio_expansions(
+        self, compact_ids: np.ndarray, row: HasMedia, lengths: Sequence[int]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Where the placeholders of sounds stand in `compact_ids`, and the ids that each sound becomes."""
+        if not lengths or not isinstance(self._family, AudioFamily):
+            return np.empty(0, dtype=np.int64), []
+        expansions = []
+        for length, source in zip(lengths, row.audios, strict=True):
+            try:
+                expansions.append(self._family.audio_expansion(self._processor, length))
+            except ValueError as error:
+                raise MediaError(
+                    f"{source} has {length} samples: {error}; change the sound or remove its row"
+                ) from error
+        places = np.flatnonzero(compact_ids == self._audio_token_id)
+        if len(places) != len(expansions):
+            raise PromptError(
+                f"{row.sample_id} has {len(expansions)} sounds and its rendered text {len(places)} placeholders: the "
+                "chat template of policy.model has no place for sounds, use another template"
+            )
+        return places, expansions
+
     def _check_row(self, row: Row) -> None:
         self.check_media(row)
         self.refuse_special_tokens(row.solution)  # supervised steps encode it
 
-    def _lay_out(self, row: Row, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip]) -> _Layout:
-        """The row's tokens, given its pictures' (width, height) and its videos."""
+    def _lay_out(
+        self, row: Row, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip], lengths: Sequence[int]
+    ) -> _Layout:
+        """The row's tokens, given its pictures' (width, height), its videos, and the samples of its sounds."""
         text, compact_ids = self._encode(row.history, row.question)
-        places, expansions, order = self.media_expansions(compact_ids, row, sizes, clips)
+        places, expansions, order = self.media_expansions(compact_ids, row, sizes, clips, lengths)
         expanded_ids, spans = expand(compact_ids, places, expansions)
         if len(expanded_ids) > self._data.max_prompt_tokens:
             raise PromptError(
-                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures and "
-                f"videos), data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower "
-                "data.max_pixels or data.video.max_tokens"
+                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures, "
+                f"videos and sounds), data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower "
+                "data.max_pixels, data.video.max_tokens or data.audio.max_seconds"
             )
         return _Layout(text, compact_ids, expanded_ids, spans, order)
 
@@ -381,6 +450,20 @@ class ChatProcessor:
             files=tuple(map(_png, pictures)) if self._keep_files else (),
         )
 
+    def _store_audio(self, audio: LoadedAudio) -> MediaHandle:
+        """Where the processed sound is; equal files are decoded and processed once."""
+        key = content_key(audio.content, f"{self.fingerprint} audio")
+        return self._media.get_or_add(key, str(audio.source), partial(self._process_audio, audio))
+
+    def _process_audio(self, audio: LoadedAudio) -> ProcessedMedia:
+        assert isinstance(self._family, AudioFamily)
+        samples = decode_audio(audio, self._audio_limits)
+        return ProcessedMedia(
+            modality="audio",
+            inputs=self._family.process_audio(self._processor, samples),
+            thumbnail=_png(draw_sound(samples, THUMBNAIL_SIZE)),
+        )
+
     def refuse_special_tokens(self, text: str) -> None:
         """Raises: PromptError: the text holds what only the chat template may write."""
         found = self._special.search(text)
@@ -406,12 +489,24 @@ class ChatProcessor:
             )
         require_av()
 
+    def _limits_of_audios(self, model: str, data: DataConfig) -> AudioLimits:
+        """What a sound may be, if the model takes any on this machine."""
+        if not isinstance(self._family, AudioFamily):
+            raise ValueError(
+                f"sampler.max_audios_per_prompt={self._max_audios} asks for sounds, which are not computed for "
+                f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
+                f"{', '.join(AUDIO_TYPES)}"
+            )
+        require_soundfile()
+        features = self._processor.feature_extractor
+        return AudioLimits.of(data, features.sampling_rate, features.n_samples)
+
     def _refuse_unfit_config(self) -> None:
         for key, text in (("prompt_suffix", self._data.prompt_suffix), ("system_prompt", self._data.system_prompt)):
             if MEDIA_PLACEHOLDERS.search(text) or self._special.search(text):
                 raise ValueError(
-                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER} and special tokens from "
-                    "it, pictures and videos stand in the question and turns are made by the chat template"
+                    f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "
+                    "special tokens from it, media stand in the question and turns are made by the chat template"
                 )
 
 
@@ -435,26 +530,42 @@ def expand(
 
 
 def _content(question: str) -> list[dict[str, str]]:
-    """The parts of a user turn: text, pictures and videos in the order of the question."""
-    kinds = {IMAGE_PLACEHOLDER: {"type": "image"}, VIDEO_PLACEHOLDER: {"type": "video"}}
+    """The parts of a user turn: text, pictures, videos and sounds in the order of the question."""
+    kinds = {
+        IMAGE_PLACEHOLDER: {"type": "image"},
+        VIDEO_PLACEHOLDER: {"type": "video"},
+        AUDIO_PLACEHOLDER: {"type": "audio"},
+    }
     pieces = (piece for piece in MEDIA_PLACEHOLDERS.split(question) if piece)
     return [kinds.get(piece, {"type": "text", "text": piece}) for piece in pieces]
 
 
-def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin:
+def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
     """The model's processor, with the pixel budget of `data` where the family has one."""
     try:
-        processor = AutoProcessor.from_pretrained(model, **family.processor_options(data))
+        options = family.processor_options(data) if isinstance(family, PictureFamily) else {}
+        processor = AutoProcessor.from_pretrained(model, **options)
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
             "download it again, its processor or tokenizer files are damaged"
         ) from error
-    if not isinstance(processor, ProcessorMixin) or "image_processor" not in processor.get_attributes():
+    parts = processor.get_attributes() if isinstance(processor, ProcessorMixin) else ()
+    if isinstance(family, PictureFamily) and "image_processor" not in parts:
         raise ValueError(
             f"policy.model={model} is of a vision-language type but has no image processor: download it again with its "
             "preprocessor_config.json"
         )
+    if isinstance(family, AudioFamily) and "feature_extractor" not in parts:
+        raise ValueError(
+            f"policy.model={model} is of a type that hears but has no feature extractor: download it again with its "
+            "preprocessor_config.json"
+        )
+    config = AutoConfig.from_pretrained(model)
+    if isinstance(family, AudioFamily):
+        _refuse_unfit_tokenizer(processor, model, processor.audio_token, family.audio_placeholder_id(config))
+    if not isinstance(family, PictureFamily):
+        return processor
     if family.has_pixel_budget:
         size = processor.image_processor.size
         if (size.shortest_edge, size.longest_edge) != (data.min_pixels, data.max_pixels):
@@ -462,8 +573,8 @@ def _load(family: PictureFamily, model: str, data: DataConfig) -> ProcessorMixin
                 f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
                 "data.max_pixels: choose another checkpoint of its family"
             )
-    _refuse_unfit_tokenizer(processor, model)
-    family.refuse_unfit(processor, AutoConfig.from_pretrained(model))
+    _refuse_unfit_tokenizer(processor, model, processor.image_token, family.placeholder_id(config))
+    family.refuse_unfit(processor, config)
     return processor
 
 
@@ -483,14 +594,13 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str) -> None:
+def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: str, expected: int) -> None:
     """Where a tokenizer file is missing, transformers makes up a tokenizer without its words."""
-    ids = processor.tokenizer(processor.image_token, add_special_tokens=False).input_ids
-    expected = AutoConfig.from_pretrained(model).image_token_id
+    ids = processor.tokenizer(placeholder, add_special_tokens=False).input_ids
     if ids != [expected]:
         raise ValueError(
-            f"policy.model={model} has a tokenizer that makes {ids} of the picture placeholder "
-            f"{processor.image_token!r}, which is the one token {expected} in its config.json: download or write the "
+            f"policy.model={model} has a tokenizer that makes {ids} of the placeholder "
+            f"{placeholder!r}, which is the one token {expected} in its config.json: download or write the "
             "checkpoint again, its tokenizer is missing or another model's"
         )
 
@@ -499,8 +609,9 @@ def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer:
     """A hash of all that decides what this processor makes of a question and its pictures."""
     settings = {
         "processor": type(processor).__name__,
-        "images": None if processor is tokenizer else processor.image_processor.to_dict(),
+        "images": processor.image_processor.to_dict() if hasattr(processor, "image_processor") else None,
         "videos": processor.video_processor.to_dict() if hasattr(processor, "video_processor") else None,
+        "audios": processor.feature_extractor.to_dict() if hasattr(processor, "feature_extractor") else None,
         "tokenizer": type(tokenizer).__name__,
         "vocabulary": len(tokenizer),
         "chat_template": processor.chat_template,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending, Turn
+from actors.datasets.rows import AUDIO_PLACEHOLDER
 from actors.processors.chat import ChatProcessor, expand
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
@@ -82,7 +83,7 @@ class ConversationProcessor:
         """
         self._check(row)
         loaded = self._chat.load_media(row)
-        context, wholes = self._laid_out(row, loaded.sizes, loaded.clips)
+        context, wholes = self._laid_out(row, loaded.sizes, loaded.clips, loaded.lengths)
         stored = self._chat.store_media(row, loaded)
         num_context = wholes[0].num_context
         prompt = Prompt(
@@ -119,10 +120,12 @@ class ConversationProcessor:
     def _check(self, row: Conversation) -> None:
         self._chat.check_media(row)
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
+            if AUDIO_PLACEHOLDER in turn.text:
+                raise PromptError(f"{row.sample_id} has {AUDIO_PLACEHOLDER}: offline jobs take no sounds")
             self._chat.refuse_imitations(turn.text)
 
     def _laid_out(
-        self, row: Conversation, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip]
+        self, row: Conversation, sizes: Sequence[tuple[int, int]], clips: Sequence[Clip], lengths: Sequence[int]
     ) -> tuple[_Pieces, list[_Whole]]:
         """The context, and it with each of the endings."""
         has_system = row.context[0].role == "system"
@@ -131,7 +134,7 @@ class ConversationProcessor:
         ids = self._chat.tokenize(text)
         context = _Pieces(text, ids, np.zeros(len(ids), dtype=bool))
         endings = [self._ending(row.sample_id, turns, text, ending) for ending in row.endings]
-        return context, [self._whole(row, context, ending, sizes, clips) for ending in endings]
+        return context, [self._whole(row, context, ending, sizes, clips, lengths) for ending in endings]
 
     def _ending(self, name: str, turns: Sequence[tuple[str, str]], text: str, ending: Ending) -> _Pieces:
         """The tokens behind `text`, the rendered context of `turns`."""
@@ -172,9 +175,10 @@ class ConversationProcessor:
         ending: _Pieces,
         sizes: Sequence[tuple[int, int]],
         clips: Sequence[Clip],
+        lengths: Sequence[int],
     ) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
-        places, expansions, order = self._chat.media_expansions(compact, row, sizes, clips)
+        places, expansions, order = self._chat.media_expansions(compact, row, sizes, clips, lengths)
         ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(

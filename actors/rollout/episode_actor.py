@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from actors.processors.chat import ChatProcessor
 from actors.rollout.actor import RolloutActor
@@ -51,9 +52,12 @@ class EpisodeActor(RolloutActor):
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """One episode a sibling, from its start: an earlier attempt leaves nothing."""
-        group = await self._episodes.generate(prompt, settings, attempt)
-        return group, (group.summary(), group.small_responses())
+        """One episode a sibling, each from the turns that an earlier attempt left."""
+        failures: Counter[str] = Counter()
+        group = await self._episodes.generate(
+            prompt, settings, attempt, report=self.report, note_failure=lambda kind: failures.update([kind])
+        )
+        return group, (replace(group.summary(), failures=dict(failures)), group.small_responses())
 
     async def close(self) -> None:
         await asyncio.to_thread(self._episodes.close)

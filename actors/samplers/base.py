@@ -35,6 +35,7 @@ class EngineSettings:
     chunk_tokens: int  # after so many new tokens of a response the sampler reports them
     max_images_per_prompt: int
     max_videos_per_prompt: int
+    max_audios_per_prompt: int
     kv_cache_bytes: int
     keeps_kv_cache: bool  # of running requests, over a push
     sleep_level: int  # of an engine that shares its device with the learner; 0: it never sleeps

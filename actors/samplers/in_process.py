@@ -18,7 +18,7 @@ from cluster.records.trajectory import Prompt
 from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
-from learner.policies.loading import checkpoint_names
+from learner.policies.loading import as_stored, checkpoint_names
 from learner.policies.lora import changed_weights
 
 
@@ -117,7 +117,9 @@ class InProcessSampler(ABC):
     def _take_parameters(self) -> None:
         """Find the weights of `_model`, where they are now, under the names that a push has."""
         names, state = checkpoint_names(self._model), self._model.state_dict()
-        self._parameters = {names[name]: tensor for name, tensor in state.items() if name in names}
+        self._parameters = {
+            names[name]: as_stored(self._model, names[name], tensor) for name, tensor in state.items() if name in names
+        }
 
     @abstractmethod
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:

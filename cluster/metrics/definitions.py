@@ -61,8 +61,11 @@ class MetricName(StrEnum):
     QUEUE_WAITING = "queue_waiting"
     QUEUE_OVERSIZED = "queue_oversized"
     CANARY = "canary"
+    PUSH_SECONDS = "push_seconds"
+    PUSH_BYTES = "push_bytes"
     CONCURRENCY_LIMIT = "concurrency_limit"
     KV_USAGE_MAX = "kv_usage_max"
+    CURRICULUM_STAGE = "curriculum_stage"
 
 
 class CounterName(StrEnum):
@@ -83,6 +86,7 @@ class CounterName(StrEnum):
     DROPPED_SAMPLES = "dropped_samples"
     RECOVERED = "recovered"
     UNLOGGED_STEPS = "unlogged_steps"
+    EPISODE_FAILURES = "episode_failures"
 
 
 class LiveName(StrEnum):
@@ -190,7 +194,10 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
     MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
+    MetricName.PUSH_SECONDS: Metric("s", "From the begin of the newest push until every engine serves it"),
+    MetricName.PUSH_BYTES: Metric("B", "Bytes that the newest push sent to each engine"),
     MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),
+    MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0 on"),
     MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }
 
@@ -248,6 +255,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
     CounterName.RECOVERED: Metric("", "Steps and groups that came back from the journal, and what did not, by reason"),
+    CounterName.EPISODE_FAILURES: Metric("", "Tries of an episode that its environment failed, by kind"),
     CounterName.UNLOGGED_STEPS: Metric("", "Steps that could not be written to the trajectory log"),
 }
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.fan_out import FanOut
-from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
 from cluster.metrics.step_values import component_means, staleness_of, step_values
 from cluster.metrics.totals import RunTotals
 from cluster.workers.status import Progress, RunStatus
@@ -40,14 +40,16 @@ ENDING = "ending"
 class Samples(Protocol):
     """Keeps a few responses of the run to look at."""
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None: ...
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+        """Look at the groups of one step; returns what is kept of them."""
+        ...
 
 
 class NoSamples:
     """Keeps no response."""
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        return None
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+        return ()
 
 
 class Watcher(Protocol):
@@ -160,12 +162,14 @@ class Metrics:
             self._scope, self._outside, self._outside_start = None, ENDING, self._clock()
         if step <= self.totals.version:
             return
-        self._offer_samples(step, scope.groups)
+        samples = self._kept_samples(step, scope.groups)
         if scope.replay is not None:
             self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
         self._sinks.emit(record)
+        if samples:
+            self._sinks.emit_samples(samples)
 
     def progress(self) -> Progress:
         """What the loop does now: a phase of its step, or `starting` before the first and `ending` after the last."""
@@ -223,9 +227,10 @@ class Metrics:
         """Flush and close every sink."""
         self._sinks.close()
 
-    def _offer_samples(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+    def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         try:
-            self._samples.offer(step, groups)
+            return self._samples.offer(step, groups)
         except Exception:  # a picture for the report is not worth the run
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
+            return ()

@@ -1,4 +1,4 @@
-"""What the hub hands to sinks: StepRecord and EvaluationRecord, and their form as lines of JSON."""
+"""What the hub hands to sinks: StepRecord, EvaluationRecord and SampleRecord; the first two also as lines of JSON."""
 
 from __future__ import annotations
 
@@ -50,6 +50,19 @@ class EvaluationRecord:
 
 
 MetricsRecord = StepRecord | EvaluationRecord
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One response of a step to look at, with the pictures of its prompt as PNG."""
+
+    step: int
+    kind: str  # best, worst or random of its step
+    prompt: str
+    response: str
+    references: tuple[str, ...]
+    reward: float
+    pictures: tuple[bytes, ...]
 
 
 def record_version(record: MetricsRecord) -> int:

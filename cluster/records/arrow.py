@@ -1,6 +1,7 @@
 """Trajectory groups as Arrow records and back: what the journal and the trajectory log have in common.
 
-A record batch holds one group, one row a trajectory. Pictures are not written, only their keys and sources.
+A record batch holds one group, one row a trajectory. Pictures of prompts are not written, only their keys and sources:
+they can be made again. Pictures of later turns are written as the model takes them, each once in a group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
-from cluster.records.media import MediaHandle, MediaSpan
+from cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from cluster.records.trajectory import (
     EpisodeTurn,
     FinishReason,
@@ -34,6 +35,18 @@ _MEDIUM = pa.struct(
         ("source", pa.string()),
         ("start", pa.int32()),
         ("end", pa.int32()),
+    ]
+)
+_TENSOR = pa.struct(
+    [("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("values", pa.binary())]
+)
+_PICTURE = pa.struct(
+    [
+        ("key", pa.string()),
+        ("modality", pa.string()),
+        ("inputs", pa.list_(_TENSOR)),
+        ("thumbnail", pa.binary()),
+        ("files", pa.list_(pa.binary())),
     ]
 )
 _SPAN = pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
@@ -90,6 +103,7 @@ SCHEMA = pa.schema(
         ("response_failure", pa.string()),
         ("turns", pa.list_(_TURN)),
         ("later_media", pa.list_(_MEDIUM)),  # of observations; their places count from the first step
+        ("later_pictures", pa.list_(_PICTURE)),  # those of them that no row of the group before has
         ("reward", _REWARD),  # null where it could not be scored
         ("reference_logprobs", pa.list_(pa.float32())),  # null where nothing reads them
     ]
@@ -111,7 +125,7 @@ _OF_LATENTS = {"step_index": np.int32, "timesteps": np.float32, "sigmas": np.flo
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One group as it was written. Its media have keys and sources but no reference."""
+    """One group as it was written. Media of its prompt have keys and sources but no reference."""
 
     group: TrajectoryGroup
     rewards: tuple[Reward | None, ...]
@@ -119,8 +133,8 @@ class RecordedGroup:
 
     @property
     def has_all_media(self) -> bool:
-        """Its prompt can be made again with all media; pictures of later turns are in no record."""
-        return not any(trajectory.actions.media for trajectory in self.group.trajectories)
+        """Its prompt can be made again with all media, and pictures of later turns were written."""
+        return all(h.reference is not None for t in self.group.trajectories for h in t.actions.media)
 
 
 def to_rows(
@@ -132,8 +146,15 @@ def to_rows(
     """One row a trajectory, each with the whole prompt."""
     shared = {"step": step, "group_id": group.group_id, **_prompt_columns(group.prompt)}
     references = [None] * len(group.trajectories) if reference_logprobs is None else reference_logprobs
+    written: set[str] = set()
     return [
-        {**shared, **_trajectory_columns(t), "reward": _reward_value(reward), "reference_logprobs": reference}
+        {
+            **shared,
+            **_trajectory_columns(t),
+            "later_pictures": _pictures(t.actions.media, written),
+            "reward": _reward_value(reward),
+            "reference_logprobs": reference,
+        }
         for t, reward, reference in zip(group.trajectories, rewards, references, strict=True)
     ]
 
@@ -158,8 +179,9 @@ def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
         for row, array in zip(rows, arrays(batch, name), strict=True):
             row[name] = array
     references = tuple(row["reference_logprobs"] for row in rows)
+    pictures = {p["key"]: _picture(p) for row in rows for p in row["later_pictures"] or ()}
     return RecordedGroup(
-        TrajectoryGroup(_prompt(rows[0]), tuple(_trajectory(row) for row in rows)),
+        TrajectoryGroup(_prompt(rows[0]), tuple(_trajectory(row, pictures) for row in rows)),
         tuple(None if row["reward"] is None else Reward(**row["reward"]) for row in rows),
         None if any(array is None for array in references) else references,
     )
@@ -178,9 +200,35 @@ def _media_column(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> l
     ]
 
 
-def _media(column: Sequence[Mapping[str, Any]]) -> tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]:
-    media = tuple(MediaHandle(m["key"], m["modality"], m["num_bytes"], None, m["source"]) for m in column)
+def _media(
+    column: Sequence[Mapping[str, Any]], pictures: Mapping[str, ProcessedMedia]
+) -> tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]:
+    media = tuple(
+        MediaHandle(m["key"], m["modality"], m["num_bytes"], pictures.get(m["key"]), m["source"]) for m in column
+    )
     return media, tuple(MediaSpan(m["start"], m["end"]) for m in column)
+
+
+def _pictures(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str, Any]]:
+    """The media that travel inside their group and are not `written` yet; adds their keys to it."""
+    found = []
+    for handle in media:
+        medium = handle.reference
+        if handle.key in written or not isinstance(medium, ProcessedMedia):
+            continue
+        written.add(handle.key)
+        tensors = [
+            {"name": name, "dtype": array.dtype.name, "shape": array.shape, "values": array.tobytes()}
+            for name, array in medium.inputs.items()
+        ]
+        rest = {"modality": medium.modality, "thumbnail": medium.thumbnail, "files": list(medium.files)}
+        found.append({"key": handle.key, "inputs": tensors, **rest})
+    return found
+
+
+def _picture(row: Mapping[str, Any]) -> ProcessedMedia:
+    inputs = {t["name"]: np.frombuffer(t["values"], t["dtype"]).reshape(t["shape"]) for t in row["inputs"]}
+    return ProcessedMedia(row["modality"], inputs, row["thumbnail"], tuple(row["files"]))
 
 
 def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
@@ -223,10 +271,10 @@ def _action_columns(actions: Actions) -> dict[str, Any]:
     return {"latents": {**columns, **{name: getattr(actions, name) for name in _OF_LATENTS}}}
 
 
-def _actions(row: Mapping[str, Any]) -> Actions:
+def _actions(row: Mapping[str, Any], pictures: Mapping[str, ProcessedMedia]) -> Actions:
     if (written := row["latents"]) is None:
         kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
-        return TokenActions(row["token_ids"], kept, *_media(row["later_media"]))
+        return TokenActions(row["token_ids"], kept, *_media(row["later_media"], pictures))
     latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
     return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
 
@@ -242,7 +290,7 @@ def _reward_value(reward: Reward | None) -> dict[str, Any] | None:
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
-    media, spans = _media(row["media"])
+    media, spans = _media(row["media"], {})
     return Prompt(
         prompt_id=row["group_id"],
         sample_id=row["sample_id"],
@@ -256,10 +304,10 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+def _trajectory(row: Mapping[str, Any], pictures: Mapping[str, ProcessedMedia]) -> Trajectory:
     return Trajectory(
         trajectory_id=row["trajectory_id"],
-        actions=_actions(row),
+        actions=_actions(row, pictures),
         behavior_logprobs=row["behavior_logprobs"],
         action_mask=row["action_mask"],
         weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

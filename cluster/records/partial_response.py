@@ -14,12 +14,21 @@ from cluster.records.actions import Actions, TokenActions
 from cluster.records.trajectory import FinishReason, Response, WeightSpan
 
 
+@dataclass(frozen=True)
+class PlayedTurn:
+    """One turn of an episode that its environment has answered: playing it again must give the same observation."""
+
+    num_tokens: int
+    is_cut: bool  # at the length limit
+    observation: str  # a hash of what the environment answered
+
+
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
     """One response as the engine sampled it, or a stretch of it; `weight_spans` count from its own first step.
 
     A step of a text model is a token, and EOS is one if the policy sampled it. `pictures` are what a visual model shows
-    at its end, as in `Response`.
+    at its end, as in `Response`. Of an episode the steps are those of its `turns`, without what stands between them.
     """
 
     actions: Actions  # T steps
@@ -27,6 +36,7 @@ class SampledSequence:
     weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
     finish_reason: FinishReason | None  # None: more steps follow
     pictures: tuple[bytes, ...] = ()
+    turns: tuple[PlayedTurn, ...] = ()
 
     def __post_init__(self) -> None:
         covered = sum(span.end - span.start for span in self.weight_spans)
@@ -59,10 +69,11 @@ class SampledSequence:
             _joined(self.weight_spans, shifted(more.weight_spans, self.num_tokens)),
             more.finish_reason,
             more.pictures,
+            (*self.turns, *more.turns),
         )
 
     def since(self, start: int) -> SampledSequence:
-        """What follows the first `start` tokens."""
+        """What follows the first `start` tokens; a stretch of an episode knows no turns."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
         rest = self.actions.stretch(start, self.num_tokens)
         return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.pictures)
@@ -86,6 +97,7 @@ class TokenChunk:
     start: int  # how many tokens of the sibling come before
     tokens: SampledSequence
     response: Response | None = None  # all of it as text, with the chunk that ends it
+    is_restart: bool = False  # what was known of the sibling counts no longer: it was begun again
 
 
 Emit = Callable[[Sequence[TokenChunk], Sequence[SampledSequence]], None]

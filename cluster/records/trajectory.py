@@ -315,6 +315,7 @@ class GroupSummary:
     media_keys: tuple[str, ...]
     num_media_bytes: int  # of the media it refers to, each counted once for this group
     num_bytes: int  # of the group itself, with media of later turns, without those of its prompt
+    failures: Mapping[str, int] = field(default_factory=dict)  # of episodes by kind, tries that came before included
 
     @property
     def oldest_version(self) -> int:

@@ -25,7 +25,7 @@ class KnownPrompts(Protocol):
 
 
 class LiveGroups:
-    """Records hold no pictures: each prompt is made again from its id, and must be the one that was sampled from."""
+    """Records hold no pictures of prompts: each prompt is made again from its id, and must be the one it was then."""
 
     def __init__(self, prompts: KnownPrompts, put: Callable[[Any], Any]) -> None:
         """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`
@@ -43,8 +43,8 @@ class LiveGroups:
         group = recorded.group
         if not recorded.has_all_media:
             raise ChangedDataError(
-                f"group {group.group_id} has pictures of later turns, which records do not hold: it can only be "
-                "sampled again"
+                f"group {group.group_id} has pictures of later turns that its record does not hold: it can only "
+                "be sampled again"
             )
         prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
         _refuse_if_changed(prompt, group.prompt)

@@ -102,11 +102,14 @@ class RetryingRollouts:
         *,
         max_retries: int,
         on_retry: Callable[[str], None],
+        on_sampled: Callable[[GroupSummary], None] = lambda summary: None,
     ) -> None:
+        """`on_sampled` is called with the summary of each group."""
         self._rollouts = rollouts
         self._in_flight_requests = in_flight_requests
         self._max_retries = max_retries
         self._on_retry = on_retry
+        self._on_sampled = on_sampled
         self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
@@ -115,7 +118,9 @@ class RetryingRollouts:
         ExcludedPromptError: the prompt ended several engines.
         """
         with self._in_flight_requests.held(prompt, settings):
-            return await self._try(prompt, settings)
+            generated = await self._try(prompt, settings)
+        self._on_sampled(generated.summary)
+        return generated
 
     async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         num_failed = 0
@@ -186,10 +191,12 @@ class RolloutDispatcher:
         age_limit: AgeLimit | None = None,
         on_rejected: Callable[[GroupSummary, str], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
+        on_scored: Callable[[Prompt, ScoredGroup], None] | None = None,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
         than the gate's `max_staleness` is not trained. `on_rejected` is called with each finished group that is not
-        trained on, and why; `on_lost` the kind of each loss of a group that was not scored yet.
+        trained on, and why; `on_lost` the kind of each loss of a group that was not scored yet; `on_scored` each group
+        with its rewards.
         """
         self._prompts = prompts
         self._gate = gate
@@ -197,6 +204,7 @@ class RolloutDispatcher:
         self._age_limit = age_limit or AgeLimit(gate.max_staleness)
         self._on_rejected = on_rejected or (lambda summary, reason: None)
         self._on_lost = on_lost or (lambda kind: None)
+        self._on_scored = on_scored or (lambda prompt, group: None)
         self._rollouts = rollouts
         self._rewards = rewards
         self._replay = replay
@@ -323,7 +331,9 @@ class RolloutDispatcher:
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool gives one a trajectory, None where it cannot"
             )
-        return ScoredGroup(summary, generated.group, tuple(rewards))
+        group = ScoredGroup(summary, generated.group, tuple(rewards))
+        self._on_scored(prompt, group)
+        return group
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):

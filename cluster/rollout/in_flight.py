@@ -54,6 +54,7 @@ class InFlightRequest:
             self._table.count_resumed(self._num_new(self._attempt), self._num_lost())
         known = self.siblings if self.num_tokens else ()
         self._attempt = Attempt(self._table.new_request_id(self.prompt_id), known)
+        self._table.on_attempt(self.prompt_id)
         return self._attempt
 
     def add(self, chunk: TokenChunk) -> None:
@@ -62,7 +63,7 @@ class InFlightRequest:
         Raises:
             RolloutError: it is of another attempt, or does not begin where what is known ends.
         """
-        known = self._siblings[chunk.sibling]
+        known = NOTHING if chunk.is_restart else self._siblings[chunk.sibling]
         if self._attempt is None or chunk.request_id != self._attempt.request_id:
             raise RolloutError(f"prompt {self.prompt_id} got a chunk of {chunk.request_id}: a try that is over")
         if chunk.start != known.num_tokens:
@@ -78,11 +79,13 @@ class InFlightRequest:
         return self.num_tokens - sum(sibling.num_tokens for sibling in attempt.siblings)
 
     def _num_lost(self) -> int:
-        """Tokens that may have been sampled and not been heard of: less than a chunk for each unfinished sibling."""
+        """Tokens that may have been sampled and not been heard of: less than a chunk for each unfinished sibling, and
+        one turn for each unfinished episode.
+        """
         max_tokens, chunk_tokens = self._settings.max_tokens, self._table.chunk_tokens
         unheard = chunk_tokens - 1 if max_tokens > chunk_tokens else max_tokens
-        left = (max_tokens - sibling.num_tokens for sibling in self._siblings if not sibling.is_finished)
-        return sum(min(unheard, tokens) for tokens in left)
+        unfinished = [sibling for sibling in self._siblings if not sibling.is_finished]
+        return sum(max_tokens if s.turns else min(unheard, max_tokens - s.num_tokens) for s in unfinished)
 
 
 class InFlightRequests:
@@ -101,6 +104,7 @@ class InFlightRequests:
         """
         self.chunk_tokens = chunk_tokens
         self.on_ended = on_ended
+        self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # a prompt is given to an actor
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})
         self._clock = clock
         self._in_flight_requests: dict[str, InFlightRequest] = {}  # by prompt id, oldest first

@@ -80,6 +80,10 @@ class Manifest:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ManifestError(f"the push does not fit the engine's checkpoint: {shown}. No byte was sent")
 
+    def below(self, prefix: str) -> Manifest:
+        """The tensors whose names begin with `prefix`."""
+        return Manifest(tuple(spec for spec in self.tensors if spec.name.startswith(prefix)))
+
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
         """Pack in order; a bucket exceeds `max_bytes` only if a single tensor does.
 

@@ -24,6 +24,7 @@ from configs.schema.run import (
     RunConfig,
     SupervisionConfig,
     TimeoutsConfig,
+    TracingConfig,
     WeightSyncConfig,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "SamplerKind",
     "SupervisionConfig",
     "TimeoutsConfig",
+    "TracingConfig",
     "WarmStartConfig",
     "WeightSyncConfig",
     "WorkerResources",

@@ -25,7 +25,7 @@ Rule = Callable[["RunConfig"], str | None]
 
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
-MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12}  # in one prompt of the task; of the others, 1
+MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12, DataKind.NLVR2: 2}  # a prompt; of other tasks, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
@@ -86,13 +86,33 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
 
 
 def _no_address_holds_credentials(config: RunConfig) -> str | None:
-    address = urlsplit(config.metrics.tracker_address)
-    if "@" not in address.netloc:
+    addresses = {"metrics.tracker_address": config.metrics.tracker_address, "tracing.address": config.tracing.address}
+    for key, value in addresses.items():
+        address = urlsplit(value)
+        if "@" in address.netloc:
+            return (
+                f"{key} has credentials for {address.hostname}, and the configuration is written to the run folder: "
+                "give the address alone, and the key in the environment variable of the tracker or exporter"
+            )
+    return None
+
+
+def _spans_have_a_place(config: RunConfig) -> str | None:
+    found = config.tracing
+    if (found.exporter == "otlp") == bool(found.address):
         return None
     return (
-        f"metrics.tracker_address has credentials for {address.hostname}, and the configuration is written to the run "
-        "folder: give the address alone, and the key in the tracker's own environment variable"
+        f"tracing.exporter={found.exporter} and tracing.address={found.address!r}: exporter=otlp sends to an address, "
+        "and the others have none; set both, or neither"
     )
+
+
+def _traced_steps_are_made(config: RunConfig) -> str | None:
+    named = {"chrome_steps": config.tracing.chrome_steps, "profile_steps": config.tracing.profile_steps}
+    for key, steps in named.items():
+        if any(not 1 <= step <= config.num_steps for step in steps):
+            return f"tracing.{key}={list(steps)} has steps that are not between 1 and num_steps={config.num_steps}"
+    return None
 
 
 def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
@@ -205,6 +225,21 @@ def _episodes_fit(config: RunConfig) -> str | None:
     return None
 
 
+def _stages_are_a_curriculum(config: RunConfig) -> str | None:
+    curriculum = config.environment.curriculum
+    if curriculum.is_on == (len(curriculum.stages) > 1):
+        return None
+    if curriculum.is_on:
+        return (
+            f"environment.curriculum.kind={curriculum.kind} has {len(curriculum.stages)} stages to open: give 2 or "
+            "more in environment.curriculum.stages, or set environment.curriculum.kind=none"
+        )
+    return (
+        f"environment.curriculum.stages has {len(curriculum.stages)} stages and environment.curriculum.kind=none opens "
+        "none: set environment.curriculum.kind=success, or leave the stages out"
+    )
+
+
 def _lengths_fit(config: RunConfig) -> str | None:
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     if longest <= config.sampler.max_model_len:
@@ -274,6 +309,21 @@ def _videos_have_an_engine(config: RunConfig) -> str | None:
     )
 
 
+def _sounds_have_an_engine(config: RunConfig) -> str | None:
+    if config.sampler.max_audios_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
+        return None
+    return (
+        f"sampler.kind={config.sampler.kind.value} samples no prompts with sounds, and sampler.max_audios_per_prompt="
+        f"{config.sampler.max_audios_per_prompt} asks for them: use sampler=vllm, or set it to 0"
+    )
+
+
+def _sounds_of_the_task_fit(config: RunConfig) -> str | None:
+    if config.data.kind is not DataKind.TONES or config.sampler.max_audios_per_prompt:
+        return None
+    return "data.kind=tones has one sound in a prompt but sampler.max_audios_per_prompt=0: set it to 1"
+
+
 def _mixture_has_sources(config: RunConfig) -> str | None:
     data = config.data
     if data.kind is DataKind.MIXTURE and not data.sources:
@@ -302,6 +352,16 @@ def _pixel_range_is_open(config: RunConfig) -> str | None:
     return (
         f"data.min_pixels={config.data.min_pixels} is more than data.max_pixels={config.data.max_pixels}: "
         "lower data.min_pixels or raise data.max_pixels"
+    )
+
+
+def _remote_environment_has_a_server(config: RunConfig) -> str | None:
+    environment = config.environment
+    if not environment.is_on or environment.host != "remote" or environment.url.startswith(("http://", "https://")):
+        return None
+    return (
+        f"environment.host=remote asks a server, and environment.url={environment.url!r} is none: set it to the URL "
+        "that `mobula serve-environment` prints"
     )
 
 
@@ -579,6 +639,8 @@ RULES: tuple[Rule, ...] = (
     _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
+    _spans_have_a_place,
+    _traced_steps_are_made,
     _an_engine_has_a_gpu_for_each_of_its_ranks,
     _backoff_grows,
     _turns_are_synchronous,
@@ -588,6 +650,7 @@ RULES: tuple[Rule, ...] = (
     _every_rank_gets_samples,
     _environment_has_its_data,
     _episodes_fit,
+    _stages_are_a_curriculum,
     _lengths_fit,
     _batch_holds_sequences,
     _engine_reports_what_it_keeps,
@@ -595,8 +658,11 @@ RULES: tuple[Rule, ...] = (
     _pictures_of_the_task_fit,
     _videos_of_the_task_fit,
     _videos_have_an_engine,
+    _sounds_have_an_engine,
+    _sounds_of_the_task_fit,
     _pixel_range_is_open,
     _mixture_has_sources,
+    _remote_environment_has_a_server,
     _services_have_workers,
     _warm_start_has_a_target,
     _roles_have_workers,

@@ -12,8 +12,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
-VALUED = ("gae",)
+VALUED = ("gae", "turn_gae")
 """Advantages that read the values of a critic."""
+TURNWISE = ("return_to_go", "turn_gae")
+"""Advantages that credit each turn of an episode with what followed it."""
 STEP_WIDE = ("reinforce", "reinforce_batch", "reinforce_pp", *VALUED)
 """Advantages that do not compare a response with its siblings."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
@@ -245,10 +247,13 @@ class AlgorithmConfig(Section):
         "gdpo",
         "pass_at_k",
         "gae",
+        "turn_gae",
+        "return_to_go",
     ]
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
     within the group; `rloo`: r - mean of the others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step;
-    `gae`: of each token, from the values of `critic`."""
+    `gae`: of each token, from the values of `critic`; `turn_gae`: of each turn of an episode, from the same;
+    `return_to_go`: what followed a turn less what followed it in the other siblings."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
@@ -258,9 +263,13 @@ class AlgorithmConfig(Section):
     gamma: Share
     """Discount of a reward by the number of tokens between it and the token that is credited; 1 is none."""
     gae_lambda: Annotated[float, Field(ge=0, le=1)]
-    """Decay of later temporal differences in `gae`: 1 is the return less the value, 0 the next difference alone."""
+    """Decay of later temporal differences in `gae` and `turn_gae`: 1 is the return less the value, 0 the next
+    difference alone."""
+    turn_discount: Share
+    """Discount of a reward by the number of turns between it and the turn that is credited, in `turn_gae` and
+    `return_to_go`; 1 is none."""
     critic: CriticConfig
-    """The critic of `gae`."""
+    """The critic of `gae` and `turn_gae`."""
     prompts_per_step: PositiveInt
     """Groups in one step (B)."""
     samples_per_prompt: PositiveInt

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.algorithm import VALUED, WHITENED
+from configs.schema.algorithm import TURNWISE, VALUED, WHITENED
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
+
+ENVIRONMENT = "environment"  # the reward function that reads what an environment paid
 
 
 def _pass_k_fits_the_group(config: RunConfig) -> str | None:
@@ -184,6 +186,30 @@ def _critic_has_a_reader(config: RunConfig) -> str | None:
     )
 
 
+def _turns_are_credited_by_what_they_earned(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    has_reward = any(component.function == ENVIRONMENT for component in config.rewards.components)
+    if algorithm.advantage in TURNWISE and not (config.environment.is_on and has_reward):
+        return (
+            f"algorithm.advantage={algorithm.advantage} credits the turns of episodes with the rewards of their "
+            "environment: set environment=OPTION rewards=environment, or choose another algorithm.advantage"
+        )
+    if algorithm.advantage in TURNWISE and algorithm.gamma < 1:
+        return (
+            f"algorithm.gamma={algorithm.gamma:g} discounts by tokens, and algorithm.advantage={algorithm.advantage} "
+            "by turns: set algorithm.gamma=1, and algorithm.turn_discount to what was meant"
+        )
+    shaping = algorithm.shaping
+    is_by_turn = config.environment.is_on and has_reward and algorithm.advantage in (*TURNWISE, *VALUED)
+    if is_by_turn and (shaping.running_moments != "none" or shaping.reward_clip > 0):
+        return (
+            f"algorithm.advantage={algorithm.advantage} takes the rewards of turns as the environment paid them, and "
+            "algorithm.shaping.running_moments and reward_clip change their sum: set both off "
+            "(running_moments=none reward_clip=0)"
+        )
+    return None
+
+
 def _critic_leaves_steps_to_the_policy(config: RunConfig) -> str | None:
     critic = config.algorithm.critic
     if not critic.is_on or critic.warmup_steps < config.num_steps:
@@ -221,6 +247,7 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _optimizer_fits_the_backend,
     _values_have_a_critic,
     _critic_has_a_reader,
+    _turns_are_credited_by_what_they_earned,
     _critic_leaves_steps_to_the_policy,
     _critic_predicts_what_is_trained,
 )

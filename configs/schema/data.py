@@ -24,9 +24,22 @@ class DataKind(StrEnum):
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
     DIGIT_CLIPS = "digit_clips"
+    NLVR2 = "nlvr2"
+    CAPTIONING = "captioning"
+    GEOSPOT = "geospot"
+    TONES = "tones"
 
 
-WRITTEN = (DataKind.DIGITS, DataKind.DIGIT_SUM, DataKind.DIGIT_LIST, DataKind.DIGIT_CLIPS)
+WRITTEN = (
+    DataKind.DIGITS,
+    DataKind.DIGIT_SUM,
+    DataKind.DIGIT_LIST,
+    DataKind.DIGIT_CLIPS,
+    DataKind.NLVR2,
+    DataKind.CAPTIONING,
+    DataKind.GEOSPOT,
+    DataKind.TONES,
+)
 """Data that a run writes itself, as JSONL."""
 
 
@@ -34,8 +47,9 @@ class SourceConfig(Section):
     """Where rows are read from, and what their columns are called."""
 
     kind: DataKind
-    """The reader: how records lie in files. `chat` is for offline jobs alone. The digit tasks write theirs first if
-    their folder is missing. `environment` asks what `environment.name` observes first, and reads no files."""
+    """The reader: how records lie in files. `chat` is for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
+    `captioning`, `geospot`, `tones`) write theirs first if their folder is missing. `environment` asks what
+    `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
@@ -46,7 +60,7 @@ class SourceConfig(Section):
     splits: dict[str, str]
     """Split -> its name in the data where that is another, e.g. `{validation: test}`, or a pattern of file names."""
     media_path: str
-    """The folder that picture paths are relative to and may not leave; empty for `data.path`."""
+    """The folder that paths of media are relative to and may not leave; empty for `data.path`."""
     label: str
     """Label of all rows, for recipes; empty to leave each row its own."""
 
@@ -98,6 +112,15 @@ class VideoConfig(Section):
     """A video whose taken frames would decode to more pixels together is refused before it is decoded."""
 
 
+class AudioConfig(Section):
+    """What a sound may be."""
+
+    max_file_bytes: PositiveInt
+    """A larger file is refused before it is read."""
+    max_seconds: PositiveFloat
+    """A longer sound is refused before it is decoded, and so is one that the model would cut."""
+
+
 class DataConfig(SourceConfig):
     """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
 
@@ -139,7 +162,9 @@ class DataConfig(SourceConfig):
     """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
     video: VideoConfig
     """Videos: how frames are taken and scaled, and what is refused."""
+    audio: AudioConfig
+    """Sounds: what is refused."""
     media_cache_bytes: PositiveInt
-    """Byte budget of processed pictures and videos that are kept for later epochs."""
+    """Byte budget of processed pictures, videos and sounds that are kept for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
     """If a larger share of a split is unusable the run refuses to start."""

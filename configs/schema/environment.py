@@ -4,23 +4,49 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from configs.schema.base import NOT_EMPTY, Section
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 
 
+class StagesConfig(Section):
+    """A curriculum: training episodes begin with the first stage, and later ones open as the run goes on."""
+
+    kind: Literal["none", "episodes", "success"]
+    """What opens the next stage. `none`: there are no stages; `episodes`: a number of episodes of the newest one;
+    `success`: a share of them that reached `evaluation.correct_from` in `rewards.accuracy_component`."""
+    stages: tuple[dict[str, Any], ...]
+    """Options of the environment's reset for each stage, the first one first: of a difficulty, or of a task. All open
+    stages are sampled alike; held-out episodes are of the last one."""
+    episodes: PositiveInt
+    """Episodes of the newest stage before the next one opens; with `success`, the last ones that the share is of."""
+    success: Annotated[float, Field(ge=0, le=1)]
+    """The share that opens the next stage."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.kind != "none"
+
+
 class EnvironmentConfig(Section):
     """What answers the policy's turns; docs/environments.md describes it. `data.kind=environment` goes with it."""
 
     name: Annotated[str, NOT_EMPTY]
-    """`none`, a built-in environment (`calculator`, `gymnasium`, `pixel_maze`), or `module:Class` of your own."""
+    """`none`, a built-in environment or adapter (docs/environments.md lists them), or `module:Class` of your own."""
     options: dict[str, Any]
     """Arguments of the environment."""
-    host: Literal["inline", "process"]
+    host: Literal["inline", "process", "ray", "remote"]
     """`process` runs each environment in a process of its own, which is killed at a deadline; `inline` runs it on a
-    thread of the rollout actor, which costs less and cannot be killed."""
+    thread of the rollout actor, which costs less and cannot be killed; `ray` runs it in a Ray actor on any node;
+    `remote` asks the server of `environment.url` (`mobula serve-environment`)."""
+    ray_num_cpus: NonNegativeFloat
+    """CPUs that Ray books for one environment with `host=ray`, beside the run's own; 0 books none."""
+    url: str
+    """The server of `host=remote`, e.g. `http://127.0.0.1:8600`."""
+    token_env: str
+    """The environment variable with the bearer token of that server; empty for none."""
     max_tokens: PositiveInt
     """Longest episode behind its prompt, tokens of observations and pictures included; `sampler.max_tokens` bounds one
     turn."""
@@ -44,6 +70,9 @@ class EnvironmentConfig(Section):
     """Episodes of the validation split; their seeds are in no other split."""
     num_test: PositiveInt
     """Episodes of the test split."""
+
+    curriculum: StagesConfig
+    """Which training episodes are run before which."""
 
     @property
     def is_on(self) -> bool:

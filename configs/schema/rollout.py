@@ -122,6 +122,8 @@ class SamplerConfig(Section):
     """Most pictures in one prompt."""
     max_videos_per_prompt: Annotated[int, Field(ge=0)]
     """Most videos in one prompt; 0 refuses rows with videos, and engines keep no memory for them."""
+    max_audios_per_prompt: Annotated[int, Field(ge=0)]
+    """Most sounds in one prompt; 0 refuses rows with sounds, and engines keep no memory for them."""
     max_num_seqs: PositiveInt
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: PositiveInt
@@ -148,5 +150,5 @@ class SamplerConfig(Section):
 
     @property
     def max_media_per_prompt(self) -> int:
-        """Most pictures and videos in one prompt."""
-        return self.max_images_per_prompt + self.max_videos_per_prompt
+        """Most pictures, videos and sounds in one prompt."""
+        return self.max_images_per_prompt + self.max_videos_per_prompt + self.max_audios_per_prompt

@@ -110,6 +110,21 @@ class MetricsConfig(Section):
     """How many samples, good and bad, the report shows."""
 
 
+class TracingConfig(Section):
+    """What prompts and steps went through, with times. Nothing is measured unless one of these asks for it."""
+
+    exporter: Literal["none", "file", "otlp"]
+    """Where OpenTelemetry spans of each prompt (queued, generated, scored, buffered, trained) and of each step's phases
+    go: `traces/spans.jsonl` in the run folder, or a collector. Needs the extra `tracing`."""
+    address: str
+    """URL of the collector's traces over OTLP/HTTP, e.g. http://127.0.0.1:4318/v1/traces. Headers are read from
+    OTEL_EXPORTER_OTLP_HEADERS, never from here."""
+    chrome_steps: tuple[int, ...]
+    """Steps that are written as Chrome traces, `traces/step-000003.json`: phases of the loop and stages of prompts."""
+    profile_steps: tuple[int, ...]
+    """Updates that torch's profiler records on every learner rank, `traces/update-000003-rank-0.json`."""
+
+
 class WeightSyncConfig(Section):
     """How the learner's weights reach the rollout actors."""
 
@@ -192,7 +207,8 @@ class TimeoutsConfig(Section):
     prepare_s: Seconds
     """Preparing one prompt on a processor worker, its videos decoded."""
     rollout_s: Seconds
-    """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown."""
+    """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown, and at every
+    turn of an episode."""
     reward_s: Seconds
     """Scoring one group."""
     reference_s: Seconds
@@ -260,6 +276,8 @@ class RunConfig(Section):
     """Run checkpoints."""
     metrics: MetricsConfig
     """Where numbers go."""
+    tracing: TracingConfig
+    """Spans of prompts and steps, and profiles of updates."""
     timeouts: TimeoutsConfig
     """Deadlines, in seconds."""
 

@@ -19,6 +19,7 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
+from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
@@ -456,6 +457,7 @@ def doctor(
 
 
 app.add_typer(data, name="data")
+app.command()(dashboard)
 app.command()(lmms_eval)
 app.command()(submit)
 app.command()(stop)

@@ -1,7 +1,7 @@
 """Measure families and write docs/models.md: `python -m deploy.conformance [NAME ...]`.
 
-Without names all tiny models are measured; `NAME+tied` ties the embeddings. Reports are
-kept in data/conformance, and the page has all that lie there.
+Without names all tiny models are measured; `NAME+tied` ties the embeddings. `--trained RUN_FOLDER` records a finished
+run. Reports and records are kept in data/conformance, and the page has all that lie there.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from deploy.conformance.measure import REPORT, TIED, Report, read_report
 from deploy.conformance.table import failures, page
+from deploy.conformance.trained import record_run, recorded_runs
 from learner.policies.tiny import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -47,15 +48,18 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(TINY)}; with {TIED}: tied embeddings")
     parser.add_argument("--folder", type=Path, default=Path("data/conformance"))
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument("--trained", type=Path, nargs="+", default=[], metavar="RUN_FOLDER", help="measure nothing")
     asked = parser.parse_args()
-    names = [] if asked.page_only else asked.names or list(TINY)
+    for run in asked.trained:
+        log.info("%s", record_run(run, asked.folder))
+    names = [] if asked.page_only or asked.trained else asked.names or list(TINY)
     unknown = [name for name in names if name.removesuffix(TIED) not in TINY]
     if unknown:
         parser.error(f"there is no tiny model {unknown[0]}: choose {', '.join(TINY)}")
     for name, report in (measure_apart(names, asked.folder) if names else {}).items():
         log.info("%s: %s", name, "; ".join(failures(report)) or "conforms")
     reports = [read_report(file) for file in sorted(asked.folder.glob(f"*/{REPORT}"))]
-    PAGE.write_text(page(reports), encoding="utf-8")
+    PAGE.write_text(page(reports, recorded_runs(asked.folder)), encoding="utf-8")
     log.info("wrote %s with %d rows", PAGE, len(reports))
     return int(any(failures(report) for report in reports))
 

@@ -30,14 +30,15 @@ from cluster.runtime.placement import PlacedWorker
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, Case, cases
+from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, SOUND_LENGTHS, SOUND_RATE, Case, cases
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
 from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
+from learner.policies.adapters import is_factor, save_adapters
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
-from learner.policies.families.base import VideoFamily
+from learner.policies.families.base import AudioFamily, Family, VideoFamily
 from learner.policies.loading import load_model, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.tiny import write_tiny
@@ -50,6 +51,7 @@ REPORT = "report.json"
 NUM_SAMPLES = 2
 MAX_TOKENS = 8
 NOISE = 0.05  # that is added to weights before a push
+RANK = 4  # of adapters
 TIED = "+tied"
 KV_CACHE_BYTES = 1 << 27
 OFFLINE = {
@@ -87,6 +89,8 @@ class Report:
     gaps: dict[str, Gap] = field(default_factory=dict)  # case -> prompt and sampled tokens
     pushes: dict[str, Gap] = field(default_factory=dict)  # part -> over all cases, after a push
     moved: dict[str, float] = field(default_factory=dict)  # part -> largest change of the engine's log-probs by it
+    adapters: Gap | None = None  # over all cases, after a push of a learner with adapters
+    adapters_load: bool = False  # PEFT makes of the exported adapters what the push carried
     export_loads: bool = False  # transformers loads the export, with equal weights under the checkpoint's names
 
     @property
@@ -106,23 +110,28 @@ class Measurement:
         self.processor = ChatProcessor(str(self.model), self.config.data, self.config.sampler, store, keep_files=False)
         self.cases = cases(self.processor, folder)
         checkpoint = checkpoint_manifest(self.model, self.config.resources.dtype)
+        checkpoint = checkpoint.below(self.family.checkpoint_prefix)
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
-        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1)
-        model = load_policy_model(self.config.policy, torch.float32)
-        self._weights = PolicyWeights(model, self.config)
-        self._backend = SingleBackend(self._cpu, torch.float32, self.config.learner)
-        self._policy = self._backend.wrap(TokenPolicy(model, self.config.learner))
+        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1 + len(SOUND_LENGTHS))
+        self._learn(self.config)
+        self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
+        self._version = -1
+
+    def _learn(self, config: RunConfig) -> None:
+        """Have a learner of the checkpoint's weights."""
+        model = load_policy_model(config.policy, torch.float32)
+        self._weights = PolicyWeights(model, config)
+        self._backend = SingleBackend(self._cpu, torch.float32, config.learner)
+        self._policy = self._backend.wrap(TokenPolicy(model, config.learner))
         self._publisher = WeightPublisher(
             self._weights.manifest,
             partial(self._weights.pushed, self._backend),
             rank=0,
             device=self._cpu,
-            transport=self.config.resources.transport,
-            timeout_s=self.config.weight_sync.timeout_s,
+            transport=config.resources.transport,
+            timeout_s=config.weight_sync.timeout_s,
         )
-        self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
-        self._version = -1
 
     async def run(self, report: Report) -> None:
         from actors.samplers.vllm.sampler import VLLMSampler  # reads the environment when it is imported
@@ -134,7 +143,7 @@ class Measurement:
             report.gaps = {name: Gap.of(await self._differences(case)) for name, case in self.cases.items()}
             for name, case in self.cases.items():
                 report.same_ids[name] = self._same_ids(case)
-            parts = self.family.parts if self.family.takes_pictures else {}
+            parts = self.family.parts if takes_media(self.family) else {}
             for part, starts in {**parts, ALL: ("",)}.items():
                 before = await self._scores()
                 self._perturb(starts, seed=len(report.pushes))
@@ -143,8 +152,34 @@ class Measurement:
                 found = [await self._differences(case) for case in self.cases.values()]
                 report.pushes[part] = Gap.of(np.concatenate(found))
             report.export_loads = self._export_loads()
+            await self._measure_adapters(report)
         finally:
             await self.sampler.close()
+
+    async def _measure_adapters(self, report: Report) -> None:
+        """Of a learner with adapters, whose pushes carry merged weights."""
+        config = _config(self.model, f"policy.lora.rank={RANK}")
+        self._learn(config)
+        generator = torch.Generator().manual_seed(len(report.pushes))
+        with torch.no_grad():
+            for name, factor in self._policy.named_parameters():
+                if is_factor(name):
+                    factor.add_(torch.randn(factor.shape, generator=generator) * NOISE)
+        await self._push()
+        found = [await self._differences(case) for case in self.cases.values()]
+        report.adapters = Gap.of(np.concatenate(found))
+        report.adapters_load = self._adapters_load(config)
+
+    def _adapters_load(self, config: RunConfig) -> bool:
+        """Whether PEFT makes of the exported adapters what a push carries."""
+        from peft import PeftModel
+
+        out = self._folder / "adapters"
+        save_adapters(out, self._policy.model, config.policy.lora, str(self.model))
+        plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
+        loaded = dict(PeftModel.from_pretrained(plain, out).merge_and_unload().named_parameters())
+        ours = dict(self._weights.plain_state(self._backend))
+        return all(torch.allclose(parameter, ours[name], atol=1e-6) for name, parameter in loaded.items())
 
     async def _push(self) -> None:
         self._version += 1
@@ -188,6 +223,8 @@ class Measurement:
             times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
             whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
             media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
+        if case.sounds:
+            media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
             return True
         options = self.family.processor_options(self.config.data) if case.pictures else {}
@@ -200,8 +237,8 @@ class Measurement:
         save_policy(self._policy.model, str(self.model), out, state)
         loaded = dict(load_model(str(out), torch.float32, self.config.policy.attention).named_parameters())
         ours = dict(self._policy.model.named_parameters())
-        names = [_names(folder / "model.safetensors") for folder in (self.model, out)]
-        return names[0] == names[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
+        shapes = [_shapes(folder / "model.safetensors") for folder in (self.model, out)]
+        return shapes[0] == shapes[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
 
 
 def measure(words: str, folder: Path) -> Report:
@@ -225,10 +262,17 @@ def read_report(file: Path) -> Report:
     found = json.loads(file.read_text(encoding="utf-8"))
     for key in ("gaps", "pushes"):
         found[key] = {name: Gap(**gap) for name, gap in found[key].items()}
+    found["adapters"] = None if found.get("adapters") is None else Gap(**found["adapters"])
     return Report(**found)
 
 
-def _config(model: Path) -> RunConfig:
+def takes_media(family: Family) -> bool:
+    """Whether its parts are pushed one by one; those of a family that is trained on text alone are not."""
+    return family.takes_pictures or isinstance(family, AudioFamily)
+
+
+def _config(model: Path, *words: str) -> RunConfig:
+    family = family_at(str(model))
     return load_config(
         [
             "experiment=digits",
@@ -237,11 +281,13 @@ def _config(model: Path) -> RunConfig:
             "learner=single",
             "resources.learner.num_workers=1",
             "sampler.max_images_per_prompt=3",
-            f"sampler.max_videos_per_prompt={int(isinstance(family_at(str(model)), VideoFamily))}",
+            f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
+            f"sampler.max_audios_per_prompt={len(SOUND_LENGTHS) * isinstance(family, AudioFamily)}",
             f"sampler.kv_cache_bytes={KV_CACHE_BYTES}",
             "sampler.max_num_seqs=16",
             "data.max_prompt_tokens=512",
             "sampler.max_model_len=1024",
+            *words,
         ]
     )
 
@@ -250,9 +296,9 @@ def _media(case: Case) -> list[ProcessedMedia]:
     return [handle.reference for handle in case.prompt.media]
 
 
-def _names(file: Path) -> set[str]:
+def _shapes(file: Path) -> dict[str, list[int]]:
     with safe_open(file, framework="pt") as checkpoint:
-        return set(checkpoint.keys())
+        return {name: checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()}
 
 
 def main() -> None:

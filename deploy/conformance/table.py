@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from deploy.conformance.measure import ALL, Gap, Report
-from deploy.wiring.parity_prompts import CASES, VIDEO
-from learner.policies.families import TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
+from deploy.conformance.trained import TrainedRun
+from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEO
+from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
+from learner.policies.families.registry import BY_MODEL_TYPE
 
-COLUMNS = (*CASES, VIDEO)
+COLUMNS = (*CASES, VIDEO, *SOUNDS)
 LIMIT = 1e-5  # nat, the mean of a case in float32
 
 
-def page(reports: Sequence[Report]) -> str:
+def page(reports: Sequence[Report], runs: Sequence[TrainedRun] = ()) -> str:
     """The whole page."""
-    return (
-        "\n".join(_lines(sorted(reports, key=lambda report: (report.model_type, report.name, report.is_tied)))) + "\n"
-    )
+    ordered = sorted(reports, key=lambda report: (report.model_type, report.name, report.is_tied))
+    return "\n".join([*_lines(ordered), *_trained(runs)]) + "\n"
 
 
 def failures(report: Report) -> list[str]:
@@ -26,6 +27,10 @@ def failures(report: Report) -> list[str]:
     for name, gap in (report.gaps | {f"a push of {part}": gap for part, gap in report.pushes.items()}).items():
         if not gap.mean <= LIMIT:
             found.append(f"{name}: the mean gap is {gap.mean:.1e}, more than {LIMIT:.0e}")
+    if report.adapters is not None and not report.adapters.mean <= LIMIT:
+        found.append(f"a push of adapters: the mean gap is {report.adapters.mean:.1e}, more than {LIMIT:.0e}")
+    if report.adapters is not None and not report.adapters_load:
+        found.append("PEFT does not make of the exported adapters what a push carries")
     found += [f"a push of {part} does not move the engine" for part, moved in report.moved.items() if moved < 1e-3]
     return found if report.export_loads else [*found, "the exported checkpoint does not load as it was exported"]
 
@@ -39,23 +44,26 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "Each row is a checkpoint of random weights and the real architecture (`mobula init-model tiny-NAME`), in one "
         "vLLM engine and one learner on CPU, in float32. A cell has the mean and the largest absolute difference of "
         "their log-probs in nat, over the tokens of prompts and of sampled responses. `push` is after a weight sync in "
-        "which every weight changed; the same holds after pushes of vision tower, connector and decoder alone. For all "
-        "rows the engine expands prompts to the same ids, and the exported checkpoint loads in transformers with the "
-        "names that it had, unless a note says otherwise."
+        "which every weight changed; the same holds after pushes of each tower, connector and decoder alone. "
+        "`LoRA` is after a push of a learner with adapters, merged; PEFT loads the exported adapters to the same "
+        "weights. For all rows the engine expands prompts to the same ids, and the exported checkpoint loads in "
+        "transformers with the names that it had, unless a note says otherwise."
     )
     yield ""
-    yield "| `model_type` | tiny model | embeddings | parameters | " + " | ".join((*COLUMNS, "push")) + " |"
-    yield "|---" * (5 + len(COLUMNS)) + "|"
+    yield "| `model_type` | tiny model | embeddings | parameters | " + " | ".join((*COLUMNS, "push", "LoRA")) + " |"
+    yield "|---" * (6 + len(COLUMNS)) + "|"
     for report in reports:
-        cells = [_cell(report.gaps.get(case)) for case in COLUMNS] + [_cell(report.pushes[ALL])]
+        cells = [_cell(report.gaps.get(case)) for case in COLUMNS]
+        cells += [_cell(report.pushes[ALL]), _cell(report.adapters)]
         tied = "tied" if report.is_tied else "untied"
         size = f"{report.num_parameters / 1e6:.2f} M"
         yield f"| `{report.model_type}` | `{report.name}` | {tied} | {size} | " + " | ".join(cells) + " |"
     notes = [f"- `{report.name}`: {'; '.join(found)}." for report in reports if (found := failures(report))]
+    notes += [f"- `{kind}`: {BY_MODEL_TYPE[kind].note}." for kind in BY_MODEL_TYPE if BY_MODEL_TYPE[kind].note]
     if notes:
         yield from ("", "Notes:", "", *notes)
     measured = {report.model_type for report in reports}
-    others = [kind for kind in (*VISION_FAMILIES, *TEXT_FAMILIES) if kind not in measured]
+    others = [kind for kind in (*VISION_FAMILIES, *AUDIO_TYPES, *TEXT_FAMILIES) if kind not in measured]
     yield ""
     yield (
         "Accepted, compared with the forward pass of transformers in the tests, and never measured with an engine: "
@@ -64,9 +72,32 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "differ."
     )
     yield ""
-    yield f"Videos are taken by {_names(VIDEO_TYPES)} alone; a run that asks for them of another model is refused."
+    yield (
+        f"Videos are taken by {_names(VIDEO_TYPES)} alone, sounds by {_names(AUDIO_TYPES)}; a run that asks for "
+        "them of another model is refused."
+    )
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
+
+
+def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:
+    if not runs:
+        return
+    yield from ("", "## Trained", "")
+    yield (
+        "Runs of `mobula train experiment=EXPERIMENT policy=POLICY` with vLLM and Ray on two CPU cores, after the warm "
+        "start of the experiment. Accuracy is held out, before and after; the gap is the mean log-prob difference of "
+        "engine and learner over the run."
+    )
+    yield ""
+    yield "| experiment | tiny model | before | after | steps | samples a step | learning rate | wall time | gap |"
+    yield "|---" * 9 + "|"
+    for run in runs:
+        gap = "-" if run.logprob_gap_mean is None else f"{run.logprob_gap_mean:.0e}"
+        yield (
+            f"| {run.experiment} | `{run.model}` | {run.accuracy_before:.3f} | {run.accuracy_after:.3f} | "
+            f"{run.num_steps} | {run.samples_per_step} | {run.learning_rate:g} | {run.wall_s:.0f} s | {gap} |"
+        )
 
 
 def _names(kinds: Sequence[str]) -> str:

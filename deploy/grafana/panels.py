@@ -77,6 +77,8 @@ DASHBOARDS: Mapping[str, tuple[Panel, ...]] = {
         chart("Cut responses", "percentunit", gauge("truncated_fraction")),
         chart("Groups in the buffer", "none", gauge("queue_ready", "ready"), gauge("queue_taken", "taken")),
         chart("Bytes in the buffer", "bytes", gauge("queue_bytes")),
+        chart("Seconds of a push", "s", gauge("push_seconds")),
+        chart("Bytes of a push to each engine", "bytes", gauge("push_bytes")),
     ),
     "learner": (
         chart("Loss", "none", gauge("loss")),

@@ -40,6 +40,7 @@ from cluster.runtime.gc_tuning import tune_gc
 from cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from cluster.runtime.placement_groups import create_placement_groups, plan_when_free
 from cluster.runtime.role_log import LOGS_FOLDER
+from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
 from deploy.host.run_record import recorded
@@ -47,6 +48,7 @@ from deploy.host.terminal import terminal
 from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.run.logs import log_to, set_up_logging, write_faults_to
+from deploy.run.node_network import check_network
 from deploy.run.overview import overview
 from deploy.run.run_report import earlier_wall_s
 from deploy.run.shared_paths import check_on_all_nodes
@@ -146,6 +148,7 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     set_up_logging(console)
     check_run_folder(config)
     refuse_missing(config.metrics.trackers)
+    refuse_missing_exporter(config.tracing)
     logs = config.run_folder / LOGS_FOLDER
     with _cluster(config, needed_roles(config), logs) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
@@ -155,18 +158,20 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         write_skipped(config.run_folder, cluster.prepared.skipped)
         _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
+        tracing = build_tracing(config.tracing, config.name, config.run_folder)
         write_faults_to(config.run_folder, metrics.progress)
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         try:
-            asyncio.run(_until_signal(_train(cluster, metrics)))
+            asyncio.run(_until_signal(_train(cluster, metrics, tracing)))
             status = "done"
         except asyncio.CancelledError:
             status = "stopped"
             raise KeyboardInterrupt from None
         finally:
             metrics.close()
+            tracing.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
             _logger.info(
                 "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
@@ -225,17 +230,18 @@ def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> It
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
         if nodes is None:
             check_on_all_nodes(config)
+            check_network(plan)
             if "learner" in roles:
                 refuse_too_little_memory(config, joined_nodes())
         yield _Cluster(prepared, session, plan, logs)
 
 
-async def _train(cluster: _Cluster, metrics: Metrics) -> None:
+async def _train(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
     """RL on rollouts, or an offline job on rows."""
-    await (_train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts)(cluster, metrics)
+    await (_train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts)(cluster, metrics, tracing)
 
 
-async def _train_on_rows(cluster: _Cluster, metrics: Metrics) -> None:
+async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -248,12 +254,12 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics) -> None:
         control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(training.ranks.start(), processors.start())
-            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics)
+            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, tracing=tracing)
             tune_gc()
             await controller.run()
 
 
-async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
+async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -268,7 +274,9 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics) -> None:
             async with control.running():
                 own = (inference.rollouts.start(), inference.rewards.start(), processors.start())
                 await _started(training.ranks.start(), *own)
-                controller = await asyncio.to_thread(build_controller, prepared, inference, training, metrics, beside)
+                controller = await asyncio.to_thread(
+                    build_controller, prepared, inference, training, metrics, tracing, beside
+                )
                 tune_gc()
                 await controller.run()
         finally:

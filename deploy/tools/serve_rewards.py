@@ -92,7 +92,7 @@ def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) ->
         scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    listener = _listen(options.host, options.port)
+    listener = listen(options.host, options.port)
     host = f"[{options.host}]" if ":" in options.host else options.host
     limits = ServerLimits(options.timeout_s, options.max_request_bytes)
     app = make_app(RewardServer(Lanes(scorers, max_waiting=options.max_waiting), limits), options.token)
@@ -139,7 +139,7 @@ def _outcome(reward: Reward | ComponentError) -> Outcome:
     return Score(reward.value, reasons, reward.components)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=PENDING_CONNECTIONS)

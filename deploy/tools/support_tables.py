@@ -22,8 +22,10 @@ from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
+from learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from learner.optim.optimizers import OPTIMIZERS
-from learner.policies.families import TEXT_FAMILIES, VISION_FAMILIES
+from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VISION_FAMILIES
 from learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
 from rewards.functions import BUILT_IN, EXTRAS
 
@@ -69,6 +71,7 @@ def _table(title: str, rows: Iterable[Row]) -> Iterator[str]:
 def _models() -> Iterator[Row]:
     by_model = "`policy.model`"
     yield "text and still pictures, by `model_type`", VISION_FAMILIES, by_model
+    yield "sounds, by `model_type`", AUDIO_TYPES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model
     yield "other image-text-to-text models of transformers", ("parity gate before the first step",), by_model
     yield "data", groups()["data"], "`data=`, `data.path`"
@@ -80,7 +83,7 @@ def _models() -> Iterator[Row]:
 
 def _algorithms() -> Iterator[Row]:
     yield "presets", groups()["algorithm"], "`algorithm=`"
-    yield "advantages", ADVANTAGES, "`algorithm.advantage`"
+    yield "advantages", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES), "`algorithm.advantage`"
     yield "policy losses", POLICY_LOSSES, "`algorithm.loss`"
     yield "loss aggregation", AGGREGATIONS, "`algorithm.loss_aggregation`"
     yield "KL estimators", KL_ESTIMATORS, "`algorithm.kl.estimator`"

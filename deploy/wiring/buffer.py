@@ -22,10 +22,14 @@ def replay_buffer(config: RunConfig) -> ReplayBuffer:
 def _take_deadline(config: RunConfig) -> float:
     """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward.
 
-    Each chunk of a response puts off a try's deadline, and none is sampled twice.
+    Each chunk of a response puts off a try's deadline, and none is sampled twice. A chunk of an episode is a turn,
+    which has at least one token.
     """
     timeouts, supervision, sampler = config.timeouts, config.supervision, config.sampler
     one_try = timeouts.rollout_s + supervision.probe_timeout_s + supervision.no_worker_s
     tries = (config.max_rollout_retries + 1) * one_try
-    num_chunks = config.algorithm.samples_per_prompt * ((sampler.max_tokens - 1) // sampler.chunk_tokens)
+    num_chunks = (sampler.max_tokens - 1) // sampler.chunk_tokens
+    if config.environment.is_on:
+        num_chunks = config.environment.max_tokens - 1
+    num_chunks *= config.algorithm.samples_per_prompt
     return tries + num_chunks * timeouts.rollout_s + timeouts.reward_s

@@ -10,13 +10,14 @@ from typing import Any
 import ray
 
 from actors.datasets.prompts import PromptSource, fixed_prompts
-from actors.datasets.rows import count_by_reason
+from actors.datasets.rows import Row, count_by_reason
+from actors.environments.rows import ENVIRONMENT
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
-from cluster.records.trajectory import GroupSummary, Prompt
+from cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.recovery.restartable_learner import RestartableLearner
@@ -24,11 +25,13 @@ from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
 from cluster.replay.run_identity import run_identity
 from cluster.roles import Rollouts, SamplingSettings
+from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.runtime.ray_actors import answer, stop
+from cluster.tracing.tracing import Tracing
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.workers.restart_policy import RestartBudget
@@ -81,7 +84,7 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
     """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
-    in_flight_requests = InFlightRequests(config.sampler.chunk_tokens, on_ended=pool.score_ahead)
+    in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
     return Inference(
         rollouts=rollout_pool(prepared, spawner, in_flight_requests, on_lost),
         in_flight_requests=in_flight_requests,
@@ -161,19 +164,26 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
 
 
 def build_controller(
-    prepared: Prepared, inference: Inference, training: Training, metrics: Metrics, beside: Sequence[Watched]
+    prepared: Prepared,
+    inference: Inference,
+    training: Training,
+    metrics: Metrics,
+    tracing: Tracing,
+    beside: Sequence[Watched],
 ) -> Controller:
     """The main loop and its collaborators; `beside` are other roles that are watched.
 
     It prepares the held-out prompts. Call it in a thread: processor workers are served by the event loop.
     """
     config = prepared.config
+    curriculum = _curriculum(config, metrics)
     source = PromptSource(
         prepared.splits[TRAIN].rows,
         prepared.preparation,
         seed=config.seed,
         split_name=TRAIN,
         on_skipped=prepared.note_skipped,
+        is_open=partial(_is_open, curriculum) if curriculum else None,
     )
     in_flight = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     rollouts = RetryingRollouts(
@@ -181,9 +191,10 @@ def build_controller(
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_sampled=partial(_count_failures, metrics),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracing, curriculum)
     on_result, folder = partial(record_evaluation, metrics), config.run_folder / RESPONSES_FOLDER
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, folder)
     weights = _weights(prepared, inference, training)
@@ -197,13 +208,19 @@ def build_controller(
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=records.learner,
-        parts={"stream": dispatcher, "evaluator": evaluator},
+        parts={"stream": dispatcher, "evaluator": evaluator, **({"curriculum": curriculum} if curriculum else {})},
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=records.recovery,
+    )
+    # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+    learner = (
+        LeasedLearner(records.learner, in_flight, before=evaluator.finish)
+        if in_flight
+        else RegeneratingLearner(records.learner, reference, regenerator)
     )
     return Controller(
         total_steps=config.num_steps,
@@ -217,14 +234,11 @@ def build_controller(
             deadline_s=config.supervision.sign_timeout_s,
         ),
         rollouts=dispatcher,
-        replay=training.replay,
+        replay=tracing.replay(training.replay),
         reference=reference,
-        # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
-        learner=LeasedLearner(records.learner, in_flight, before=evaluator.finish)
-        if in_flight
-        else RegeneratingLearner(records.learner, reference, regenerator),
+        learner=tracing.learner(learner),
         evaluator=evaluator,
-        metrics=metrics,
+        metrics=tracing.metrics(metrics),
     )
 
 
@@ -250,6 +264,11 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
         keeps_sets=sampler.is_cut,
         stop_strings=sampler.stop_strings,
     )
+
+
+def _chunk_tokens(config: RunConfig) -> int:
+    """Tokens of a response between two reports of it; of an episode whole turns are reported."""
+    return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
 
 
 def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
@@ -302,14 +321,16 @@ def _dispatcher(
     inference: Inference,
     training: Training,
     metrics: Metrics,
+    tracing: Tracing,
+    curriculum: StageCurriculum | None,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
     return RolloutDispatcher(
         prompts=source,
         gate=gate,
-        rollouts=rollouts,
-        rewards=inference.rewards,
-        replay=training.replay,
+        rollouts=tracing.rollouts(rollouts, inference.in_flight_requests),
+        rewards=tracing.rewards(inference.rewards),
+        replay=tracing.replay(training.replay),
         settings=sampling_settings(config),
         admission_filter=AdmissionFilter(
             min_scored=2 if algorithm.is_group_relative else 1,
@@ -320,7 +341,28 @@ def _dispatcher(
         age_limit=age_limit(config),
         on_rejected=partial(_count_rejected, metrics),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
     )
+
+
+def _curriculum(config: RunConfig, metrics: Metrics) -> StageCurriculum | None:
+    """Which episodes are run before which; None where all rows are asked alike."""
+    found = config.environment.curriculum
+    if not found.is_on:
+        return None
+    metrics.observe(MetricName.CURRICULUM_STAGE, 0)
+    rule = OpeningRule(found.episodes, found.success if found.kind == "success" else 0.0)
+    return StageCurriculum(len(found.stages), rule, on_opened=partial(metrics.observe, MetricName.CURRICULUM_STAGE))
+
+
+def _is_open(curriculum: StageCurriculum, row: Row) -> bool:
+    return curriculum.is_open(row.metadata[ENVIRONMENT]["stage"])
+
+
+def _observe_stage(config: RunConfig, curriculum: StageCurriculum, prompt: Prompt, group: ScoredGroup) -> None:
+    name, enough = config.rewards.accuracy_component, config.evaluation.correct_from
+    successes = [reward.components.get(name, reward.value) >= enough for reward in group.scored_rewards]
+    curriculum.observe(prompt.metadata[ENVIRONMENT]["stage"], successes)
 
 
 def _regenerator(
@@ -369,8 +411,15 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
         metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
 
 
+def _count_failures(metrics: Metrics, summary: GroupSummary) -> None:
+    for kind, number in summary.failures.items():
+        metrics.count(CounterName.EPISODE_FAILURES, kind, number)
+
+
 async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
+    metrics.observe(MetricName.PUSH_SECONDS, push.seconds)
+    metrics.observe(MetricName.PUSH_BYTES, push.num_bytes)
     if push.canary_gap is not None:
         metrics.observe(MetricName.CANARY, push.canary_gap)
     observe()

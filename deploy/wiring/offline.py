@@ -24,6 +24,7 @@ from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationSchedule
 from cluster.rollout.row_evaluation import RowEvaluator
 from cluster.rollout.row_stream import RowStream, stored
+from cluster.tracing.tracing import NoTracing, Tracing
 from cluster.weight_sync.no_receivers import NoReceivers
 from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
@@ -35,6 +36,7 @@ from deploy.wiring.spawner import Spawner
 from learner.learner_group import LearnerGroup
 
 _logger = logging.getLogger(__name__)
+NO_TRACING = NoTracing()
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def spawn_offline(
 
 
 def build_offline_controller(
-    prepared: Prepared, training: OfflineTraining, metrics: Metrics, put: Callable[[Any], Any] = ray.put
+    prepared: Prepared,
+    training: OfflineTraining,
+    metrics: Metrics,
+    put: Callable[[Any], Any] = ray.put,
+    tracing: Tracing = NO_TRACING,
 ) -> Controller:
     """The main loop of an offline job and its collaborators.
 
@@ -117,9 +123,9 @@ def build_offline_controller(
         rollouts=training.rows,
         replay=training.rows,
         reference=training.reference,
-        learner=training.learner,
+        learner=tracing.learner(training.learner),
         evaluator=evaluator,
-        metrics=metrics,
+        metrics=tracing.metrics(metrics),
     )
 
 

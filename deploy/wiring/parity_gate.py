@@ -66,9 +66,7 @@ class ParityGate:
                 f"compute other log-probs ({found}; weight_sync.canary_tolerance={self._tolerance:g}): it "
                 "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
             )
-        _logger.info(
-            "%s trains because engine and learner agree (%s); no conformance run covers it", self._model_type, found
-        )
+        _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, found)
         self._is_passed = True
 
     async def _gap(self, prompt: Prompt) -> float:
@@ -86,7 +84,7 @@ def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Seq
     prompts = {}
     if family_at(config.policy.model).needs_gate:
         _logger.warning(
-            "no conformance run covers %s: engine and learner are compared before the first step", model_type
+            "log-probs of engine and learner of a %s are compared before the first step (docs/models.md)", model_type
         )
         folder = config.run_folder / PICTURES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,16 @@
-"""The prompts on which engine and learner are compared: text, one picture, several sizes, one twice, one at the end."""
+"""The prompts on which engine and learner are compared: text, pictures, a video, sounds, and several of these."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from actors.datasets.audios import encode_wav
+from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row
 from actors.datasets.videos import FrameList
 from actors.processors.chat import ChatProcessor
@@ -27,15 +30,24 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the 
 VIDEO = "video"  # the case that families with videos have beside those
 NUM_FRAMES = 6
 FRAME_RATE = 2.0  # as many as are taken: all of them are
+SOUND_RATE = 16_000  # samples a second
+SOUND_LENGTHS = (13_000, 6_001)  # samples
+SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its pictures, its sounds
+    "sound": ("<audio>Which pattern is this?", (), (0,)),
+    "two sounds": ("First <audio>and <audio> What is this?", (), (1, 0)),
+    "picture and sound": ("<image>and <audio>What is this?", (0,), (0,)),
+}
+"""The cases of families with sounds; the last one is for those with pictures too."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the pictures or the frames of the video in it."""
+    """A prompt, and the pictures, the frames of the video and the sounds in it."""
 
     prompt: Prompt
     pictures: tuple[Image.Image, ...]
     frames: tuple[Image.Image, ...] = ()
+    sounds: tuple[np.ndarray, ...] = ()  # float32 [N] at SOUND_RATE
 
 
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
@@ -50,7 +62,31 @@ def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dic
         found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
     if processor.takes_videos:
         found[VIDEO] = _video_case(processor, folder)
+    if processor.takes_audios:
+        found |= _sound_cases(processor, paths)
     return found
+
+
+def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, Case]:
+    samples = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
+    files = [EncodedFile(encode_wav(one, SOUND_RATE), f"sound {n}") for n, one in enumerate(samples)]
+    found = {}
+    for name, (question, shown, played) in SOUNDS.items():
+        if shown and not processor.takes_pictures:
+            continue
+        audios = tuple(files[i] for i in played)
+        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in shown), audios=audios)
+        pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
+        sounds = tuple(samples[i] for i in played)
+        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures, sounds=sounds)
+    return found
+
+
+def _tones(length: int, seed: int) -> np.ndarray:
+    """float32 [length]: three tones and noise."""
+    random, times = np.random.default_rng(seed), np.arange(length) / SOUND_RATE
+    pitches = random.uniform(200, 3000, 3)
+    return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
 
 
 def _video_case(processor: ChatProcessor, folder: Path) -> Case:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import snapshot_download
 
 from actors.datasets.conversations import read_conversations
-from actors.datasets.digits import write_digits
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
 from actors.datasets.rows import Skipped, Split
@@ -29,6 +28,7 @@ from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
+from deploy.datasets.written_data import write_data
 from learner.policies.families import family_at, frozen_prefixes, max_positions
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -102,6 +102,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.sampler.is_flow:
         _check_flow(checkpoint, config)
     else:
+        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
     teacher_folder = _checked_teacher(config)
@@ -259,10 +260,10 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the digits of `data.kind` if their folder is not there yet."""
+    """Write the data of `data.kind` if a run writes them itself and their folder is not there yet."""
     if config.data.kind in WRITTEN:
         with _writing("data.path", config.data.path):
-            write_digits(config.data.path, task=config.data.kind.value)
+            write_data(config.data.kind, config.data.path)
 
 
 @contextmanager

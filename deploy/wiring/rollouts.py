@@ -131,6 +131,7 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         max_videos_per_prompt=sampler.max_videos_per_prompt,
+        max_audios_per_prompt=sampler.max_audios_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),

@@ -16,6 +16,7 @@ from learner.meter import Meter
 from learner.offline.examples import Example, ExampleTotals, collate_examples, fetch_examples, totals_of
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
+from learner.profiling import profiled
 
 
 class OfflineLearner(Learner):
@@ -28,6 +29,7 @@ class OfflineLearner(Learner):
         super().__init__(config, rank, world_size, banned_ids)
         self._offline_objective = build_objective(config.offline)
 
+    @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
         """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
         examples = self._examples(groups)

@@ -17,7 +17,7 @@ from cluster.records.trajectory import MediaSpan, Prompt
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
 # what M-RoPE positions depend on beside the places of pictures and videos
 POSITION_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-VIDEO = "video"  # modality of videos; all other media of a token policy are pictures
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"  # modalities of a token policy
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """The unique pictures of a batch, or its videos, and the order in which the batch holds them, row by row."""
+    """The unique pictures, videos or sounds of a batch, and the order in which it holds them, row by row."""
 
-    inputs: dict[str, Tensor]  # forward() argument -> all unique pictures along axis 0; empty without any
-    num_parts: tuple[int, ...]  # of each unique picture (patches or tiles): its share of axis 0 of its pixels
-    order: tuple[int, ...]  # the unique picture of each recorded span, by row and place
+    inputs: dict[str, Tensor]  # forward() argument -> all unique ones along axis 0; empty without any
+    num_parts: tuple[int, ...]  # of each unique one (patches or tiles): its share of axis 0 of its pixels
+    order: tuple[int, ...]  # the unique one of each recorded span, by row and place
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class TokenBatch:
     kept_ends: Tensor  # int64 [N]: where each of them ends; an empty one stands for all tokens
     media: MediaBatch  # pictures
     videos: MediaBatch
+    audios: MediaBatch
     layout: PositionLayout
 
 
@@ -127,8 +128,9 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
         hidden_columns=_tensor(columns, device),
         kept_ids=_tensor(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
         kept_ends=_tensor(counts.cumsum(), device),
-        media=_media_batch(sequences, media, device, is_video=False),
-        videos=_media_batch(sequences, media, device, is_video=True),
+        media=_media_batch(sequences, media, device, IMAGE),
+        videos=_media_batch(sequences, media, device, VIDEO),
+        audios=_media_batch(sequences, media, device, AUDIO),
         layout=_layout(sequences, media, device),
     )
 
@@ -159,9 +161,9 @@ def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _media_batch(
-    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device, *, is_video: bool
+    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device, modality: str
 ) -> MediaBatch:
-    own = {key: medium for key, medium in media.items() if (medium.modality == VIDEO) == is_video}
+    own = {key: medium for key, medium in media.items() if medium.modality == modality}
     indices = {key: index for index, key in enumerate(own)}
     names = next(iter(own.values())).inputs.keys() if own else ()
     return MediaBatch(
@@ -175,12 +177,12 @@ def _layout(
     sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
 ) -> PositionLayout:
     indices: dict[str, int] = {}  # among those of its kind
-    numbers = {True: count(), False: count()}
+    numbers = {IMAGE: count(), VIDEO: count(), AUDIO: count()}
     for key, medium in media.items():
-        indices[key] = next(numbers[medium.modality == VIDEO])
+        indices[key] = next(numbers[medium.modality])
     layouts: dict[tuple[tuple[int | str | bytes, ...], ...], int] = {}
     rows, row_layouts = [], []
-    shown: dict[bool, list[int]] = {True: [], False: []}
+    shown: dict[str, list[int]] = {kind: [] for kind in numbers}
     for row, sequence in enumerate(sequences):
         key = tuple(
             (span.start, span.end, media[handle.key].modality, *_sizes(media[handle.key]))
@@ -190,9 +192,9 @@ def _layout(
             layouts[key] = len(layouts)
             rows.append(row)
             for handle, _ in _placed(sequence):
-                shown[media[handle.key].modality == VIDEO].append(indices[handle.key])
+                shown[media[handle.key].modality].append(indices[handle.key])
         row_layouts.append(layouts[key])
-    columns = (rows, shown[False], shown[True], row_layouts)
+    columns = (rows, shown[IMAGE], shown[VIDEO], row_layouts)
     return PositionLayout(*(_tensor(np.array(column, dtype=np.int64), device) for column in columns))
 
 

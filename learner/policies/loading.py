@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from configs.schema import PolicyConfig
-from learner.policies.families import family_of
+from learner.policies.families import family_of, own_family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -44,14 +50,54 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model of a checkpoint folder or hub name, on the CPU."""
-    auto = AutoModelForImageTextToText if takes_pictures(AutoConfig.from_pretrained(source)) else AutoModelForCausalLM
-    return auto.from_pretrained(source, dtype=dtype, attn_implementation=attention)
+    """The model of a checkpoint folder or hub name, or the part of it that is the policy, on the CPU."""
+    config = AutoConfig.from_pretrained(source)
+    family = own_family(config)
+    own = config if family is None else family.policy_config(config)
+    model = auto_class(own).from_pretrained(source, config=own, dtype=dtype, attn_implementation=attention)
+    model.config.name_or_path = source
+    _keep_transposed(model)
+    return model
 
 
-def takes_pictures(config: PretrainedConfig) -> bool:
-    """Whether transformers knows this architecture as image and text to text."""
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
+    """By what transformers knows this architecture as: image and text to text, some other medium and text, or text."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
+
+
+def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of the model in the layout that its checkpoint has under `name`: a view."""
+    return tensor.transpose(-1, -2) if _lies_transposed(model, name) else tensor
+
+
+def _lies_transposed(model: nn.Module, name: str) -> bool:
+    family = own_family(model.config) if isinstance(model, PreTrainedModel) else None
+    return family is not None and re.search(family.transposed, name) is not None
+
+
+def _keep_transposed(model: PreTrainedModel) -> None:
+    """Save tensors as they are given: transformers would turn around what `as_stored` has turned.
+
+    Raises:
+        ValueError: a tensor whose shape does not say how it lies.
+    """
+    kept = getattr(model, "_weight_conversions", None)
+    if kept:
+        model._weight_conversions = [one for one in kept if not _transposes(one)]
+    for name, parameter in model.named_parameters():
+        if _lies_transposed(model, name) and parameter.shape[-1] == parameter.shape[-2]:
+            raise ValueError(
+                f"policy.model has {name} with the square shape {tuple(parameter.shape)}, of which transformers cannot "
+                "tell whether the checkpoint holds it transposed: choose a checkpoint with other widths"
+            )
+
+
+def _transposes(conversion: object) -> bool:
+    if not isinstance(conversion, WeightConverter):
+        return False
+    return all(isinstance(operation, Transpose) for operation in conversion.operations)
 
 
 def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
@@ -97,6 +143,8 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in model.state_dict()}
     tied = set(model.all_tied_weights_keys)
+    family = own_family(model.config)
+    prefix = "" if family is None else family.checkpoint_prefix
     names = {}
     for name, tensor in model.state_dict().items():
         if name in tied:
@@ -107,7 +155,7 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
                 f"policy.model: the checkpoint holds {name} as {len(saved)} tensors ({', '.join(saved)}); "
                 "only models that save each tensor as one can be trained here"
             )
-        names[name] = saved[0]
+        names[name] = prefix + saved[0]
     if len(set(names.values())) != len(names):
         raise ValueError(
             "policy.model: several tensors of the model are one in its checkpoint; "
@@ -131,8 +179,17 @@ def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: M
     else:
         AutoProcessor.from_pretrained(source).save_pretrained(folder)
     tied = set(model.all_tied_weights_keys)  # loading finds them again in what they are tied to
-    state = {name: tensor for name, tensor in full_state.items() if name not in tied}
-    model.save_pretrained(folder, state_dict=state)
+    names = checkpoint_names(model)
+    state = {
+        name: as_stored(model, names[name], tensor).contiguous()
+        for name, tensor in full_state.items()
+        if name not in tied
+    }
+    family = own_family(model.config)
+    if family is None or not family.checkpoint_prefix:
+        model.save_pretrained(folder, state_dict=state)
+    else:  # the configuration of the whole is copied already
+        save_torch_state_dict({names[name]: tensor for name, tensor in state.items()}, folder)
 
 
 def _no_match(prefix: str, parts: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> str:

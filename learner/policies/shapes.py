@@ -11,8 +11,6 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -20,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from learner.policies.families import family_of
-from learner.policies.loading import checkpoint_names, takes_pictures
+from learner.policies.loading import as_stored, auto_class, checkpoint_names
 from learner.policies.tiny import write_tiny
 
 
@@ -96,10 +94,11 @@ def has_config(source: str) -> bool:
 
 def shape_of_config(config: PretrainedConfig) -> ModelShape:
     """The shape of a model with this configuration, built on torch's meta device."""
-    auto = AutoModelForImageTextToText if takes_pictures(config) else AutoModelForCausalLM
+    family = family_of(config)
+    own = family.policy_config(config)
     with torch.device("meta"):
-        model = auto.from_config(config)
-    vision = getattr(config, "vision_config", None)
+        model = auto_class(own).from_config(own)
+    vision = getattr(own, "vision_config", None)
     blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return ModelShape(
         model_type=config.model_type,
@@ -109,14 +108,15 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
-        parts=family_of(config).parts,
+        parts=family.parts,
         pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),
     )
 
 
 def _manifest(model: PreTrainedModel) -> Manifest:
     names, state = checkpoint_names(model), model.state_dict()
-    return Manifest(tuple(TensorSpec(name, tuple(state[key].shape), "float32") for key, name in names.items()))
+    stored = {name: as_stored(model, name, state[key]) for key, name in names.items()}
+    return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in stored.items()))
 
 
 def _tower(text: PretrainedConfig) -> TowerShape:

@@ -22,10 +22,12 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "environment": "rewards.functions.environment:EnvironmentReward",
     "exact_match": "rewards.functions.answers.exact_match:ExactMatch",
     "format": "rewards.functions.format:Format",
+    "geospot": "rewards.functions.geography.geospot:Geospot",
     "grounding": "rewards.functions.grounding:Grounding",
     "http": "rewards.http.client:HttpReward",
     "iou": "rewards.functions.iou:Iou",
     "judge": "rewards.models.judge:Judge",
+    "keywords": "rewards.functions.answers.keywords:Keywords",
     "language": "rewards.functions.language:Language",
     "math_answer": "rewards.functions.answers.math_answer:MathAnswer",
     "multiple_choice": "rewards.functions.answers.multiple_choice:MultipleChoice",
@@ -35,8 +37,13 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "reflection": "rewards.functions.reflection:Reflection",
     "relaxed_accuracy": "rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
     "reward_model": "rewards.models.reward_model:RewardModel",
+    "true_false": "rewards.functions.answers.true_false:TrueFalse",
 }
-EXTRAS: Mapping[str, str] = {"language": "language", "ocr": "ocr"}  # name -> the extra that installs what it needs
+EXTRAS: Mapping[str, str] = {
+    "geospot": "geospot",
+    "language": "language",
+    "ocr": "ocr",
+}  # name -> the extra that installs what it needs
 
 
 def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> RewardFunction | BatchRewardFunction:
@@ -58,11 +65,18 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
         factory = _import(BUILT_IN[name])
     except ValueError as error:
         if name in EXTRAS and isinstance(error.__cause__, ModuleNotFoundError):
-            needs = f"reward function {name!r} needs {error.__cause__.name!r}, which is not installed"
-            raise ValueError(f"{needs}: pip install 'mobula[{EXTRAS[name]}]'") from error
+            raise _not_installed(name, error.__cause__) from error
         raise
     _check_options(name, inspect.signature(factory), options)
-    return factory(tools, **options)
+    try:
+        return factory(tools, **options)
+    except ModuleNotFoundError as error:  # what is imported when it is made
+        raise _not_installed(name, error) from error
+
+
+def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
+    needs = f"reward function {name!r} needs {error.name!r}, which is not installed"
+    return ValueError(f"{needs}: pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else needs)
 
 
 def _users_signature(name: str, tools: Tools) -> inspect.Signature:

@@ -48,7 +48,8 @@ class ScoringAhead:
     def begin(self, ended: EndedResponse) -> None:
         prompt_id = ended.prompt.prompt_id
         siblings = self._begun.setdefault(prompt_id, {})
-        assert ended.sibling not in siblings, f"sibling {ended.sibling} of prompt {prompt_id} ended twice"
+        if ended.sibling in siblings:  # an episode that was begun again has another end
+            siblings[ended.sibling].said.cancel()
         task = asyncio.create_task(self._said(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
         siblings[ended.sibling] = Ahead(response_digest(ended.response), task)
 

@@ -29,6 +29,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "mlflow": ("cluster/metrics/sinks/*",),
     "trackio": ("cluster/metrics/sinks/*",),
     "wandb": ("cluster/metrics/sinks/*",),
+    "opentelemetry": ("cluster/tracing/telemetry.py",),
     "hydra": ("configs/load.py", "configs/words.py"),
     "omegaconf": ("configs/load.py",),
     "typer": ("deploy/cli/*",),

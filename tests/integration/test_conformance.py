@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from deploy.conformance.__main__ import measure_apart
-from deploy.conformance.measure import ALL, TIED, Report
+from deploy.conformance.measure import ALL, TIED, Report, takes_media
 from deploy.conformance.table import failures
+from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEO
 from learner.policies.families import family_at
-from learner.policies.families.base import VideoFamily
+from learner.policies.families.base import AudioFamily, VideoFamily
 from learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.timeout(3000)]
@@ -39,8 +40,13 @@ def others(folder: Path) -> dict[str, Report]:
 def check(report: Report, model: Path) -> None:
     assert failures(report) == []
     family = family_at(str(model))
-    assert set(report.moved) == ({*family.parts, ALL} if family.takes_pictures else {ALL})
-    assert len(report.gaps) == (6 if family.takes_pictures else 1) + isinstance(family, VideoFamily)
+    assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})
+    expected = {*CASES} if family.takes_pictures else {"text"}
+    expected |= {VIDEO} if isinstance(family, VideoFamily) else set()
+    if isinstance(family, AudioFamily):
+        expected |= {name for name, (_, pictures, _) in SOUNDS.items() if family.takes_pictures or not pictures}
+    assert set(report.gaps) == expected
+    assert report.adapters is not None
     assert report.num_parameters < 3_000_000
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from jobs import REPOSITORY, REWARD, SMALL
+from ray_apart import ENVIRONMENT, end_all, free_port, started
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -25,7 +24,6 @@ from deploy.cli import app
 from deploy.jobs.client import STOPPED, Jobs
 
 START_S = 240.0
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 IN_ORDER = """
 import pathlib, signal, sys, time
 def end(*_):
@@ -57,22 +55,6 @@ class Apart:
 
     def jobs(self) -> Jobs:
         return Jobs(self.dashboard, "disabled")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def started(*words: str) -> subprocess.Popen[bytes]:
-    ray = Path(sys.executable).with_name("ray")
-    return subprocess.Popen(
-        [str(ray), "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *words],
-        env={**os.environ, **ENVIRONMENT},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def is_served(url: str) -> bool:
@@ -120,14 +102,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
         wait_until(lambda: num_nodes(f"http://127.0.0.1:{http}") == 2, START_S, lambda: "two nodes")
         yield Apart(f"http://127.0.0.1:{http}", f"127.0.0.1:{port}", tmp_path_factory.mktemp("shared"))
     finally:
-        for process in reversed(processes):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for process in processes:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        end_all(processes)
         shutil.rmtree(sessions, ignore_errors=True)
 
 

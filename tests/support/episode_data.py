@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from actors.processors.chat import ChatProcessor
+from actors.samplers.base import EngineSettings
+from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 
@@ -33,17 +37,38 @@ def episode_config(model: Path, *overrides: str) -> RunConfig:
     )
 
 
+def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:
+    """Of transformers' sampler."""
+    return EngineSettings(
+        model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
+        max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8,
+        max_videos_per_prompt=0, max_audios_per_prompt=0, kv_cache_bytes=1 << 20,
+        keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
+        banned_ids=chat.media_token_ids, stop_ids=chat.eos_token_ids, pad_id=chat.pad_token_id,
+        expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
+    )  # fmt: skip
+
+
 class Scripted:
-    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k + 1."""
+    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k."""
 
-    spec = EnvironmentSpec(max_turns=8)
+    played: ClassVar[list[tuple[int, int, str]]] = []  # seed, turn and text of every step in this process
+    broken: ClassVar[set[tuple[int, str]]] = set()
 
-    def __init__(self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1) -> None:
+    def __init__(
+        self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1, deterministic: bool = True
+    ) -> None:
+        self.spec = EnvironmentSpec(max_turns=8, is_deterministic=deterministic, demonstrates=True)
         self._num_turns, self._fault, self._pictures, self._at = num_turns, fault, pictures, turn
         self._seed = self._turn = 0
 
+    def demonstrate(self) -> str:
+        return f"turn {self._turn + 1}"
+
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._seed, self._turn = seed, 0
+        self._fault, self._at = options.get("fault", self._fault), options.get("turn", self._at)
+        self._marker = options.get("marker", "")
         if self._fault == "seed":
             self._seed = time.monotonic_ns() % 251
         if self._fault == "reset":
@@ -52,6 +77,7 @@ class Scripted:
 
     def step(self, action: Action) -> Step:
         self._turn += 1
+        self.played.append((self._seed, self._turn, action.text))
         reward: float = self._turn
         observation: Sequence[Message] = (self._message(),)
         if self._turn == self._at:
@@ -64,6 +90,15 @@ class Scripted:
                     os._exit(3)
                 case "nan":
                     reward = float("nan")
+                case "kill" if not os.path.exists(self._marker):
+                    open(self._marker, "x").close()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "once":
+                    if (self._seed, "once") not in self.broken:
+                        self.broken.add((self._seed, "once"))
+                        raise RuntimeError("not yet")
+                case "drift":
+                    observation = (Message("user", f"at {time.monotonic_ns()}"),)
                 case "role":
                     observation = (Message("wizard", "hello"),)
                 case "large":

@@ -12,8 +12,9 @@ from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import Case, cases
+from deploy.wiring.parity_prompts import SOUND_RATE, Case, cases
 from learner.policies.families import family_at
+from learner.policies.families.base import AudioFamily
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,17 @@ class FamilyPrompts:
     def own_inputs(self, name: str) -> dict[str, torch.Tensor]:
         """A case as forward() takes it, by the checkpoint's own processor."""
         case, family = self.cases[name], family_at(str(self.folder))
-        if not family.takes_pictures:
+        hears = isinstance(family, AudioFamily)
+        if not family.takes_pictures and not hears:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return dict(tokenizer(case.prompt.text, add_special_tokens=False, return_tensors="pt"))
-        processor = AutoProcessor.from_pretrained(self.folder, **family.processor_options(self.config.data))
+        options = family.processor_options(self.config.data) if family.takes_pictures else {}
+        processor = AutoProcessor.from_pretrained(self.folder, **options)
         media = {"images": list(case.pictures)} if case.pictures else {}
+        if case.sounds:
+            media |= {"audio": list(case.sounds), "sampling_rate": SOUND_RATE}
         made = processor(text=[case.prompt.text], return_tensors="pt", add_special_tokens=False, **media)
-        unused = (*processor.unused_input_names, "num_crops", "batch_num_images")
+        unused = (*processor.unused_input_names, "num_crops", "batch_num_images", "num_audio_tokens")
         return {name: value for name, value in made.items() if name not in unused}
 
 
@@ -43,6 +48,7 @@ def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
     config = load_config([
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_images_per_prompt=3",
         "data.max_prompt_tokens=512", "sampler.max_model_len=1024",
+        f"sampler.max_audios_per_prompt={2 * isinstance(family_at(str(folder)), AudioFamily)}",
     ])  # fmt: skip
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=False)

@@ -13,6 +13,8 @@ from learner_data import group
 from cluster.records.trajectory import ScoredGroup
 from learner.backends import fsdp2
 from learner.learner import Learner
+from learner.policies.families import family_at
+from learner.policies.families.base import AudioFamily
 
 
 def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
@@ -29,8 +31,15 @@ def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, o
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name in names:
+        hears = isinstance(family_at(str(models / name)), AudioFamily)
         words = ("learner=fsdp2", "resources.learner.num_workers=2") if world_size > 1 else ()
-        config = config_of(models / name, "data.max_prompt_tokens=512", "sampler.max_images_per_prompt=3", *words)
+        config = config_of(
+            models / name,
+            "data.max_prompt_tokens=512",
+            "sampler.max_images_per_prompt=3",
+            f"sampler.max_audios_per_prompt={2 * hears}",
+            *words,
+        )
         data = out / f"{name}-{rank}"
         data.mkdir(parents=True)
         learner = Learner(config, rank, world_size, (250,))

@@ -69,6 +69,7 @@ async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: An
             "chunk_tokens": 1,
             "max_images_per_prompt": 2,
             "max_videos_per_prompt": 0,
+            "max_audios_per_prompt": 0,
             "tensor_parallel": 1,
             "kv_cache_bytes": 1,
             "keeps_kv_cache": False,

@@ -14,12 +14,12 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
     held,
     others,
     present,
-    refuse_other_media,
     text_of,
     videos_of,
 )
@@ -35,6 +35,8 @@ COLUMNS = (
     "history",
     "images",
     "videos",
+    "audios",
+    "audio",
     "answer",
     "chosen",
     "rejected",
@@ -42,7 +44,6 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     system = first_of(record, "system")
     asked = (first_of(record, "instruction"), first_of(record, "input"))
     question = "\n".join(text_of(text, "instruction") for text in asked if text is not None)
@@ -61,6 +62,7 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=record.get("images"),
         videos=videos_of(record, ()),
+        audios=audios_of(record, ()),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actors.datasets.audios import AudioInputs
 from actors.datasets.pictures import PictureError, PictureInputs
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
+from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
 from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
 
@@ -26,6 +27,7 @@ class Draft:
     solution: Any = None  # None: the answer in a \\boxed{}
     images: Any = None
     videos: Any = None
+    audios: Any = None
     label: Any = None
     chosen: str | None = None
     rejected: str | None = None
@@ -44,7 +46,14 @@ class RowFormat:
 
 
 def finish(
-    draft: Draft, pictures: PictureInputs, videos: VideoInputs, *, default_id: str, name: str, label_key: str
+    draft: Draft,
+    pictures: PictureInputs,
+    videos: VideoInputs,
+    audios: AudioInputs,
+    *,
+    default_id: str,
+    name: str,
+    label_key: str,
 ) -> Row:
     """The draft as a row.
 
@@ -55,8 +64,10 @@ def finish(
     *history, last = draft.turns
     answer = text_of(draft.answer, "answer")
     images, shown = pictures.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
+    played = audios.resolve_audios(draft.audios, name)
     _check_placeholders(draft.turns, IMAGE_PLACEHOLDER, len(images), "picture")
     _check_placeholders(draft.turns, VIDEO_PLACEHOLDER, len(shown), "video")
+    _check_placeholders(draft.turns, AUDIO_PLACEHOLDER, len(played), "sound")
     label = {} if draft.label is None else {label_key: str(draft.label)}
     return Row(
         sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
@@ -69,6 +80,7 @@ def finish(
         chosen=draft.chosen,
         rejected=draft.rejected,
         videos=shown,
+        audios=played,
     )
 
 
@@ -81,7 +93,8 @@ def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int,
 
 def in_front(draft: Draft) -> Draft:
     """The draft with its media in front of the question, where no turn has a placeholder of theirs."""
-    for placeholder, media in ((VIDEO_PLACEHOLDER, draft.videos), (IMAGE_PLACEHOLDER, draft.images)):
+    held = ((AUDIO_PLACEHOLDER, draft.audios), (VIDEO_PLACEHOLDER, draft.videos), (IMAGE_PLACEHOLDER, draft.images))
+    for placeholder, media in held:
         if media is not None and not any(placeholder in turn.text for turn in draft.turns):
             num = len(media) if isinstance(media, list | tuple) else 1
             last = draft.turns[-1]
@@ -163,13 +176,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def refuse_other_media(record: Record) -> None:
-    """Columns of audio must be empty: no policy takes it yet."""
-    for column in ("audios", "audio"):
-        if first_of(record, column) is not None:
-            raise RowError("unsupported_media", f"the row has `{column}`, which no policy takes: remove the row")
-
-
 def held(images: list[Any], videos: list[Any]) -> dict[str, list[Any]]:
     """The columns of a record's media; there is none for media that the row has not."""
     return {**({"images": images} if images else {}), **({"videos": videos} if videos else {})}
@@ -181,7 +187,20 @@ def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
     Raises:
         RowError: they stand in both.
     """
-    beside = first_of(record, "videos", "video")
+    return _in_turns_or_beside(record, in_turns, "video")
+
+
+def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
+    """The sounds that stand in the turns, or in the columns `audios` and `audio`; None if there are none.
+
+    Raises:
+        RowError: they stand in both.
+    """
+    return _in_turns_or_beside(record, in_turns, "audio")
+
+
+def _in_turns_or_beside(record: Record, in_turns: Sequence[Any], kind: str) -> Any:
+    beside = first_of(record, f"{kind}s", kind)
     if in_turns and beside is not None:
-        raise RowError("bad_video", "the row has videos in its turns and in `videos`: keep one of them")
+        raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
     return in_turns or beside

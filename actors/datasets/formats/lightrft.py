@@ -18,6 +18,7 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_of,
     held,
     in_front,
@@ -25,7 +26,6 @@ from actors.datasets.formats.base import (
     others,
     plain,
     present,
-    refuse_other_media,
     videos_of,
 )
 from actors.datasets.formats.turns import split_response, turns_of
@@ -47,6 +47,8 @@ COLUMNS = (
     "image",
     "videos",
     "video",
+    "audios",
+    "audio",
     "reference",
     "answer",
     "ground_truth",
@@ -57,12 +59,11 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     prompt = first_of(record, "input", "prompt")
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")
-    asked_in = ([Turn("user", prompt)], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
-    turns, pictures, videos = asked_in
+    asked_in = ([Turn("user", prompt)], [], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, pictures, videos, audios = asked_in
     asked, _ = split_response(turns, "prompt")
     info = record.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
@@ -72,6 +73,7 @@ def read(record: Record) -> Draft:
         sample_id=present(record, "id"),
         images=pictures or first_of(record, "images", "image"),
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         label=first_of(record, "label", "extra_info.label"),
         metadata={**others(record, *COLUMNS), **plain(info)},
     )

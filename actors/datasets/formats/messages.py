@@ -15,13 +15,13 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
     held,
     others,
     plain,
     present,
-    refuse_other_media,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
@@ -35,6 +35,8 @@ COLUMNS = (
     "image",
     "images",
     "video",
+    "audios",
+    "audio",
     "videos",
     "chosen",
     "rejected",
@@ -43,8 +45,7 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
-    turns, pictures, videos = turns_of(record.get("messages"), "messages")
+    turns, pictures, videos, audios = turns_of(record.get("messages"), "messages")
     asked, response = split_response(turns, "messages")
     beside = first_of(record, "images", "image")
     if pictures and beside is not None:
@@ -59,6 +60,7 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=pictures or beside,
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         chosen=chosen,
         rejected=rejected,
         metadata={**others(record, *COLUMNS), **(plain(metadata) if isinstance(metadata, dict) else {})},

@@ -3,7 +3,7 @@ r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `ima
     {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
 `image` (or `images`) is one picture, a list of pictures, one for each `<image>` in order, or absent; `video` (or
-`videos`) the same for each `<video>`. A record without
+`videos`) the same for each `<video>`, `audio` (or `audios`) for each `<audio>`. A record without
 `solution` gets its answer in a `\boxed{}`. `metadata`, a mapping, and every column beyond these travel with the row to
 the reward functions.
 """
@@ -17,6 +17,7 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_of,
     held,
     others,
@@ -27,7 +28,7 @@ from actors.datasets.formats.base import (
 )
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "metadata")
+COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "audio", "audios", "metadata")
 
 
 def read(record: Record) -> Draft:
@@ -43,6 +44,7 @@ def read(record: Record) -> Draft:
         solution=present(record, "solution"),
         images=first_of(record, "image", "images"),
         videos=videos_of(record, ()),
+        audios=audios_of(record, ()),
         metadata={**others(record, *COLUMNS), **plain(nested)},
     )
 

@@ -15,25 +15,36 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_given,
     first_of,
     held,
     others,
     present,
-    refuse_other_media,
     text_of,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
 from actors.datasets.rows import Row, Turn
 
-COLUMNS = ("id", "conversations", "system", "tools", "images", "videos", "answer", "chosen", "rejected")
+COLUMNS = (
+    "id",
+    "conversations",
+    "system",
+    "tools",
+    "images",
+    "videos",
+    "audios",
+    "audio",
+    "answer",
+    "chosen",
+    "rejected",
+)
 NAMES = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
-    turns, pictures, videos = turns_of(record.get("conversations"), "conversations")
+    turns, pictures, videos, audios = turns_of(record.get("conversations"), "conversations")
     asked, response = split_response(turns, "conversations")
     system = first_of(record, "system")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
@@ -45,6 +56,7 @@ def read(record: Record) -> Draft:
         solution=solution,
         images=pictures or record.get("images"),
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         chosen=chosen,
         rejected=rejected,
         metadata=others(record, *COLUMNS),

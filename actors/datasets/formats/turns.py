@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actors.datasets.formats.base import ROLES
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Turn
+from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Turn
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VIDEO_PARTS = ("video", "video_url", "input_video")
-OTHER_MEDIA = ("audio", "audio_url", "input_audio")
+AUDIO_PARTS = ("audio", "audio_url", "input_audio")
 FROM_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -21,19 +21,19 @@ FROM_ROLES = {
 }
 
 
-def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any]]:
-    """The turns, and the pictures and the videos that stand in their parts, in order.
+def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any], list[Any]]:
+    """The turns, and the pictures, the videos and the sounds that stand in their parts, in order.
 
     A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A picture part without
-    a picture is a placeholder for one of the row's own pictures, and so is one of a video.
+    a picture is a placeholder for one of the row's own pictures, and so is one of a video or a sound.
 
     Raises:
-        RowError: something else stands there, or a medium that is not read.
+        RowError: something else stands there.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
     turns: list[Turn] = []
-    held: dict[str, list[Any]] = {IMAGE_PLACEHOLDER: [], VIDEO_PLACEHOLDER: []}
+    held: dict[str, list[Any]] = {IMAGE_PLACEHOLDER: [], VIDEO_PLACEHOLDER: [], AUDIO_PLACEHOLDER: []}
     for message in messages:
         role, content = _role_and_content(message, column)
         texts = []
@@ -43,15 +43,15 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
             if medium is not None:
                 held[text].append(medium)
         turns.append(Turn(role, "".join(texts)))
-    return turns, held[IMAGE_PLACEHOLDER], held[VIDEO_PLACEHOLDER]
+    return turns, held[IMAGE_PLACEHOLDER], held[VIDEO_PLACEHOLDER], held[AUDIO_PLACEHOLDER]
 
 
 def response_of(value: Any, column: str) -> str | None:
     """The text of one response: a text, a turn, or a list of one turn; None for None."""
     if value is None or isinstance(value, str):
         return value or None
-    turns, pictures, videos = turns_of(value if isinstance(value, list | tuple) else [value], column)
-    if len(turns) != 1 or pictures or videos:
+    turns, *media = turns_of(value if isinstance(value, list | tuple) else [value], column)
+    if len(turns) != 1 or any(media):
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
     return turns[0].text or None
 
@@ -93,9 +93,10 @@ def _part(part: Any, column: str) -> tuple[str, Any]:
     if kind in VIDEO_PARTS:
         held = next((part[key] for key in ("video", "video_url", "url", "path", "bytes") if part.get(key)), None)
         return VIDEO_PLACEHOLDER, {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
-    if kind in OTHER_MEDIA:
-        raise RowError("unsupported_media", f"`{column}` has a part of type {kind}, which no policy takes")
-    raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image, image_url or video")
+    if kind in AUDIO_PARTS:
+        keys = ("audio", "audio_url", "input_audio", "url", "path", "bytes")
+        return AUDIO_PLACEHOLDER, next((part[key] for key in keys if part.get(key)), None)
+    raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image_url, video or audio")
 
 
 def _shown(value: Any) -> str:

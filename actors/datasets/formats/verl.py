@@ -16,31 +16,33 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    audios_of,
     first_of,
     held,
     only_one,
     others,
     plain,
-    refuse_other_media,
     videos_of,
 )
 from actors.datasets.formats.turns import split_response, turns_of
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("prompt", "images", "videos", "reward_model", "data_source", "extra_info")
+COLUMNS = ("prompt", "images", "videos", "audios", "reward_model", "data_source", "extra_info")
 
 
 def read(record: Record) -> Draft:
-    refuse_other_media(record)
     prompt = record.get("prompt")
-    asked_in = ([Turn("user", prompt)], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
-    turns, pictures, videos = asked_in
+    asked_in = ([Turn("user", prompt)], [], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
+    turns, pictures, videos, audios = asked_in
     asked, response = split_response(turns, "prompt")
     truth = only_one(first_of(record, "reward_model.ground_truth"))
     info = record.get("extra_info") or {}
     if not isinstance(info, Mapping):
         raise RowError("bad_extra_info", f"`extra_info` is a {type(info).__name__}: write a mapping")
-    metadata = {**others(record, "prompt", "images", "videos", "reward_model", "extra_info"), **plain(info)}
+    metadata = {
+        **others(record, "prompt", "images", "videos", "audios", "audio", "reward_model", "extra_info"),
+        **plain(info),
+    }
     if isinstance(truth, list | tuple):
         metadata["ground_truth"] = plain(truth)
         truth = truth[0] if truth else None
@@ -51,6 +53,7 @@ def read(record: Record) -> Draft:
         solution=response,
         images=pictures or record.get("images"),
         videos=videos_of(record, videos),
+        audios=audios_of(record, audios),
         label=record.get("data_source"),
         metadata=metadata,
     )

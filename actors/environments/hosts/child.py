@@ -7,16 +7,16 @@ import signal
 import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from actors.environments.base import Environment
+from actors.environments.base import Demonstrator, Environment, EpisodeError
 from actors.environments.registry import build_environment
 
 GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
 
 
 def serve(connection: Connection) -> None:
-    """Answer `(method, arguments, timeout_s)` with `(succeeded, result or error text)`.
+    """Answer `(method, arguments, timeout_s)` with `(succeeded, result or (kind of failure, detail))`.
 
     The first message is `("make", {"name": ..., "options": ...}, timeout_s)`, answered with the spec.
     """
@@ -34,14 +34,23 @@ def serve(connection: Connection) -> None:
             else:
                 assert environment is not None, "the first message is `make`"
                 reply = (True, _call(environment, method, arguments))
+        except EpisodeError as error:
+            reply = (False, (error.kind, str(error)))
         except BaseException as error:  # a sys.exit() of an environment is a failure of its episode as well
-            reply = (False, f"{type(error).__name__}: {error}")
+            reply = (False, ("raised", f"{type(error).__name__}: {error}"))
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
 
 
 def _call(environment: Environment, method: str, arguments: Mapping[str, Any]) -> Any:
-    return environment.reset(**arguments) if method == "reset" else environment.step(**arguments)
+    match method:
+        case "reset":
+            return environment.reset(**arguments)
+        case "step":
+            return environment.step(**arguments)
+        case "demonstrate":
+            return cast("Demonstrator", environment).demonstrate()
+    raise ValueError(f"{method} is no method of an environment")
 
 
 def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
@@ -50,7 +59,8 @@ def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
     except (BrokenPipeError, ConnectionResetError):
         raise SystemExit(0) from None  # it is not awaited any more
     except Exception as error:  # pickling runs code of the result's own class
-        connection.send((False, f"a result that cannot be pickled, {type(error).__name__}: {error}"))
+        detail = f"a result that cannot be pickled, {type(error).__name__}: {error}"
+        connection.send((False, ("raised", detail)))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from actors.environments.base import (
     ROLES_OF_RESET,
     ROLES_OF_STEP,
     Action,
+    Demonstrator,
     Environment,
     EnvironmentSpec,
     EpisodeError,
@@ -21,6 +23,8 @@ from actors.environments.base import (
     checked_observation,
 )
 from actors.environments.hosts.process import ProcessEnvironment
+from actors.environments.hosts.ray_actor import RayEnvironment
+from actors.environments.hosts.remote import RemoteEnvironment
 from actors.environments.registry import build_environment
 from configs.schema.environment import EnvironmentConfig
 
@@ -46,9 +50,9 @@ class Session:
     def spec(self) -> EnvironmentSpec:
         return self._environment.spec
 
-    async def reset(self, seed: int) -> Reset:
+    async def reset(self, seed: int, options: Mapping[str, Any] = MappingProxyType({})) -> Reset:
         """Raises: EpisodeError: the environment raised, hung, or returned what cannot be used."""
-        call = partial(self._environment.reset, seed=seed, options={})
+        call = partial(self._environment.reset, seed=seed, options=dict(options))
         found = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
         return found._replace(observation=self._checked(found.observation, ROLES_OF_RESET))
 
@@ -58,12 +62,24 @@ class Session:
         found = Step(*await self._run(call, self._config.step_timeout_s, "step"))
         return found._replace(observation=self._checked(found.observation, ROLES_OF_STEP))
 
+    async def demonstrate(self) -> str:
+        """The text of a good next turn; only where `spec.demonstrates`.
+
+        Raises: EpisodeError: the environment raised, hung, or gave no text.
+        """
+        demonstrator = cast("Demonstrator", self._environment)
+        text = await self._run(demonstrator.demonstrate, self._config.step_timeout_s, "demonstrate")
+        if not isinstance(text, str) or not text:
+            raise EpisodeError("bad_demonstration", f"demonstrate() gave {text!r:.40}: return the text of a turn")
+        return text
+
 
 class EnvironmentPool:
     """Environments of one kind. Those whose episode went well are used again; others are closed.
 
-    `environment.host=process` runs each in a process that is killed at its deadline. An inline environment cannot be
-    killed: its episode ends at the deadline, and its thread is lost until the call returns.
+    `environment.host=process` runs each in a process that is killed at its deadline, `ray` in a Ray actor that is,
+    `remote` on a server that does so. An inline environment cannot be killed: its episode ends at the deadline, and its
+    thread is lost until the call returns.
     """
 
     def __init__(self, config: EnvironmentConfig, *, takes_pictures: bool) -> None:
@@ -93,19 +109,7 @@ class EnvironmentPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _make(self) -> Environment:
-        config = self._config
-        if config.host == "inline":
-            make = partial(build_environment, config.name, config.options)
-        else:
-            make = partial(
-                ProcessEnvironment,
-                config.name,
-                config.options,
-                start_timeout_s=config.start_timeout_s,
-                reset_timeout_s=config.reset_timeout_s,
-                step_s=config.step_timeout_s,
-            )
-        return await self._run(make, config.start_timeout_s, "start")
+        return await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")
 
     async def _run(self, call: Callable[[], T], timeout_s: float, what: str) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -119,3 +123,21 @@ class EnvironmentPool:
         except Exception as error:  # whatever an environment raises costs its episode, never the run
             detail = f"environment {self._config.name} raised in {what}: {type(error).__name__}: {error}"
             raise EpisodeError("raised", detail) from error
+
+
+def _made(config: EnvironmentConfig) -> Environment:
+    """A new environment where `environment.host` says."""
+    limits = {
+        "start_timeout_s": config.start_timeout_s,
+        "reset_timeout_s": config.reset_timeout_s,
+        "step_s": config.step_timeout_s,
+    }
+    match config.host:
+        case "inline":
+            return build_environment(config.name, config.options)
+        case "process":
+            return ProcessEnvironment(config.name, config.options, **limits)
+        case "ray":
+            return RayEnvironment(config.name, config.options, num_cpus=config.ray_num_cpus, **limits)
+        case "remote":
+            return RemoteEnvironment(config.name, config.url, token_env=config.token_env, **limits)

@@ -24,7 +24,7 @@ class ProcessEnvironment:
         self, name: str, options: Mapping[str, Any], *, start_timeout_s: float, reset_timeout_s: float, step_s: float
     ) -> None:
         self._name = name
-        self._timeouts = {"make": start_timeout_s, "reset": reset_timeout_s, "step": step_s}
+        self._timeouts = {"make": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -41,6 +41,9 @@ class ProcessEnvironment:
 
     def step(self, action: Action) -> Step:
         return self._exchange("step", {"action": action})
+
+    def demonstrate(self) -> str:
+        return self._exchange("demonstrate", {})
 
     def close(self) -> None:
         """End the process, whatever state it is in, and collect it."""
@@ -68,5 +71,6 @@ class ProcessEnvironment:
             raise
         if not succeeded:
             self.close()  # its state is unknown
-            raise EpisodeError("raised", f"environment {self._name} raised in {method}: {result}")
+            kind, detail = result
+            raise EpisodeError(kind, f"environment {self._name} raised in {method}: {detail}")
         return result

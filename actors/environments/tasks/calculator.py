@@ -31,33 +31,32 @@ NUMBER = re.compile(r"-?\d+")
 class Calculator:
     """The reward is 1 for an answer whose last number is right, and `tool_bonus` more if the calculator was used.
 
-    With `pictures` the operands are handwritten digits of scikit-learn, which the policy has to read.
+    With `pictures` the operands are handwritten digits of scikit-learn, which the policy has to read. An option of a
+    reset is `max_operand`.
     """
 
     def __init__(self, *, pictures: bool, max_operand: int, max_turns: int, tool_bonus: float) -> None:
-        if not 0 <= max_operand <= (9 if pictures else MAX_VALUE):
-            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} is unfit: give 1 or more")
-        self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,))
+        self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,), demonstrates=True)
         self._pictures = pictures
-        self._max_operand = max_operand
+        self._max_operand = self._checked(max_operand)
         self._tool_bonus = tool_bonus
+        self._expression = ""
         self._result = 0
         self._has_used_tool = False
         self._digits = _digits() if pictures else {}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        choice = Random(seed)
-        first, second = (choice.randint(0, self._max_operand) for _ in range(2))
+        choice, largest = Random(seed), self._checked(options.get("max_operand", self._max_operand))
+        first, second = (choice.randint(0, largest) for _ in range(2))
         sign = choice.choice(SIGNS)
         expression = f"{first} {sign} {second}"
-        self._result, self._has_used_tool = evaluate(expression), False
+        self._expression, self._result, self._has_used_tool = expression, evaluate(expression), False
         pictures = tuple(choice.choice(self._digits[value]) for value in (first, second)) if self._pictures else ()
         task = f"<image> {sign} <image>" if self._pictures else expression
         text = f"{describe_tools(self.spec.tools)}\nCompute {task} and answer with the number alone."
-        call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
-        return Reset((Message("user", text, pictures),), {"answer": str(self._result), "solution": call})
+        return Reset((Message("user", text, pictures),), {"answer": str(self._result), "solution": self.demonstrate()})
 
     def step(self, action: Action) -> Step:
         if action.tool_calls:
@@ -67,8 +66,19 @@ class Calculator:
         bonus = self._tool_bonus if is_right and self._has_used_tool else 0.0
         return Step((), {"answer": float(is_right), "tool": bonus}, True, False, {})
 
+    def demonstrate(self) -> str:
+        """Call the tool, then give its result."""
+        if self._has_used_tool:
+            return str(self._result)
+        return f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{self._expression}"}}}}</tool_call>'
+
     def close(self) -> None:
         """Nothing is held."""
+
+    def _checked(self, max_operand: int) -> int:
+        if not 0 <= max_operand <= (9 if self._pictures else MAX_VALUE):
+            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
+        return max_operand
 
     def _called(self, action: Action) -> str:
         results = []

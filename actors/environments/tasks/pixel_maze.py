@@ -25,6 +25,7 @@ class PixelMaze:
 
     `frozen_lake` draws a map of `size` x `size` squares from the seed, a share `hole_share` of them holes that end the
     episode; there is always a way. It is walked with the transitions of Gymnasium's FrozenLake-v1 without slipping.
+    Options of a reset: `size` and `hole_share`, in place of those that the environment was made with.
     `minigrid` is `MiniGrid-SimpleCrossingS9N1-v0`, seen from above. A frame is `size * square_pixels` pixels wide.
     """
 
@@ -40,23 +41,26 @@ class PixelMaze:
     ) -> None:
         if layout not in (FROZEN_LAKE, MINIGRID):
             raise ValueError(f"layout={layout!r} is unknown: choose {FROZEN_LAKE} or {MINIGRID}")
-        if size < 2 or not 0 <= hole_share < 1 or square_pixels < 1 or max_turns < 1:
-            raise ValueError(
-                f"size={size}, hole_share={hole_share}, square_pixels={square_pixels}, max_turns={max_turns}: give "
-                "size >= 2, 0 <= hole_share < 1, and the others 1 or more"
-            )
-        self.spec = EnvironmentSpec(max_turns=max_turns)
-        self._layout, self._size, self._hole_share, self._scale = layout, size, hole_share, square_pixels
+        if square_pixels < 1 or max_turns < 1:
+            raise ValueError(f"square_pixels={square_pixels}, max_turns={max_turns}: give 1 or more")
+        self.spec = EnvironmentSpec(max_turns=max_turns, demonstrates=layout == FROZEN_LAKE)
+        self._layout, self._scale = layout, square_pixels
+        _check_lake(size, hole_share)
+        self._lake = {"size": size, "hole_share": hole_share}
+        self._size = size
         self._names = tuple(MOVES if layout == FROZEN_LAKE else TURNS)
         self._invalid_reward = invalid_reward
         self._environment: gymnasium.Env[Any, Any] | None = None
         self._map: tuple[str, ...] = ()
+        self._place = (0, 0)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self.close()
         info: dict[str, str] = {}
         if self._layout == FROZEN_LAKE:
-            self._map, way = _lake(Random(seed), self._size, self._hole_share)
+            chosen = {**self._lake, **options}
+            self._map, way = _lake(Random(seed), **chosen)
+            self._size = chosen["size"]
             self._environment = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False)
             info = {"answer": way[0], "solution": way[0]}
         else:
@@ -78,6 +82,15 @@ class PixelMaze:
         message = Message("user", "<image>", (self._frame(observation),))
         return Step((message,), float(reward > 0), bool(terminated), bool(truncated), {"is_valid": True})
 
+    def demonstrate(self) -> str:
+        """The first move of a shortest way to the goal."""
+        squares = {(r, c): mark for r, row in enumerate(self._map) for c, mark in enumerate(row)}
+        goal = next(place for place, mark in squares.items() if mark == "G")
+        holes = {place for place, mark in squares.items() if mark == "H"}
+        way = _way(self._place, goal, holes, self._size)
+        assert way, "an episode that is not over has a way from every square"
+        return way[0]
+
     def close(self) -> None:
         if self._environment is not None:
             self._environment.close()
@@ -87,13 +100,20 @@ class PixelMaze:
         if self._layout == MINIGRID:
             return encoded(observation["image"])
         squares = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
+        self._place = divmod(int(observation), self._size)
         pixels = np.array([[COLORS[squares[square]] for square in row] for row in self._map], dtype=np.uint8)
-        pixels[divmod(int(observation), self._size)] = COLORS["player"]
+        pixels[self._place] = COLORS["player"]
         return encoded(pixels, scale=self._scale)
+
+
+def _check_lake(size: int, hole_share: float) -> None:
+    if size < 2 or not 0 <= hole_share < 1:
+        raise ValueError(f"size={size}, hole_share={hole_share}: give size >= 2 and 0 <= hole_share < 1")
 
 
 def _lake(choice: Random, size: int, hole_share: float) -> tuple[tuple[str, ...], list[str]]:
     """A map with a start and a goal in other places, and a shortest way between them."""
+    _check_lake(size, hole_share)
     places = [(row, column) for row in range(size) for column in range(size)]
     for _ in range(MAX_TRIES):
         start, goal = choice.sample(places, 2)

@@ -31,7 +31,11 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        limit_mm_per_prompt={"image": settings.max_images_per_prompt, "video": settings.max_videos_per_prompt},
+        limit_mm_per_prompt={
+            "image": settings.max_images_per_prompt,
+            "video": settings.max_videos_per_prompt,
+            "audio": settings.max_audios_per_prompt,
+        },
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         block_size=settings.block_size,
         enforce_eager=settings.enforce_eager,

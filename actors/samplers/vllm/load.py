@@ -27,13 +27,10 @@ class LoadLogger(StatLoggerBase):
             self._num_running = scheduler_stats.num_running_reqs
             self._num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         if iteration_stats is not None:
-            self.preempted(iteration_stats.num_preempted_reqs)
-
-    def preempted(self, num_requests: int) -> None:
-        """So many requests were preempted and go on: by a push, or because the KV cache is full."""
-        num_expected = min(self._num_expected, num_requests)
-        self._num_expected -= num_expected
-        self._num_preemptions += num_requests - num_expected
+            num_preempted = iteration_stats.num_preempted_reqs
+            num_expected = min(self._num_expected, num_preempted)
+            self._num_expected -= num_expected
+            self._num_preemptions += num_preempted - num_expected
 
     def expect_push(self) -> None:
         """Weights are replaced, which preempts what runs: this is not a sign of load."""

@@ -36,7 +36,6 @@ from actors.samplers.vllm.arguments import engine_args, sampling_params
 from actors.samplers.vllm.load import LoadLogger
 from actors.samplers.vllm.outputs import OutputReader
 from actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
-from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
 from actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
 from actors.samplers.vllm.process import core_failure, engine_in_its_own_process
 from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
@@ -50,7 +49,7 @@ from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from learner.policies.families import family_of
-from learner.policies.families.base import PictureFamily, VideoFamily
+from learner.policies.families.base import AudioFamily, PictureFamily, VideoFamily
 
 _logger = logging.getLogger(__name__)
 
@@ -77,7 +76,8 @@ class VLLMSampler:
         self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
     async def start(self) -> None:
-        keep_sampled_logprobs_alone()
+        if self._settings.device == "cpu":
+            keep_sampled_logprobs_alone()
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
         )  # one picture alone is not copied
@@ -90,8 +90,6 @@ class VLLMSampler:
         except Exception as error:
             _logger.exception("the engine failed to start")
             raise EngineDiedError("the engine failed to start", Failure.of(error)) from error
-        if isinstance(self._engine.output_processor, ThreadedOutputs):
-            self._engine.output_processor.on_preempted = self._load.preempted
         if self._engine.model_config.is_multimodal_model:
             processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
             self._fields_of = processor._get_mm_fields_config
@@ -102,6 +100,8 @@ class VLLMSampler:
                 self._placeholder_ids["image"] = self._family.placeholder_id(self._model)
             if isinstance(self._family, VideoFamily):
                 self._placeholder_ids["video"] = self._family.video_placeholder_id(self._model)
+            if isinstance(self._family, AudioFamily):
+                self._placeholder_ids["audio"] = self._family.audio_placeholder_id(self._model)
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
         await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
@@ -337,8 +337,10 @@ class VLLMSampler:
         kinds = {kind: [place for place in places if place[0].modality == kind] for kind in self._placeholder_ids}
         kinds = {kind: found for kind, found in kinds.items() if found}
         arrays: dict[str, np.ndarray] = {}
-        for found in kinds.values():
-            arrays |= self._family.engine_inputs(self._model, [medium.inputs for medium, _, _ in found])
+        for kind, found in kinds.items():
+            inputs = [medium.inputs for medium, _, _ in found]
+            take = self._family.audio_engine_inputs if kind == "audio" else self._family.engine_inputs
+            arrays |= take(self._model, inputs)
         features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
         return mm_input(
             ids,
@@ -353,8 +355,9 @@ class VLLMSampler:
     def expanded_by_engine(
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """What vLLM's own processing makes of a compact prompt; `media` has pictures (`image`) and videos (`video`,
-        each frames and metadata), `options` are settings of the image processor.
+        """What vLLM's own processing makes of a compact prompt; `media` has pictures (`image`), videos (`video`,
+        each frames and metadata) and sounds (`audio`, each samples and rate); `options` are settings of the image
+        processor.
 
         Requests do not use it: they bring expanded ids and processed pictures.
         """
@@ -364,7 +367,7 @@ class VLLMSampler:
         return list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
 
     def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
-        """The place of a picture or video; its embeddings take those of its ids that are placeholders."""
+        """The place of a medium; its embeddings take those of its ids that are placeholders."""
         is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_ids[kind])
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 

@@ -2,15 +2,14 @@
 
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
-tensors and processed again; in host memory by a shorter way (`patches.reload`). Naming this module's `WorkerExtension`
-as `worker_extension_cls` makes vLLM import it in every worker, which registers the engine there, has pictures kept
-(`patches.pictures`), positions computed once (`patches.positions`) and tokens seeded by their position
-(`patches.seeds`).
+tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
+every worker, which registers the engine there, has pictures kept (`patches.pictures`) and tokens seeded by their
+position (`patches.seeds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm.patches.pictures import keep_pictures
-from actors.samplers.vllm.patches.positions import compute_positions_once
-from actors.samplers.vllm.patches.reload import can_load_again, load_again
 from actors.samplers.vllm.patches.seeds import seed_by_position
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
@@ -86,26 +83,19 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
         else:
             tensors = self.receive(manifest, update_info.bucket_bytes)
-        is_whole = update_info.adapters is None
-        if not is_whole:
+        if update_info.adapters is not None:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
         with torch.no_grad():
-            if is_whole and can_load_again(self.model_config, torch.device(self.device)):
-                load_again(self.model, self.model_config, tensors)
-            else:
-                self._load_by_layers(tensors)
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(tensors)
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied_head(self.model)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """What a push brings over the group, each tensor in memory of its own: layers need several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=True)
-
-    def _load_by_layers(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(tensors)
-        finalize_layerwise_reload(self.model, self.model_config)
-        _repack_tied_head(self.model)
 
     def finish_weight_update(self) -> None:
         """All is done when the weights are there."""
@@ -135,5 +125,4 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
 keep_pictures()
-compute_positions_once()
 seed_by_position()

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import strict
+from cluster.metrics.step_records import SampleRecord, strict
 
 if TYPE_CHECKING:
     from cluster.records.media import ProcessedMedia
-    from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+    from cluster.records.trajectory import Reward, ScoredGroup, Trajectory, TrajectoryGroup
 
 Period = Literal["early", "late"]
 Kind = Literal["best", "worst", "random"]
@@ -26,6 +26,17 @@ PERIODS: tuple[Period, ...] = ("early", "late")
 KINDS: tuple[Kind, ...] = ("best", "worst", "random")
 MAX_CHARACTERS = 4000  # of one prompt or response in the report
 NUM_LOOKS = 48  # steps of a whole run that are looked at, so that long runs do not fetch more than short ones
+
+
+@dataclass(frozen=True)
+class ReportTurn:
+    """One turn of an episode: what the policy wrote, and what the environment answered and paid."""
+
+    action: str
+    observation: str
+    rewards: Mapping[str, float]
+    status: str  # of its tool calls
+    media_keys: tuple[str, ...]  # of the answer
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class ReportSample:
     finish_reason: str
     num_tokens: int
     media_keys: tuple[str, ...]
+    turns: tuple[ReportTurn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,33 +112,44 @@ class SampleKeeper:
     def samples(self) -> tuple[ReportSample, ...]:
         return tuple(self._samples)
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Look at the groups of one step; fetches and writes only what is worth keeping."""
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> list[SampleRecord]:
+        """Look at the groups of one step; fetches and writes only what is worth keeping, and returns it."""
         is_due = (step - 1) % self._interval == 0 or step == self._num_steps
         if not is_due or not groups:
-            return
+            return []
         choice = random.Random(f"{self._seed}/{step}")
-        kept = [self._offer_one(step, kind, groups, choice) for kind in KINDS]
-        if any(kept):
-            used = {key for sample in self._samples for key in sample.media_keys}
+        kept = [found for kind in KINDS if (found := self._offer_one(step, kind, groups, choice)) is not None]
+        if kept:
+            shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
+            used = {key for keys in shown for key in keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
             write_samples(self._path, SampleFile(self.samples, self._thumbnails))
+        return [self._record(sample) for sample in kept]
 
-    def _offer_one(self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random) -> bool:
-        """Put one response of this step into the bucket of `kind`, if it belongs there."""
+    def _offer_one(
+        self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
+    ) -> ReportSample | None:
+        """Put one response of this step into the bucket of `kind`, if it belongs there; returns it."""
         period: Period = "early" if 2 * step <= self._num_steps else "late"
         bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
         candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})
         if candidate is None:
-            return False
+            return None
         displaced = None
         if len(bucket) >= self._capacity:
             displaced = self._displaced(bucket, kind, period, candidate, step, choice)
             if displaced is None:
-                return False
+                return None
         sample = self._load(candidate, step, period, kind)
         self._samples = [s for s in self._samples if s is not displaced] + [sample]
-        return True
+        return sample
+
+    def _record(self, sample: ReportSample) -> SampleRecord:
+        """As trackers show it; a picture without a thumbnail is left out."""
+        pictures = tuple(self._thumbnails[key] for key in sample.media_keys if key in self._thumbnails)
+        return SampleRecord(
+            sample.step, sample.kind, sample.prompt, sample.response, sample.references, sample.reward, pictures
+        )
 
     def _displaced(
         self,
@@ -151,8 +174,8 @@ class SampleKeeper:
         group: TrajectoryGroup
         what = f"group {candidate.group.summary.group_id}"
         (group,) = self._fetch([candidate.group.group], timeout_s=self._timeout_s, what=what)
-        self._load_thumbnails(group)
         trajectory = group.trajectories[candidate.sibling]
+        self._load_thumbnails(group, trajectory)
         return ReportSample(
             step=step,
             period=period,
@@ -168,10 +191,12 @@ class SampleKeeper:
             finish_reason=str(trajectory.finish_reason),
             num_tokens=trajectory.response.num_tokens,
             media_keys=tuple(handle.key for handle in group.prompt.media),
+            turns=_turns(trajectory),
         )
 
-    def _load_thumbnails(self, group: TrajectoryGroup) -> None:
-        missing = [handle for handle in group.prompt.media if handle.key not in self._thumbnails]
+    def _load_thumbnails(self, group: TrajectoryGroup, trajectory: Trajectory) -> None:
+        handles = (*group.prompt.media, *trajectory.actions.media)
+        missing = [handle for handle in handles if handle.key not in self._thumbnails]
         if missing:
             what = f"pictures of {group.prompt.sample_id}"
             references = [handle.reference for handle in missing]
@@ -224,6 +249,26 @@ def _rank(kind: Kind, period: Period, reward: float, step: int) -> tuple[float, 
     return (reward if kind == "best" else -reward, step if period == "late" else -step)
 
 
+def _turns(trajectory: Trajectory) -> tuple[ReportTurn, ...]:
+    """The turns of an episode, each with the pictures that stand between it and the next one."""
+    turns, actions = trajectory.response.turns, trajectory.actions
+    ends = [*(turn.start for turn in turns[1:]), trajectory.num_steps]
+    return tuple(
+        ReportTurn(
+            _clip(turn.action),
+            _clip(turn.observation),
+            dict(turn.rewards),
+            turn.status,
+            tuple(
+                handle.key
+                for handle, span in zip(actions.media, actions.media_spans, strict=True)
+                if turn.end <= span.start < end
+            ),
+        )
+        for turn, end in zip(turns, ends, strict=True)
+    )
+
+
 def _clip(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} […{len(text) - MAX_CHARACTERS} more]"
 
@@ -236,5 +281,6 @@ def _sample(row: dict[str, Any]) -> ReportSample:
             "media_keys": tuple(row["media_keys"]),
             "reward": float(row["reward"]),
             "components": {name: float(value) for name, value in row["components"].items()},
+            "turns": tuple(ReportTurn(**{**t, "media_keys": tuple(t["media_keys"])}) for t in row.get("turns", ())),
         }
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 
 class Sink(Protocol):
@@ -17,3 +18,12 @@ class Sink(Protocol):
     def emit_evaluation(self, record: EvaluationRecord) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class SampleSink(Sink, Protocol):
+    """A sink that also shows responses with their pictures."""
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Responses of one step, at least one."""
+        ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from cluster.metrics.sinks.base import Sink
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.sinks.base import SampleSink, Sink
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 
@@ -23,6 +23,10 @@ class FanOut:
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._each(lambda sink: sink.emit_evaluation(record))
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """To the sinks that show responses."""
+        self._each(lambda sink: sink.emit_samples(samples) if isinstance(sink, SampleSink) else None)
 
     def close(self) -> None:
         self._each(lambda sink: sink.close())

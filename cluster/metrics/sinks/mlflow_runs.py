@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlflow
 import yaml
 from mlflow.entities import Metric
 
+from cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
 from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from cluster.metrics.sinks.trackers import TrackedRun
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 FOLDER = "mlruns"
 CONFIG_FILE = "config.yaml"
@@ -45,6 +46,15 @@ class MlflowSink:
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._log(evaluation_scalars(record), record.version)
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """Artifacts below `samples/step-000003`: a table, and each picture under the kind of its response."""
+        folder = f"{TABLE}/step-{samples[0].step:06d}"
+        rows = [dict(zip(COLUMNS, cells(sample), strict=True)) for sample in samples]
+        self._client.log_dict(self._run_id, {TABLE: rows}, f"{folder}/{TABLE}.json")
+        for sample in samples:
+            for number, picture in enumerate(pictures(sample)):
+                self._client.log_image(self._run_id, picture, artifact_file=f"{folder}/{sample.kind}-{number}.png")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

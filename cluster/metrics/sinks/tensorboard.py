@@ -1,14 +1,17 @@
-"""TensorBoardSink: scalars in TensorBoard event files."""
+"""TensorBoardSink: scalars, responses and their pictures in TensorBoard event files."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from pathlib import Path
 
+from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 
 class TensorBoardSink:
@@ -28,5 +31,35 @@ class TensorBoardSink:
         for tag, value in evaluation_scalars(record).items():
             self._writer.add_scalar(tag, value, record.version)
 
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """`samples/best` and others: a text, and the pictures of its prompt under the same name."""
+        for sample in samples:
+            name = f"samples/{sample.kind}"
+            self._writer.add_text(name, _as_code(sample), sample.step)
+            values = [
+                Summary.Value(tag=f"{name}/picture_{n}", image=_picture(png)) for n, png in enumerate(sample.pictures)
+            ]
+            if values:
+                self._writer.file_writer.add_summary(Summary(value=values), sample.step)
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _as_code(sample: SampleRecord) -> str:
+    """Markdown that shows everything as it is: each line of a sample is indented, which makes it code."""
+    parts = {
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "references": "\n".join(sample.references),
+        "reward": f"{sample.reward:g}",
+    }
+    return "\n\n".join(
+        f"{name}\n\n" + "\n".join(f"    {line}" for line in text.splitlines() or [""]) for name, text in parts.items()
+    )
+
+
+def _picture(png: bytes) -> Summary.Image:
+    with Image.open(io.BytesIO(png)) as found:
+        width, height = found.size
+    return Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+from cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
 from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from cluster.metrics.sinks.trackers import TrackedRun
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 FOLDER = "trackio"
 STEP = "trained_step"
@@ -21,6 +23,7 @@ class TrackioSink:
         os.environ.setdefault("TRACKIO_DIR", str((run.folder / FOLDER).absolute()))  # read by the import
         import trackio
 
+        self._library = trackio
         self._run = trackio.init(
             project=run.project,
             name=run.name,
@@ -37,6 +40,13 @@ class TrackioSink:
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._run.log({STEP: record.version, **evaluation_scalars(record)}, step=record.version)
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """A table of the step's responses with their pictures."""
+        image = self._library.Image
+        rows = [[*cells(sample), [image(picture) for picture in pictures(sample)]] for sample in samples]
+        table = self._library.Table(columns=[*COLUMNS, "pictures"], data=rows)
+        self._run.log({STEP: samples[0].step, TABLE: table}, step=samples[0].step)
 
     def close(self) -> None:
         self._run.finish()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import wandb
 
+from cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
 from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from cluster.metrics.sinks.trackers import TrackedRun
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 STEP = "trained_step"
 
@@ -39,6 +42,14 @@ class WandbSink:
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         self._run.log({STEP: record.version, **evaluation_scalars(record)})
+
+    def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+        """A table of the step's responses, each with its first picture; all pictures also by kind of response."""
+        shown = {s.kind: [wandb.Image(picture, caption=s.response) for picture in pictures(s)] for s in samples}
+        rows = [[*cells(sample), next(iter(shown[sample.kind]), None)] for sample in samples]
+        table = wandb.Table(columns=[*COLUMNS, "picture"], data=rows)
+        by_kind = {f"{TABLE}_{kind}": images for kind, images in shown.items() if images}
+        self._run.log({STEP: samples[0].step, TABLE: table, **by_kind})
 
     def close(self) -> None:
         self._run.finish()

@@ -90,6 +90,8 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
 
 def _record(row: Row, limits: VideoLimits, writer: Writer, row_format: str) -> dict[str, Any]:
     """The row as a record of the format; its media are stored once all of them are whole."""
+    if row.audios:
+        raise ValueError(f"{row.sample_id} has sounds, which are not written: convert files without them")
     files = []
     for picture in row.images:
         content = read_image(picture, limits.frame)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from markupsafe import Markup
 from PIL import Image
 from rich.console import Console
 
+from actors.datasets.audios import Audio
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import Picture
 from actors.datasets.prompts import RowChecker, checked_rows
 from actors.datasets.rows import Row, Skipped, count_by_reason
 from actors.datasets.videos import Video
+from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
 from actors.processors.chat import ChatProcessor
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from actors.processors.video import VideoLimits, check_video, decode_video, load_video
@@ -31,6 +34,7 @@ from configs.schema import DataConfig, RunConfig
 from deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent
+AUDIO_RATE = 16_000  # that sounds are drawn at
 NUM_BINS = 40
 MAX_SKIPPED_ROWS = 200
 MAX_LABELS = 30
@@ -47,6 +51,7 @@ class Measured:
     pictures: Counter[int] = field(default_factory=Counter)  # pictures of a row -> rows
     labels: Counter[str] = field(default_factory=Counter)
     num_videos: int = 0
+    num_sounds: int = 0
 
 
 class MeasuringChecker:
@@ -62,21 +67,25 @@ class MeasuringChecker:
         self.measured.lengths.append(length)
         self.measured.pictures[len(row.images)] += 1
         self.measured.num_videos += len(row.videos)
+        self.measured.num_sounds += len(row.audios)
         self.measured.labels[self._label_of(row.metadata)] += 1
         return length
 
 
 class HeaderChecker:
-    """Checks the headers of pictures and videos where no model is named; a length is then in characters."""
+    """Checks the headers of media where no model is named; a length is then in characters."""
 
-    def __init__(self, limits: VideoLimits) -> None:
+    def __init__(self, limits: VideoLimits, audio: AudioLimits) -> None:
         self._limits = limits
+        self._audio = audio
 
     def check(self, row: Row) -> int:
         for picture in row.images:
             check_image(picture, self._limits.frame)
         for video in row.videos:
             check_video(video, self._limits)
+        for audio in row.audios:
+            check_audio(audio, self._audio)
         return sum(len(turn.text) for turn in row.history) + len(row.question)
 
 
@@ -173,7 +182,7 @@ def histogram(lengths: Sequence[int]) -> Histogram | None:
 def _checker(config: RunConfig) -> tuple[RowChecker, str]:
     """The processor of the model where one is named, and the unit of lengths."""
     if config.policy.model == UNKNOWN_MODEL:
-        return HeaderChecker(VideoLimits.of(config.data)), "characters"
+        return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"
     ensure_model(config)
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
     return ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False), "tokens"
@@ -181,12 +190,13 @@ def _checker(config: RunConfig) -> tuple[RowChecker, str]:
 
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[Sample]:
     """`num` of the rows that were checked, evenly spread over them."""
-    limits = VideoLimits.of(config.data)
+    limits, audio = VideoLimits.of(config.data), _audio_limits(config.data)
     found = []
     for position in range(num):
         row = rows[position * num_usable // num]
         pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
         pictures += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
+        pictures += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         found.append(Sample(row, config.rewards.label_of(row.metadata), pictures))
     return found
 
@@ -200,6 +210,15 @@ def _strip(video: Video, limits: VideoLimits) -> Image.Image:
     frames = decode_video(load_video(video, limits), limits)
     shown = np.unique(np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int))
     return Image.fromarray(np.concatenate(frames[shown], axis=1))
+
+
+def _drawn(sound: Audio, limits: AudioLimits) -> Image.Image:
+    return draw_sound(decode_audio(load_audio(sound, limits), limits), THUMBNAIL_SIZE)
+
+
+def _audio_limits(data: DataConfig) -> AudioLimits:
+    """Of no model, so that `data.audio` alone bounds a sound."""
+    return AudioLimits.of(data, AUDIO_RATE, ceil(data.audio.max_seconds * AUDIO_RATE))
 
 
 def _thumbnail(decode: Callable[[], Image.Image]) -> str:
@@ -223,6 +242,7 @@ def _facts(measured: Measured, skipped: Sequence[Skipped], num_rows: int, unit: 
         ("skipped", f"{len(skipped):,}", f"{100 * len(skipped) / max(1, num_checked):.1f} %"),
         ("pictures", f"{num_pictures:,}", "of usable rows"),
         ("videos", f"{measured.num_videos:,}", "of usable rows"),
+        ("sounds", f"{measured.num_sounds:,}", "of usable rows"),
         ("shortest", f"{min(lengths):,}" if lengths else "–", f"prompt, in {unit}"),
         ("median", f"{int(np.median(lengths)):,}" if lengths else "–", unit),
         ("longest", f"{max(lengths):,}" if lengths else "–", unit),

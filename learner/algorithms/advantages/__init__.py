@@ -29,7 +29,6 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "cpgd_clip_filter": cpgd_clip_filter,
     "gdpo": gdpo,
     "pass_at_k": pass_at_k,
-    "gae": reinforce,  # the reward itself, which `TOKEN_ADVANTAGES` takes on from there
 }
 
 __all__ = ["ADVANTAGES", "AdvantageFunction", "AdvantageOptions", "GroupStatistics", "StepRewards", "whitened"]

@@ -1,9 +1,10 @@
-"""What advantages of tokens read: rewards, values and ends of one response."""
+"""What advantages of tokens read (rewards, values and ends of one response), and what they return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,18 @@ class TokenValues:
     mask: np.ndarray  # bool [T], trained tokens
     is_truncated: bool  # cut at the length limit: what would have followed is worth the last value, and else 0
 
+    @property
+    def end_value(self) -> float:
+        """The value of what follows the last trained token."""
+        return float(self.values[-1]) if self.is_truncated else 0.0
 
-TokenAdvantage = Callable[[TokenValues, float, float], np.ndarray]
-"""`(response, gamma, gae_lambda)` to advantages, float64 [T]; 0 on tokens that are not trained. The return that the
-critic is trained on is the advantage plus the value.
-"""
+
+class TokenCredit(NamedTuple):
+    """Both are 0 on tokens that are not trained."""
+
+    advantages: np.ndarray  # float64 [T]
+    returns: np.ndarray  # float64 [T], what the critic is trained on
+
+
+TokenAdvantage = Callable[[TokenValues, float, float], TokenCredit]
+"""`(response, gamma, gae_lambda)` to the credit of its tokens."""

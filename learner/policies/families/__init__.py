@@ -1,6 +1,7 @@
 """Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
 
 from learner.policies.families.registry import (
+    AUDIO_TYPES,
     TEXT_FAMILIES,
     VIDEO_TYPES,
     VISION_FAMILIES,
@@ -9,10 +10,12 @@ from learner.policies.families.registry import (
     frozen_prefixes,
     max_positions,
     model_type_at,
+    own_family,
     takes_pictures,
 )
 
 __all__ = [
+    "AUDIO_TYPES",
     "TEXT_FAMILIES",
     "VIDEO_TYPES",
     "VISION_FAMILIES",
@@ -21,5 +24,6 @@ __all__ = [
     "frozen_prefixes",
     "max_positions",
     "model_type_at",
+    "own_family",
     "takes_pictures",
 ]

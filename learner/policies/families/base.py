@@ -46,8 +46,17 @@ class Family(ABC):
     takes_pictures: bool
     without_pictures = "policy.model is a text-only model"
     """Why a family without pictures takes none."""
+    inner_types: tuple[str, ...] = ()
+    """`model_type` of the part of a checkpoint that is the policy, where it holds more than that."""
+    checkpoint_prefix = ""
+    """What the checkpoint names of that part begin with."""
+    transposed: str = r"(?!)"
+    """Pattern of the checkpoint names whose last two axes lie in the other order there than in the model."""
     needs_gate = False
-    """Whether a run compares engine and learner before its first step. It does where no conformance run has done so."""
+    """Whether a run compares engine and learner before its first step. It does where no conformance run has done so, or
+    where that depends on the weights."""
+    note = ""
+    """What docs/models.md says of the family beside its measurements."""
 
     @abstractmethod
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -56,6 +65,10 @@ class Family(ABC):
         The vision tower, where there is one, is entered exactly once whatever the batch holds, so that sharded
         parameters are gathered equally often on every rank.
         """
+
+    def policy_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The configuration of the part of a checkpoint that is the policy."""
+        return config
 
     def media_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """The ids that are never sampled."""
@@ -111,6 +124,33 @@ class PictureFamily(Family):
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         """What forward() wants beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
         return {}
+
+
+class AudioFamily(Family):
+    """A family whose prompts hold sounds: mono samples, of which the model's feature extractor makes frames."""
+
+    @abstractmethod
+    def audio_placeholder_id(self, config: PreTrainedConfig) -> int:
+        """The token whose places the embeddings of sounds take."""
+
+    @abstractmethod
+    def audio_expansion(self, processor: ProcessorMixin, num_samples: int) -> np.ndarray:
+        """int32 [N]: what a sound becomes in a prompt, in the place of its one compact placeholder.
+
+        Raises:
+            ValueError: sounds of this length cannot be used.
+        """
+
+    @abstractmethod
+    def process_audio(self, processor: ProcessorMixin, samples: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of one sound, of `samples` float32 [N], by the names that the model's forward() gives them;
+        sounds join along axis 0."""
+
+    def audio_engine_inputs(
+        self, config: PreTrainedConfig, sounds: Sequence[Mapping[str, np.ndarray]]
+    ) -> dict[str, np.ndarray]:
+        """The tensors of a prompt's sounds together, by the names that the inference engine gives them."""
+        return {name: joined([sound[name] for sound in sounds]) for name in sounds[0]}
 
 
 class VideoFamily(PictureFamily):

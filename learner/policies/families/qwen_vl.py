@@ -76,7 +76,7 @@ class QwenVideos(GridFamily, VideoFamily):
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         videos = processor.video_processor
         height, width = self.frame_size(videos, clip, limits)
-        grid = [_num_grids(videos, clip), height // videos.patch_size, width // videos.patch_size]
+        grid = [num_grids(videos, clip), height // videos.patch_size, width // videos.patch_size]
         made = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [_metadata(clip)]}
         text = processor.replace_video_token(made, 0)
         return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
@@ -148,18 +148,9 @@ class QwenVL(QwenVideos):
         """
         if not batch.videos.inputs:
             return super().decoder_inputs(core, batch, token_types)
-        vision, layout = core.config.vision_config, batch.layout
-        inputs = {1: batch.media.inputs, 2: batch.videos.inputs}
-        pictures = [(grid, 1.0) for grid in _rows(inputs[1].get("image_grid_thw"), layout.pictures)]
-        seconds = inputs[2].get("second_per_grid_ts")
-        steps = [1.0] * len(layout.videos) if seconds is None else seconds[layout.videos].tolist()
+        vision = core.config.vision_config
         a_second = getattr(vision, "tokens_per_second", 1.0)  # Qwen2-VL counts grids, not seconds
-        grids = _rows(inputs[2]["video_grid_thw"], layout.videos)
-        videos = [(grid, step * a_second) for grid, step in zip(grids, steps, strict=True)]
-        media = {1: iter(pictures), 2: iter(videos)}
-        rows = [_positions(row, media, vision.spatial_merge_size) for row in token_types[layout.rows].tolist()]
-        positions = torch.from_numpy(np.stack(rows, axis=1)).to(token_types.device)  # [3, L, S]
-        return {"position_ids": positions[:, layout.row_layouts]}
+        return {"position_ids": released_positions(batch, token_types, vision.spatial_merge_size, a_second)}
 
     model_types = ("qwen2_vl", "qwen2_5_vl")
     media_tokens = MEDIA_TOKENS
@@ -169,11 +160,31 @@ class QwenVL(QwenVideos):
 def frame_pixels(videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
     """The fewest and the most pixels of a frame, so that a video takes `limits.max_tokens` at most."""
     token = (videos.patch_size * videos.merge_size) ** 2
-    most = max(token, min(limits.max_frame_pixels, limits.max_tokens * token // _num_grids(videos, clip)))
+    most = max(token, min(limits.max_frame_pixels, limits.max_tokens * token // num_grids(videos, clip)))
     return min(max(token, limits.min_frame_pixels), most), most
 
 
-def _num_grids(videos: BaseVideoProcessor, clip: Clip) -> int:
+def released_positions(batch: TokenBatch, token_types: Tensor, merge_size: int, a_second: float) -> Tensor:
+    """int64 [3, B, S]: time, row and column of each token; what follows a medium begins behind its largest position.
+
+    `token_types` [B, S] is 1 at placeholders of pictures and 2 at those of videos, `a_second` the positions of time
+    that a second of video has.
+    """
+    layout, pictures, videos = batch.layout, batch.media.inputs, batch.videos.inputs
+    seconds = videos.get("second_per_grid_ts")
+    steps = [1.0] * len(layout.videos) if seconds is None else seconds[layout.videos].tolist()
+    grids = _rows(videos.get("video_grid_thw"), layout.videos)
+    media = {
+        1: iter([(grid, 1.0) for grid in _rows(pictures.get("image_grid_thw"), layout.pictures)]),
+        2: iter([(grid, step * a_second) for grid, step in zip(grids, steps, strict=True)]),
+    }
+    rows = [_positions(row, media, merge_size) for row in token_types[layout.rows].tolist()]
+    positions = torch.from_numpy(np.stack(rows, axis=1)).to(token_types.device)  # [3, L, S]
+    return positions[:, layout.row_layouts]
+
+
+def num_grids(videos: BaseVideoProcessor, clip: Clip) -> int:
+    """Steps of time of a clip's grid."""
     return ceil(len(clip.timestamps) / videos.temporal_patch_size)
 
 

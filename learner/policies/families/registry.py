@@ -6,13 +6,16 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
 from configs.schema import PolicyConfig
-from learner.policies.families.base import Family, VideoFamily
+from learner.policies.families.audio.qwen2_5_omni import Qwen25Omni
+from learner.policies.families.audio.qwen2_audio import Qwen2Audio
+from learner.policies.families.base import AudioFamily, Family, VideoFamily
 from learner.policies.families.gemma3 import Gemma3
 from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
 from learner.policies.families.internvl import InternVL
 from learner.policies.families.llava_onevision import LlavaOneVision
 from learner.policies.families.qwen3_vl import Qwen3VL
+from learner.policies.families.qwen3_vl_moe import Qwen3VLMoe
 from learner.policies.families.qwen_vl import QwenVL
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.text import TextFamily
@@ -21,18 +24,23 @@ from learner.policies.families.unknown import UnknownFamily
 FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen3VL(),
+    Qwen3VLMoe(),
     Glm4v(),
     InternVL(),
     LlavaOneVision(),
     Idefics(),
     Gemma3(),
+    Qwen2Audio(),
+    Qwen25Omni(),
     TextFamily(),
 )
 UNKNOWN = UnknownFamily()
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
+INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
-TEXT_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if not family.takes_pictures)
+AUDIO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, AudioFamily))
+TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES))
 
 
 def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.model") -> Family:
@@ -44,12 +52,19 @@ def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.mod
         ValueError: it is of a family that cannot be computed here.
     """
     kind = config.model_type
+    if kind in INNER:
+        return INNER[kind]
     if kind not in BY_MODEL_TYPE and kind not in REFUSED and UnknownFamily.takes(config):
         return UNKNOWN
     if kind not in BY_MODEL_TYPE:
         why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported{why}: {_known()}")
     return BY_MODEL_TYPE[kind]
+
+
+def own_family(config: PreTrainedConfig) -> Family | None:
+    """The family that has a file of its own, of a model or of the part of one that is the policy; else None."""
+    return INNER.get(config.model_type) or BY_MODEL_TYPE.get(config.model_type)
 
 
 def family_at(source: str, key: str = "policy.model") -> Family:
@@ -99,6 +114,6 @@ def max_positions(source: str) -> int | None:
 
 def _known() -> str:
     return (
-        f"choose a vision-language checkpoint of type {', '.join(VISION_FAMILIES)}, or a text-only one of type "
-        f"{', '.join(TEXT_FAMILIES)}"
+        f"choose a vision-language checkpoint of type {', '.join(VISION_FAMILIES)}, one that hears of type "
+        f"{', '.join(AUDIO_TYPES)}, or a text-only one of type {', '.join(TEXT_FAMILIES)}"
     )

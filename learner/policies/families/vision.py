@@ -49,7 +49,7 @@ class VisionFamily(PictureFamily):
             types = types.masked_fill(is_placeholder, number)
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
-            _check_count(encoded.get(modality), int((types == number).sum()))
+            check_count(encoded.get(modality), int((types == number).sum()))
         extra = self.decoder_inputs(core, batch, types)
         return core(input_ids=ids, mm_encoder_outputs=encoded, **extra, use_cache=False).last_hidden_state
 
@@ -119,7 +119,8 @@ def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor 
     return torch.cat([parts[i] for i in media.order])
 
 
-def _check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
+def check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
+    """Raises: ValueError: placeholders and embeddings are not equally many."""
     features = () if encoded is None else encoded.pooler_output
     rows = [features] if isinstance(features, Tensor) else features
     num_embeddings = sum(tensor.numel() // tensor.shape[-1] for tensor in rows)

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
+from learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
 from learner.policies.tiny.gemma3 import write_tiny_gemma3
 from learner.policies.tiny.glm4v import write_tiny_glm4v
 from learner.policies.tiny.idefics import ARCHITECTURES as IDEFICS
@@ -19,6 +21,7 @@ from learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
 from learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
 from learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
 from learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
+from learner.policies.tiny.qwen3_vl_moe import write_tiny_qwen3_vl_moe
 from learner.policies.tiny.text import ARCHITECTURES as TEXT
 from learner.policies.tiny.text import write_tiny_text
 from learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
@@ -36,12 +39,15 @@ TINY: dict[str, Writer] = {
     "qwen2-vl": write_tiny_qwen2_vl,
     "qwen2.5-vl": write_tiny_qwen2_5_vl,
     "qwen3-vl": write_tiny_qwen3_vl,
+    "qwen3-vl-moe": write_tiny_qwen3_vl_moe,
     **{name: partial(write_tiny_internvl, name) for name in DECODERS},
     "llava-onevision": write_tiny_llava_onevision,
     **{name: partial(write_tiny_idefics, name) for name in IDEFICS},
     "glm4v": write_tiny_glm4v,
     "gemma3": write_tiny_gemma3,
     "llava": write_tiny_llava,
+    "qwen2-audio": write_tiny_qwen2_audio,
+    "qwen2.5-omni": write_tiny_qwen2_5_omni,
     **{name: partial(write_tiny_text, name) for name in TEXT},
 }
 """`policy.tiny` -> what writes it."""

@@ -67,6 +67,13 @@ def chat_template(*, image: str, video: str = "", end: str = "<|im_end|>") -> st
     return VISION_TEMPLATE.replace(pad("image"), image).replace(pad("video"), video).replace("<|im_end|>", end)
 
 
+def audio_template(*, audio: str, image: str = "", video: str = "") -> str:
+    """`chat_template` with the placeholder of sounds beside the others."""
+    part = "{%- elif part['type'] == 'audio' -%}\n{{- '" + audio + "' -}}\n"
+    text = "{%- elif part['type'] == 'text' -%}\n"
+    return chat_template(image=image, video=video).replace(text, part + text)
+
+
 def build_tokenizer(
     special: Sequence[str] = SPECIAL_TOKENS,
     named: Mapping[str, str] | None = None,

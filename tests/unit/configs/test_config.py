@@ -17,6 +17,7 @@ from configs.errors import ConfigError
 from configs.groups import groups, leaves, own_values
 from configs.load import dump_config, load_config, load_resolved
 from configs.schema import DataKind, RunConfig, SamplerKind
+from configs.schema.data import WRITTEN
 from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
@@ -238,11 +239,9 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
 
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
-    "environment=calculator": ["data=environment"],
-    "environment=gymnasium": ["data=environment"],
-    "environment=pixel_maze": ["data=environment"],
+    **{f"environment={option}": ["data=environment"] for option in groups()["environment"] if option != "none"},
     "policy=hf": ["policy.model=some/model"],
-    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if option not in WRITTEN},
     "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "

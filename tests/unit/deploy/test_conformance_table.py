@@ -23,6 +23,8 @@ def report(**own: object) -> Report:
         gaps=dict.fromkeys(CASES, GOOD),
         pushes={"vision": GOOD, ALL: GOOD},
         moved={"vision": 0.3, ALL: 2.0},
+        adapters=GOOD,
+        adapters_load=True,
         export_loads=True,
     )
     return replace(found, **own)
@@ -33,10 +35,11 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
     text = page([report(), report(name="qwen3", model_type="qwen3", gaps={"text": GOOD})])
     assert "| `internvl` | `internvl3` | untied | 0.53 M | 6e-07 / 2e-06 |" in text
     assert "| `qwen3` | `qwen3` | untied | 0.53 M | 6e-07 / 2e-06 | - | - |" in text
-    assert "Notes:" not in text
+    assert "- `internvl3`:" not in text and "- `qwen3`:" not in text
+    assert "- `qwen3_vl_moe`: engine and learner choose experts each for themselves" in text
     accepted = next(line for line in text.splitlines() if line.startswith("Accepted"))
     assert "`llama`" in accepted and "`internvl`" not in accepted
-    assert "| `qwen3_vl_moe` | its experts lie transposed" in text
+    assert "| `qwen3_5` | engines compute it on CPU in bfloat16 alone" in text
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,8 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
         ({"gaps": {"text": Gap(2e-2, 4e-2)}}, "text: the mean gap is 2.0e-02, more than 1e-05"),
         ({"pushes": {ALL: Gap(float("nan"), 0.0)}}, "a push of all weights: the mean gap is nan"),
         ({"moved": {"vision": 0.0}}, "a push of vision does not move the engine"),
+        ({"adapters": Gap(2e-2, 4e-2)}, "a push of adapters: the mean gap is 2.0e-02"),
+        ({"adapters_load": False}, "PEFT does not make of the exported adapters"),
         ({"export_loads": False}, "the exported checkpoint does not load"),
     ],
 )

@@ -9,13 +9,16 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import pytest
 import yaml
 
+from cluster.runtime.placement import needed_roles, plan_placement
 from configs.load import load_config
 from configs.schema import RunConfig
+from deploy.planning.clusters import described_nodes
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -115,3 +118,27 @@ def test_the_cluster_launcher_starts_ray_from_the_environment() -> None:
     found = read(DEPLOY / "ray-vm" / "cluster.yaml")
     for commands in (found["head_start_ray_commands"], found["worker_start_ray_commands"]):
         assert all("/opt/mobula/.venv/bin/ray start" in command for command in commands)
+
+
+SKY = DEPLOY / "skypilot" / "mobula.yaml"
+SKY_KEYS = {"name", "num_nodes", "resources", "envs", "file_mounts", "run"}  # of a SkyPilot task that are used here
+
+
+def test_the_skypilot_task_runs_what_the_configuration_accepts(tmp_path: Path) -> None:
+    task = read(SKY)
+    assert set(task) == SKY_KEYS
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/bash\n" + task["run"])
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck") is not None:
+        done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    assert "ray stop" not in task["run"]
+    _, _, command = task["run"].partition('RAY_ADDRESS="$head:$port" python -m deploy.cli train ')
+    known = {**task["envs"], "head": "10.0.0.1", "port": "1"}
+    words = [Template(word).substitute(known) for word in shlex.split(command.replace("\\\n", " "))]
+    config = load_config(words)
+    assert config.resume == "auto" and config.folder.is_absolute() and config.data.path.is_absolute()
+    nodes = described_nodes(f"{task['num_nodes']}x{task['resources']['accelerators'].split(':')[1]}x80GB")
+    plan_placement(config.resources, [node.resources for node in nodes], needed_roles(config))
+    assert "/shared" in task["file_mounts"]

@@ -22,6 +22,7 @@ from rich.console import Console
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
+from actors.rollout.demonstrations import Demonstrations
 from actors.samplers import build_sampler
 from cluster.records.partial_response import Attempt
 from cluster.records.trajectory import Response
@@ -108,6 +109,19 @@ def test_reward(tools: Tools) -> None:
     assert build_function("brevity", {"num_tokens": 128}, tools)(request) == 0.5
     with pytest.raises(ValueError, match="num_tokens=0 is unfit"):
         build_function("brevity", {"num_tokens": 0}, tools)
+
+
+async def test_environment(model: Path) -> None:
+    """Prompts and whole demonstrated episodes: a halving search finds one of 100 numbers within 7 guesses."""
+    words = ["data=environment", "environment=higher_lower", "rewards=environment", f"policy.model={model}"]
+    config = load_config([*words, "environment.num_train=20", "environment.num_validation=2", "environment.num_test=2"])
+    prepared = prepare(config, lambda value: value)
+    shown = Demonstrations(config.environment, config.sampler, prepared.processor, model=str(model))
+    rows = prepared.splits["train"].rows
+    episodes = [await shown.of(prepared.processor.prepare(row, f"0/{n}/x")) for n, row in enumerate(rows)]
+    texts = [prepared.processor.decode(found.actions.token_ids[found.mask]) for found in episodes]
+    assert all(text.endswith(row.answer) for text, row in zip(texts, rows, strict=True))
+    shown.close()
 
 
 def test_model_family(tmp_path: Path) -> None:

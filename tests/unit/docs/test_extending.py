@@ -82,7 +82,7 @@ def run(root: Path, *words: str, timeout_s: int) -> str:
 
 def test_every_section_adds_something_has_a_check_and_names_a_test_to_copy() -> None:
     checks = (REPOSITORY / CHECKS).read_text(encoding="utf-8")
-    assert len(sections()) == 11
+    assert len(sections()) == 12
     for title, text in sections().items():
         assert blocks(text), title
         assert re.search(r"Tests? to copy", text), title

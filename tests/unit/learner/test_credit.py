@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from learner_data import group, prompt, random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import FinishReason, Reward, ScoredGroup
+from cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
 from learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
 from learner.credit import Credit
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -229,3 +230,72 @@ def test_a_filtered_response_has_no_part_in_the_selection(tokenizer) -> None:
     scored = with_entropies([items[0].without_loss(), items[1]], [[9.0, 9.0], [0.2, 0.3]])
     chosen = select_by_entropy(scored, 0.5)
     assert [item.policy_mask.tolist() for item in chosen] == [[False, False], [False, True]]
+
+
+EPISODES = ("data=environment", "environment=calculator", "warm_start=none")
+RECIPE = (
+    "rewards.components=[{name: paid, function: environment, weight: 2.0, options: {discount: 1.0}, service: reward, "
+    "needs_pictures: false, retries: 0, cache_entries: 0}, {name: brief, function: exact_match, weight: 1.0, options: "
+    "{}, service: reward, needs_pictures: false, retries: 0, cache_entries: 0}]"
+)
+
+
+def episodes(tokenizer) -> ScoredGroup:
+    """Two turns, one turn and an episode that failed; the environment's part counts twice, the other once."""
+    mask = np.array([True, True, False, False, True])
+    turns = (EpisodeTurn(0, 2, "", "", {"a": 1.0, "b": 0.5}, "none"), EpisodeTurn(4, 5, "", "", {"a": 3.0}, "none"))
+    found = group(prompt(tokenizer, "e"), [[1, 2, 9, 9, 3], [4, 5], [6]], [9.0 + 0.25, 2.0 + 0.5, None])
+    responses = [(mask, turns), (mask[:2], (replace(turns[0], rewards={"a": 1.0}),)), (mask[:1], ())]
+    trajectories = tuple(
+        replace(t, action_mask=m, response=replace(t.response, turns=own))
+        for t, (m, own) in zip(found.group.trajectories, responses, strict=True)
+    )
+    rewards = (Reward(9.25, {"paid": 4.5, "brief": 0.25}), Reward(2.5, {"paid": 1.0, "brief": 0.5}), None)
+    return replace(found, group=replace(found.group, trajectories=trajectories), rewards=rewards)
+
+
+def test_return_to_go_credits_each_turn_with_what_followed_it(folder, tokenizer) -> None:
+    words = (*EPISODES, RECIPE, "algorithm.advantage=return_to_go")
+    items, metrics = credited(folder, [episodes(tokenizer)], *words)
+    # by turn: [2 * 1.5, 2 * 3 + 0.25] and [2 * 1 + 0.5]
+    assert items[0].advantages.tolist() == pytest.approx([9.25 - 2.5] * 2 + [0.0] * 2 + [6.25])
+    assert items[1].advantages.tolist() == pytest.approx([2.5 - 9.25] * 2)
+    assert items[2].advantages.tolist() == [0.0]
+    assert metrics["turns_mean"] == 1.5
+    assert (metrics["turn_reward_1"], metrics["turn_reward_2"]) == (1.25, 1.5)
+    discounted, _ = credited(folder, [episodes(tokenizer)], *words, "algorithm.turn_discount=0.5")
+    assert discounted[0].advantages[0] == pytest.approx(3 + 0.5 * 6.25 - 2.5)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("gae", [0.5 - 0.2, 3.0 + 0.7 - 0.5, 6.25 - 0.7]),
+        ("turn_gae", [3.0 + 0.5 * 0.7 - 0.2, 3.0 + 0.5 * 0.7 - 0.2, 6.25 - 0.7]),
+    ],
+)
+def test_a_critic_credits_tokens_with_the_reward_of_their_own_turn(folder, tokenizer, advantage, expected) -> None:
+    """At lambda 0 a reward reaches no earlier decision but through a value; a decision is a token or a turn."""
+    values = np.array([0.2, 0.5, 9.0, 9.0, 0.7, 9.0], np.float32)
+    words = (*EPISODES, RECIPE, f"algorithm.advantage={advantage}", "algorithm.critic.place=learner_ranks")
+    lean = ("algorithm.gae_lambda=0", "algorithm.turn_discount=0.5")
+    [items] = fetch_items([episodes(tokenizer)], 0, 1.0)
+    valued = [[replace(item, values=values[: len(item.loss_mask) + 1]) for item in items]]
+    found = Credit(tiny_config(folder, *words, *lean)).assign(valued).groups[0][0]
+    assert found.advantages[found.loss_mask].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algorithm.advantage=return_to_go"], "set environment=OPTION rewards=environment"),
+        ([*EPISODES, "rewards=environment", "algorithm.advantage=return_to_go", "algorithm.gamma=0.9"], "by turns"),
+        (
+            [*EPISODES, "rewards=environment", "algorithm.advantage=return_to_go", "algorithm.shaping.reward_clip=1"],
+            "as the environment paid them",
+        ),
+    ],
+)
+def test_credit_of_turns_needs_the_rewards_of_turns(folder, words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(folder, *words)

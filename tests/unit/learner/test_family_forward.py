@@ -22,6 +22,7 @@ from learner.policies.token import TokenPolicy
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
 SHOWN = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama", "gemma3")]
+TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def prompts(asked: FamilyPrompts) -> list[Prompt]:
 
 
 def batch(rows: list[TokenSequence]):
-    return collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+    return collate(rows, MediaReader(timeout_s=1, max_items=10), CPU)
 
 
 @pytest.mark.parametrize("folder", TINY, indirect=True)
@@ -96,15 +97,16 @@ def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
 ) -> None:
     rows, calls = sequences(asked), []
     core = policy.family.core(policy.model)
-    tower = next(m for name, m in core.named_children() if name in ("visual", "vision_tower", "vision_model"))
-    tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    towers = [module for name, module in core.named_children() if name in TOWERS]
+    for tower in towers:
+        tower.register_forward_pre_hook(lambda *_: calls.append(1))
     policy(batch(rows[:1]), PLAIN).logprobs.sum().backward()
     reached = {name for name, p in policy.named_parameters() if p.grad is not None}
-    assert all(p.grad.abs().max() == 0 for p in tower.parameters() if p.grad is not None)
+    assert all(p.grad.abs().max() == 0 for t in towers for p in t.parameters() if p.grad is not None)
     policy.zero_grad()
     policy(batch(rows), PLAIN).logprobs.sum().backward()
     assert reached == {name for name, p in policy.named_parameters() if p.grad is not None}
-    assert len(calls) == 2
+    assert len(calls) == 2 * len(towers)
     together = {name: p.grad.clone() for name, p in policy.named_parameters() if name in reached}
     policy.zero_grad()
     for row in rows:
@@ -112,7 +114,8 @@ def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
     for name, grad in together.items():
         p = policy.get_parameter(name)
         torch.testing.assert_close(grad, p.grad, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
-    assert max(p.grad.abs().max() for p in tower.parameters() if p.grad is not None) > 0
+    for tower in towers:
+        assert max(p.grad.abs().max() for p in tower.parameters() if p.grad is not None) > 0
 
 
 @pytest.mark.parametrize("folder", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"], indirect=True)
@@ -148,10 +151,11 @@ def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, po
     for part, starts in family.parts.items():
         assert any(name.startswith(starts) for name in names), (part, names[:3])
     assert all(name.startswith(tuple(s for starts in family.parts.values() for s in starts)) for name in names)
-    placeholder = family.placeholder_id(policy.model.config)
+    sees = family.takes_pictures
+    placeholder = (family.placeholder_id if sees else family.audio_placeholder_id)(policy.model.config)
     assert placeholder in asked.processor.media_token_ids
-    prompt = asked.cases["several sizes"].prompt
-    assert len(prompt.media_spans) == 3
+    prompt = asked.cases["several sizes" if sees else "two sounds"].prompt
+    assert len(prompt.media_spans) == (3 if sees else 2)
     inside = np.zeros(prompt.num_tokens, dtype=bool)
     for span in prompt.media_spans:
         inside[span.start : span.end] = True

@@ -20,13 +20,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm import AsyncEngineArgs
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, async_llm
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.samplers.vllm.patches.inproc_outputs import ThreadedOutputs
 from cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
@@ -36,10 +35,8 @@ BURST_S = 0.1  # longest wait for a burst to end
 
 def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
     """An `AsyncLLM` without a second process; call it in a running event loop."""
-    with _made_by(InProcessClient, ThreadedOutputs):
-        engine = AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
-    engine.engine_core.outputs = engine.output_processor
-    return engine
+    with _made_by(InProcessClient):
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
 
 
 class ThreadedCore(EngineCoreProc):
@@ -95,11 +92,7 @@ class ThreadedCore(EngineCoreProc):
 
 
 class InProcessClient(AsyncMPClient):
-    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop, but for
-    those that `outputs` notes on the core's thread.
-    """
-
-    outputs: ThreadedOutputs
+    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop."""
 
     def __init__(
         self, vllm_config: Any, executor_class: Any, log_stats: bool, *, renderer: Any = None, **_: Any
@@ -201,8 +194,6 @@ class InProcessClient(AsyncMPClient):
     def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
         """On the core's thread, after every step and for every answer."""
         _, outputs = output
-        if outputs.outputs:
-            self.outputs.note(outputs)
         if outputs.outputs or outputs.scheduler_stats or outputs.utility_output:
             self._tell(self._take, outputs)
 
@@ -223,11 +214,11 @@ class InProcessClient(AsyncMPClient):
 
 
 @contextmanager
-def _made_by(client: type, outputs: type) -> Iterator[None]:
-    """AsyncLLM has no parameter for its client or output side: it makes them so, and nothing else by these names."""
-    make_client, make_outputs = EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor
-    EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(client), outputs
+def _made_by(client: type) -> Iterator[None]:
+    """AsyncLLM has no parameter for its client: it makes it so, and nothing else by this name."""
+    make_client = EngineCoreClient.make_async_mp_client
+    EngineCoreClient.make_async_mp_client = staticmethod(client)
     try:
         yield
     finally:
-        EngineCoreClient.make_async_mp_client, async_llm.OutputProcessor = staticmethod(make_client), make_outputs
+        EngineCoreClient.make_async_mp_client = staticmethod(make_client)

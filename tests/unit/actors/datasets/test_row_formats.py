@@ -191,7 +191,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         (
             "messages",
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "a.wav"}]}]},
-            "unsupported_media",
+            "missing_file",
         ),
         ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
         ("messages", {"messages": [{"role": "assistant", "content": "7"}]}, "bad_messages"),
@@ -201,7 +201,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         ("verl", {"images": []}, "placeholder_mismatch"),
         ("verl", {"videos": ["a.mp4"]}, "missing_file"),
         ("verl", {"videos": ["a.gif"]}, "placeholder_mismatch"),
-        ("verl", {"audios": ["a.wav"]}, "unsupported_media"),
+        ("verl", {"audios": ["a.wav"]}, "missing_file"),
         ("question", {"question": "<image><video>Which?", "videos": 7}, "bad_image"),
         ("verl", {"extra_info": "text"}, "bad_extra_info"),
         ("lightrft", {"prompt": ""}, "missing_prompt"),

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from episode_data import episode_config
+from episode_data import Scripted, engine_settings, episode_config
+from fakes import make_prompt
 
 from actors.environments.bridge import TurnBridge
 from actors.environments.rows import environment_split
 from actors.processors.chat import ChatProcessor
 from actors.rollout.episodes import EpisodeRunner
 from actors.rollout.media_batcher import MediaBatcher
-from actors.samplers.base import EngineSettings
 from actors.samplers.huggingface import HuggingFaceSampler
 from cluster.errors import EnvironmentFailedError
 from cluster.records.actions import TokenActions
 from cluster.records.arrow import from_batch, to_batch
 from cluster.records.media import MediaReader, MediaStore
-from cluster.records.partial_response import Attempt
+from cluster.records.partial_response import Attempt, TokenChunk
 from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import checkpoint_manifest
+from cluster.rollout.in_flight import InFlightRequests
 from learner.batch import fetch_items
 from learner.policies.batch import collate
 from learner.policies.loading import load_model
@@ -37,6 +38,7 @@ from learner.policies.token import TokenPolicy
 from learner.policies.trained import row_of
 
 TEMPERATURE = 0.8
+FIRST = Attempt("r")
 Run = Callable[..., TrajectoryGroup]
 
 
@@ -52,16 +54,7 @@ class Bench:
         config = episode_config(model)
         self.model = model
         self.chat = self.processor(config)
-        self.sampler = HuggingFaceSampler(
-            EngineSettings(
-                model=str(model), dtype="float32", device="cpu", seed=0, max_model_len=1024, max_num_seqs=8,
-                max_num_batched_tokens=1024, chunk_tokens=4, max_images_per_prompt=8, max_videos_per_prompt=0,
-                kv_cache_bytes=1 << 20,
-                keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
-                banned_ids=self.chat.media_token_ids, stop_ids=self.chat.eos_token_ids, pad_id=self.chat.pad_token_id,
-                expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
-            )
-        )  # fmt: skip
+        self.sampler = HuggingFaceSampler(engine_settings(model, self.chat))
         self._loop = asyncio.Runner()  # what the sampler waits with belongs to one loop
         self._loop.run(self.sampler.start())
 
@@ -80,12 +73,20 @@ class Bench:
         row = environment_split(honest, "train", takes_pictures=True).rows[0]
         return runner, chat.prepare(row, "0/0/x")
 
-    def run(self, *overrides: str, num_samples: int = 2, max_tokens: int = 5) -> TrajectoryGroup:
+    def run(
+        self,
+        *overrides: str,
+        num_samples: int = 2,
+        max_tokens: int = 5,
+        attempt: Attempt = FIRST,
+        report: Callable[[Sequence[TokenChunk]], None] = lambda chunks: None,
+        note_failure: Callable[[str], None] = lambda kind: None,
+    ) -> TrajectoryGroup:
         async def run() -> TrajectoryGroup:
             runner, prompt = self.prompt(*overrides)
             settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7)
             try:
-                return await runner.generate(prompt, settings, Attempt("r"))
+                return await runner.generate(prompt, settings, attempt, report=report, note_failure=note_failure)
             finally:
                 runner.close()
 
@@ -164,14 +165,35 @@ def test_the_learner_does_not_train_what_the_environment_wrote(group: Trajectory
     assert not items[1].loss_mask.any()
 
 
-def test_records_keep_turns_and_the_places_of_pictures(group: TrajectoryGroup) -> None:
+def test_records_keep_turns_and_pictures_of_later_turns_once(group: TrajectoryGroup) -> None:
     recorded = from_batch(to_batch(group, [Reward(1.0), None]))
     for found, trajectory in zip(recorded.group.trajectories, group.trajectories, strict=True):
         assert found.response == trajectory.response
         assert found.actions.media == trajectory.actions.media
         assert found.actions.media_spans == trajectory.actions.media_spans
         assert found.finish_reason is trajectory.finish_reason
-    assert not recorded.has_all_media
+        for again, once in zip(found.actions.media, trajectory.actions.media, strict=True):
+            for name, tensor in once.reference.inputs.items():
+                np.testing.assert_array_equal(again.reference.inputs[name], tensor)
+            assert again.reference.thumbnail == once.reference.thumbnail
+    assert recorded.has_all_media
+    first, second = (trajectory.actions.media for trajectory in recorded.group.trajectories)
+    assert all(a.reference is b.reference for a, b in zip(first, second, strict=True)), "written once"
+
+
+def test_an_episode_is_trained_from_its_record_as_from_itself(bench: Bench, group: TrajectoryGroup) -> None:
+    """The loss of the learner needs the pictures of later turns."""
+    recorded = from_batch(to_batch(group, [Reward(1.0), None])).group
+    policy = TokenPolicy(
+        load_model(str(bench.model), torch.float32, "sdpa").eval(), episode_config(bench.model).learner
+    )
+    reader = [MediaReader(timeout_s=5, max_items=64) for _ in range(2)]
+    found = []
+    for of, own in zip((group, replace(recorded, prompt=group.prompt)), reader, strict=True):
+        batch = collate([row_of(of.prompt, t.actions) for t in of.trajectories], own, torch.device("cpu"))
+        with torch.no_grad():
+            found.append(policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs)
+    assert torch.equal(*found)
 
 
 def test_an_observation_that_does_not_fit_leaves_no_token_and_no_picture(bench: Bench) -> None:
@@ -228,3 +250,76 @@ def test_a_stretch_of_actions_keeps_whole_media(group: TrajectoryGroup) -> None:
     with pytest.raises(ValueError, match="cut one of the media"):
         actions.stretch(0, span.start + 1)
     assert replace(actions, media=(), media_spans=()).stretch(0, 1).media == ()
+
+
+def interrupted(bench: Bench, num_turns: int, *overrides: str) -> tuple[InFlightRequests, Attempt]:
+    """What the driver knows when the actor is lost after it has reported `num_turns` turns of each sibling."""
+    table = InFlightRequests(5)
+    request = table.of(make_prompt("0/0/x"), SamplingSettings(2, TEMPERATURE, 5, seed=7))
+    attempt, num = request.next_attempt(), Counter[int]()
+
+    def take(chunks: Sequence[TokenChunk]) -> None:
+        for chunk in chunks:
+            num[chunk.sibling] += 1
+            if num[chunk.sibling] <= num_turns:
+                request.add(chunk)
+
+    bench.run(*overrides, attempt=attempt, report=take)
+    return table, request.next_attempt()
+
+
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+def test_an_episode_goes_on_elsewhere_from_the_turns_that_were_reported(
+    bench: Bench, group: TrajectoryGroup, num_turns: int
+) -> None:
+    """The group is that of an actor that lived; turns that were known are played, not sampled."""
+    table, attempt = interrupted(bench, num_turns)
+    reported: list[TokenChunk] = []
+    Scripted.played.clear()
+    resumed = bench.run(attempt=attempt, report=reported.extend)
+    for found, whole in zip(resumed.trajectories, group.trajectories, strict=True):
+        assert found.actions.token_ids.tolist() == whole.actions.token_ids.tolist()
+        assert found.behavior_logprobs.tolist() == whole.behavior_logprobs.tolist()
+        assert (found.response, found.weight_spans) == (whole.response, whole.weight_spans)
+        assert [m.key for m in found.actions.media] == [m.key for m in whole.actions.media]
+        assert found.actions.media_spans == whole.actions.media_spans
+    assert len(Scripted.played) == 2 * 3, "every turn is played, also the known ones"
+    assert len(reported) == 2 * (3 - num_turns), "and only new ones are reported"
+    kept = sum(turn.end - turn.start for t in group.trajectories for turn in t.response.turns[:num_turns])
+    assert table.resumed["tokens_kept"] == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [("deterministic: false", {}), ("fault: drift, turn: 1", {"replay_differs": 2})],
+)
+def test_an_episode_that_cannot_be_played_again_begins_again(bench: Bench, options: str, kinds: dict[str, int]) -> None:
+    words = f"environment.options={{{options}}}"
+    _, attempt = interrupted(bench, 2, words)
+    reported: list[TokenChunk] = []
+    failures: Counter[str] = Counter()
+    found = bench.run(words, attempt=attempt, report=reported.extend, note_failure=lambda kind: failures.update([kind]))
+    assert failures == kinds
+    assert [t.response.failure for t in found.trajectories] == ["", ""]
+    first = [next(chunk for chunk in reported if chunk.sibling == n) for n in range(2)]
+    assert all(chunk.is_restart and chunk.start == 0 for chunk in first)
+    assert sum(chunk.is_restart for chunk in reported) == 2
+
+
+def test_a_failed_try_is_run_again_with_the_same_seed_and_what_it_reported_counts_no_longer(bench: Bench) -> None:
+    """The driver takes the chunks of both tries; the failure is counted by its kind."""
+    Scripted.broken.clear()
+    table, failures = InFlightRequests(5), Counter[str]()
+    request = table.of(make_prompt("0/0/x"), SamplingSettings(1, TEMPERATURE, 5, seed=7))
+    [trajectory] = bench.run(
+        "environment.options={fault: once, turn: 2}",
+        num_samples=1,
+        attempt=request.next_attempt(),
+        report=lambda chunks: [request.add(chunk) for chunk in chunks],
+        note_failure=lambda kind: failures.update([kind]),
+    ).trajectories
+    assert failures == {"raised": 1}
+    assert trajectory.response.failure == ""
+    [known] = request.siblings
+    assert known.actions.token_ids.tolist() == trajectory.actions.token_ids[trajectory.action_mask].tolist()
+    assert known.finish_reason is FinishReason.TERMINATED and len(known.turns) == 3

@@ -61,6 +61,7 @@ def settings(folder: Path, tokenizer) -> EngineSettings:
         chunk_tokens=4,
         max_images_per_prompt=2,
         max_videos_per_prompt=0,
+        max_audios_per_prompt=0,
         kv_cache_bytes=1,
         keeps_kv_cache=False,
         sleep_level=0,

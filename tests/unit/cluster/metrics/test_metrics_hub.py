@@ -7,16 +7,27 @@ import logging
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from metrics_data import FACTS, REPLAY, FakeClock, MemorySink, make_group, make_metrics
+from metrics_data import (
+    FACTS,
+    REPLAY,
+    FakeClock,
+    MemorySink,
+    digit_picture,
+    fetch_value,
+    make_group,
+    make_metrics,
+)
 
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics, NoSamples
+from cluster.metrics.report.samples import SampleKeeper
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 from cluster.metrics.summary import Summary, read_summary, summarize, write_summary
 from cluster.records.trajectory import FinishReason
 from cluster.roles import ReplayStats, UpdateReport
@@ -180,6 +191,31 @@ def test_a_sink_that_fails_is_logged_once_counted_and_dropped_while_others_go_on
     assert [r.step for r in sink.records] == [1, 2] and sink.is_closed
     assert len([r for r in caplog.records if "full_disk" in r.message]) == 1
     assert metrics.counts(CounterName.DROPPED_SINKS) == {"full_disk": 1}
+
+
+def test_what_is_kept_of_a_step_goes_to_the_sinks_that_show_responses(tmp_path: Path) -> None:
+    class Shown(MemorySink):
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples: list[SampleRecord] = []
+
+        def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
+            self.samples += samples
+
+    clock, plain, shown = FakeClock(), MemorySink(), Shown()
+    keeper = SampleKeeper(
+        tmp_path / "samples.jsonl", limit=6, num_steps=4, seed=1, version=0, fetch=fetch_value, timeout_s=1
+    )
+    metrics = Metrics([plain, shown], clock, accuracy_component="answer", samples=keeper)
+    picture = digit_picture("7")
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], text="seven", pictures=[picture])])
+    run_step(metrics, clock, 2, [make_group("a", [1.0, 0.0])])
+    assert [(s.step, s.kind, s.reward) for s in shown.samples if s.kind != "random"] == [
+        (1, "best", 1.0),
+        (1, "worst", 0.0),
+    ]
+    assert shown.samples[0].response == "seven" and shown.samples[0].pictures == (picture,)
+    assert len(plain.records) == len(shown.records) == 2
 
 
 def test_a_report_sample_that_cannot_be_kept_is_counted_and_the_step_goes_on() -> None:

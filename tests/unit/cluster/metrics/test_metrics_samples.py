@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from metrics_data import digit_picture, fetch_value, make_group
+from metrics_data import digit_picture, fetch_value, make_group, write_run
 
+from cluster.metrics.report.report import write_report
 from cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
+from cluster.records.trajectory import EpisodeTurn, ScoredGroup
 
 
 def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:
@@ -99,3 +105,35 @@ def test_a_very_long_answer_is_cut_and_marked_with_how_much_is_missing(tmp_path:
     samples = keeper(tmp_path / "samples.jsonl")
     samples.offer(1, [make_group("a", [1.0, 0.0], text="x" * 9000)])
     assert samples.samples[0].response.endswith("[…5000 more]")
+
+
+def episode(picture: bytes) -> ScoredGroup:
+    """Two turns of two tokens with a picture of one token between them, of one sibling."""
+    scored = make_group("e", [1.0, 0.0], spans=((0, 5),))
+    handle = MediaHandle("later", "image", len(picture), ProcessedMedia("image", {}, picture))
+    turns = (
+        EpisodeTurn(0, 2, "left", "user: <image> & go on", {"step": -0.5}, "none"),
+        EpisodeTurn(3, 5, "<b>right</b>", "", {"goal": 2.0, "step": -0.5}, "unknown_tool"),
+    )
+    first, second = scored.group.trajectories
+    actions = TokenActions(first.actions.token_ids, media=(handle,), media_spans=(MediaSpan(2, 3),))
+    played = replace(first, actions=actions, response=replace(first.response, turns=turns))
+    return replace(scored, group=replace(scored.group, trajectories=(played, second)))
+
+
+def test_an_episode_is_shown_turn_by_turn_with_the_pictures_of_its_answers(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=1)
+    (tmp_path / "samples.jsonl").unlink()
+    keeper(tmp_path / "samples.jsonl", num_steps=1).offer(1, [episode(digit_picture("7"))])
+    found = read_samples(tmp_path / "samples.jsonl")
+    best = next(s for s in found.samples if s.kind == "best")
+    assert [(t.action, t.observation, t.media_keys) for t in best.turns] == [
+        ("left", "user: <image> & go on", ("later",)),
+        ("<b>right</b>", "", ()),
+    ]
+    assert best.turns[1].rewards == {"goal": 2.0, "step": -0.5}
+    assert found.thumbnails == {"later": digit_picture("7")}
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "user: &lt;image&gt; &amp; go on" in page and "&lt;b&gt;right&lt;/b&gt;" in page
+    assert "tool call unknown tool" in page and 'alt="Picture 1 of turn 1 of sample e"' in page
+    assert f"data:image/png;base64,{base64.b64encode(digit_picture('7')).decode()}" in page

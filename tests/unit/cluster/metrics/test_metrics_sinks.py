@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from metrics_data import FakeClock
+from metrics_data import FakeClock, digit_picture
 from rich.console import Console
 from waiting import wait_until
 
@@ -21,7 +21,7 @@ from cluster.metrics.sinks.console import ConsoleSink
 from cluster.metrics.sinks.estimate import EstimateSink
 from cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from cluster.metrics.sinks.ray_gauges import RaySink
-from cluster.metrics.step_records import EvaluationRecord, StepRecord, from_line, to_line
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
 from cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
 from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 
@@ -127,6 +127,26 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume
     assert {"seconds/update", "reward/answer", "count_restarts/rollout", "evaluation/accuracy"} <= set(
         events.Tags()["scalars"]
     )
+
+
+def test_tensorboard_shows_responses_as_text_with_their_pictures(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from cluster.metrics.sinks.tensorboard import TensorBoardSink
+
+    hostile = "</code><script>alert(1)</script>\n# not a title"
+    sink = TensorBoardSink(tmp_path, version=0)
+    sink.emit_samples([SampleRecord(4, "best", "Which digit?", hostile, ("7",), 1.0, (digit_picture("7"),))])
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    [text] = events.Tensors("samples/best/text_summary")
+    lines = text.tensor_proto.string_val[0].decode().splitlines()
+    assert text.step == 4
+    assert "    </code><script>alert(1)</script>" in lines and "    # not a title" in lines
+    [picture] = events.Images("samples/best/picture_0")
+    assert (picture.step, picture.width, picture.height) == (4, 56, 56)
+    assert picture.encoded_image_string == digit_picture("7")
 
 
 def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_last(

@@ -13,22 +13,35 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from metrics_data import digit_picture
+from PIL import Image
 
 from cluster.errors import PreflightError
+from cluster.metrics.sinks.base import SampleSink
 from cluster.metrics.sinks.trackers import TRACKERS, TrackedRun, refuse_missing, tracker
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema.run import MetricsConfig
 
 WHY = "{} changes versions that are pinned here, so it is not among the test packages; the extra `{}` has it"
 BLOCK = 32 * 1024  # of a LevelDB log
+HOSTILE = "</code><script>alert(1)</script>\n# not a title"
 CONFIG = {"seed": 3, "algorithm": {"kl": {"coef": 0.1}}}
 
 
 def record(step: int, reward: float) -> StepRecord:
     seconds, counters = {"update": 1.0, "total": 1.5}, {"restarts": {"rollout_died": 2}}
     return StepRecord(step, seconds, {"reward_mean": reward}, {0: 80}, {"answer: exact": reward}, counters)
+
+
+def samples(step: int) -> list[SampleRecord]:
+    """A response with the picture of its prompt, and one without."""
+    picture = (digit_picture("7"),)
+    return [
+        SampleRecord(step, "best", "Which digit is this?", "seven", ("7",), 1.0, picture),
+        SampleRecord(step, "worst", "Say a word.", HOSTILE, (), 0.0, ()),
+    ]
 
 
 def run_of(folder: Path) -> TrackedRun:
@@ -41,6 +54,8 @@ def write_two_parts(name: str, folder: Path) -> None:
     first.emit(record(1, 0.25))
     first.emit(record(2, 0.5))
     first.emit_evaluation(EvaluationRecord(1, 0.5, 0.4, 0.6, 10))
+    assert isinstance(first, SampleSink)
+    first.emit_samples(samples(2))
     first.close()
     second = tracker(name, run_of(folder))
     second.emit(record(3, 0.75))
@@ -118,9 +133,20 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
         if r.WhichOneof("record_type") == "history"
     ]
     assert [row["step/reward_mean"] for row in rows if "step/reward_mean" in row] == [0.25, 0.5, 0.75]
-    assert [row["trained_step"] for row in rows] == [1, 2, 1, 3]
+    assert [row["trained_step"] for row in rows] == [1, 2, 1, 2, 3]
     assert rows[0]["reward/answer: exact"] == 0.25 and rows[0]["count_restarts/rollout_died"] == 2
     assert rows[2]["evaluation/accuracy"] == 0.5
+    assert rows[3]["samples/_type"] == "table-file" and rows[3]["samples/nrows"] == 2
+    [table] = (tmp_path / "run").rglob("samples*.table.json")
+    written = json.loads(table.read_text())
+    assert written["columns"] == ["step", "kind", "prompt", "response", "references", "reward", "picture"]
+    assert [row[1:6] for row in written["data"]] == [
+        ["best", "Which digit is this?", "seven", "7", 1.0],
+        ["worst", "Say a word.", HOSTILE, "", 0.0],
+    ]
+    assert written["data"][0][6]["_type"] == "image-file" and written["data"][1][6] is None
+    [shown] = (tmp_path / "run").rglob("samples_best*.png")
+    assert Image.open(shown).size == (56, 56)
     assert not any(b"x" * 40 in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()), "no key is kept"
 
 
@@ -134,6 +160,11 @@ def test_mlflow_keeps_files_and_finds_the_run_again(tmp_path: Path) -> None:
     assert [(m.step, m.value) for m in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert client.get_metric_history(run.info.run_id, "evaluation/accuracy")[0].value == 0.5
     assert client.get_metric_history(run.info.run_id, "reward/answer_ exact")[0].value == 0.25
+    [folder] = tmp_path.rglob("artifacts/samples/step-000002")
+    table = json.loads((folder / "samples.json").read_text())["samples"]
+    assert [row["response"] for row in table] == ["seven", HOSTILE]
+    assert [path.name for path in folder.glob("*.png")] == ["best-0.png"]
+    assert Image.open(folder / "best-0.png").size == (56, 56)
     assert "coef: 0.1" in next(tmp_path.rglob("artifacts/config.yaml")).read_text()
 
 
@@ -145,6 +176,8 @@ write_two_parts("trackio", Path(sys.argv[1]))
 from trackio.sqlite_storage import SQLiteStorage
 [name] = SQLiteStorage.get_runs("mobula")
 rows = SQLiteStorage.get_logs("mobula", name)
+[table] = [row["samples"]["_value"] for row in rows if "samples" in row]
+print("SAMPLES", [(row["kind"], row["reward"], len(row["pictures"])) for row in table])
 print("READ", name, [(row["step"], row["step/reward_mean"]) for row in rows if "step/reward_mean" in row])
 """
 
@@ -156,4 +189,7 @@ def test_trackio_keeps_a_file_and_goes_on_with_the_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRACKIO, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert "READ digits [(1, 0.25), (2, 0.5), (3, 0.75)]" in done.stdout, done.stdout + done.stderr
+    assert "SAMPLES [('best', 1.0, 1), ('worst', 0.0, 0)]" in done.stdout, done.stdout + done.stderr
     assert list((tmp_path / "trackio").glob("*.db")), "it lies below the run folder"
+    [picture] = (tmp_path / "trackio" / "media").rglob("*.png")
+    assert Image.open(picture).size == (56, 56)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -65,6 +66,15 @@ def test_chunks_that_leave_a_gap_come_twice_or_too_late_are_refused() -> None:
         with pytest.raises(RolloutError, match="a try that is over"):
             in_flight.add(chunk(first, 4, 4))
         assert in_flight.num_tokens == 4
+
+
+def test_a_response_that_is_begun_again_leaves_nothing_of_its_first_beginning() -> None:
+    with InFlightRequests(CHUNK).held(PROMPT, SETTINGS) as in_flight:
+        attempt = in_flight.next_attempt()
+        in_flight.add(chunk(attempt, 0, 4, end=FinishReason.STOP))
+        in_flight.add(replace(chunk(attempt, 0, 3), is_restart=True))
+        in_flight.add(chunk(attempt, 3, 2))
+        assert (in_flight.siblings[0].num_tokens, in_flight.siblings[0].is_finished) == (5, False)
 
 
 def test_tokens_kept_and_lost_are_counted_once_for_each_handover() -> None:

@@ -15,6 +15,8 @@ from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
+from learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from learner.optim import OPTIMIZERS
 
 
@@ -26,7 +28,7 @@ def test_the_readme_has_the_generated_tables() -> None:
 @pytest.mark.parametrize(
     ("key", "registry"),
     [
-        ("algorithm.advantage", ADVANTAGES),
+        ("algorithm.advantage", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES)),
         ("algorithm.loss", POLICY_LOSSES),
         ("algorithm.loss_aggregation", AGGREGATIONS),
         ("algorithm.kl.estimator", KL_ESTIMATORS),

@@ -109,7 +109,6 @@ REFERENCES: dict[str, Reference] = {
     "dr_grpo": by_group(reference_dr_grpo),
     "rloo": by_group(reference_rloo),
     "reinforce": lambda groups, lengths, std: [r for g in groups for r in g],
-    "gae": lambda groups, lengths, std: [r for g in groups for r in g],
     "reinforce_batch": lambda groups, lengths, std: [
         r - statistics.fmean(x for g in groups for x in g) for g in groups for r in g
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema.algorithm import VALUED
 from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenValues
-from learner.algorithms.token_advantages.gae import gae
+from learner.algorithms.token_advantages.gae import gae as credit
 
 
 def response(
@@ -18,6 +18,13 @@ def response(
     """`values` has one more than `rewards`."""
     chosen = np.array([True] * len(rewards) if mask is None else mask, dtype=bool)
     return TokenValues(np.array(rewards, np.float64), np.array(values, np.float32), chosen, is_truncated)
+
+
+def gae(of: TokenValues, gamma: float, gae_lambda: float) -> np.ndarray:
+    """The advantages; the return of a trained token is its advantage and its value."""
+    advantages, returns = credit(of, gamma, gae_lambda)
+    assert returns.tolist() == (advantages + np.where(of.mask, of.values[:-1].astype(np.float64), 0.0)).tolist()
+    return advantages
 
 
 def decisions(of: TokenValues) -> tuple[list[float], list[float]]:

@@ -1,0 +1,85 @@
+"""Sounds as datasets name them: files as pictures are named, and samples as arrays with their rate."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs
+
+Audio = Picture
+"""A path below the data root, or the encoded bytes of a file."""
+
+ARRAY_KEYS = ("array", "samples")  # under which a mapping holds samples
+RATE_KEYS = ("sampling_rate", "sample_rate")
+FILE_KEYS = ("audio", "audio_url", "input_audio")  # under which it holds a sound in any form
+WAV_FLOAT = 3  # the format code of 32-bit samples
+
+
+class AudioInputs(PictureInputs):
+    """Resolves what rows name as sounds."""
+
+    def resolve_audios(self, value: Any, name: str) -> tuple[Audio, ...]:
+        """The sounds of one value, in order: none for None, several for a list.
+
+        Samples are a mapping `{"array": float [N] or [N, channels], "sampling_rate": 16000}`, as Hugging Face's
+        `datasets` gives them; an array alone says nothing of its rate and is refused.
+
+        Raises:
+            PictureError: a value is no sound, or a path is missing or leads out of the root.
+            MediaError: a web URL is not allowed or cannot be fetched.
+        """
+        if value is None:
+            return ()
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        names = [name] if len(values) == 1 else [f"{name}, sound {number}" for number in range(1, len(values) + 1)]
+        return tuple(self._audio(item, item_name) for item, item_name in zip(values, names, strict=True))
+
+    def _audio(self, value: Any, name: str) -> Audio:
+        if isinstance(value, Mapping):
+            return self._from_audio_mapping(value, name)
+        if hasattr(value, "__array__") or isinstance(value, list | tuple):
+            raise PictureError(
+                "bad_audio", "samples without a rate are no sound: write {'array': SAMPLES, 'sampling_rate': 16000}"
+            )
+        return self._one(value, name)
+
+    def _from_audio_mapping(self, value: Mapping[str, Any], name: str) -> Audio:
+        samples = next((value[key] for key in ARRAY_KEYS if value.get(key) is not None), None)
+        if samples is not None:
+            rate = next((value[key] for key in RATE_KEYS if value.get(key) is not None), None)
+            return EncodedFile(encode_wav(samples, rate), name)
+        nested = next((value[key] for key in FILE_KEYS if value.get(key) is not None), None)
+        if nested is not None:
+            return self._audio(nested, name)
+        data = value.get("data")  # OpenAI's parts: {"data": BASE64, "format": "wav"}
+        if isinstance(data, str):
+            return self._one(f"data:audio/{value.get('format', 'wav')};base64,{data}", name)
+        return self._from_mapping(value, name)
+
+
+def encode_wav(samples: Any, rate: Any) -> bytes:
+    """Samples as a WAV file of 32-bit numbers; whole numbers are scaled to [-1, 1].
+
+    Raises:
+        PictureError: these are no samples, or no rate.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or rate != int(rate) or not 0 < rate < 1 << 31:
+        raise PictureError("bad_audio", f"`sampling_rate` is {rate!r}: write how many samples a second there are")
+    array = np.asarray(samples)
+    if array.ndim not in (1, 2) or array.dtype.kind not in "fi":
+        raise PictureError(
+            "bad_audio",
+            f"an array of {array.dtype} {list(array.shape)} is no sound: give numbers [N] or [N, channels]",
+        )
+    if array.dtype.kind == "i":
+        array = array / float(np.iinfo(array.dtype).max + 1)
+    channels = 1 if array.ndim == 1 else array.shape[1]
+    data = np.ascontiguousarray(array, dtype="<f4").tobytes()
+    width = 4 * channels
+    form = struct.pack("<HHIIHH", WAV_FLOAT, channels, int(rate), int(rate) * width, width, 32)
+    head = b"WAVE" + b"fmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", len(data))
+    return b"RIFF" + struct.pack("<I", len(head) + len(data)) + head + data

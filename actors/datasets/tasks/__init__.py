@@ -1,0 +1,1 @@
+"""Small datasets that a run writes itself."""

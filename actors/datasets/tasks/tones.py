@@ -1,0 +1,115 @@
+"""Synthetic tone patterns as an audio question answering dataset: WAV files and JSONL rows, made from a seed.
+
+Each of ten patterns is a sequence of pitches. A sound is one of them with a base pitch, tempo, loudness and noise of
+its own, in 16 bits at 8 kHz, so that every use resamples it. The folder that `write_tones` makes:
+
+    sounds/train_0000.wav ...
+    train.jsonl validation.jsonl test.jsonl
+    dataset.json                what the folder holds; its presence says that the folder is whole
+"""
+
+from __future__ import annotations
+
+import json
+import wave
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+MARKER = "dataset.json"
+FORMAT_VERSION = 1
+RATE = 8000
+LOW, HIGH, SILENT = 1.0, 2.0, 0.0
+PATTERNS: tuple[tuple[float, ...], ...] = (  # pitches as multiples of the base pitch, at equal lengths
+    (LOW, LOW, LOW, LOW),
+    (HIGH, HIGH, HIGH, HIGH),
+    (LOW, LOW, HIGH, HIGH),
+    (HIGH, HIGH, LOW, LOW),
+    (LOW, HIGH, LOW, HIGH),
+    (HIGH, LOW, HIGH, LOW),
+    (LOW, SILENT, LOW, SILENT),
+    (HIGH, SILENT, HIGH, SILENT),
+    (LOW, SILENT, HIGH, SILENT),
+    (HIGH, SILENT, LOW, SILENT),
+)
+QUESTION = r"<audio>Which pattern is this? Answer in \boxed{}."
+
+
+def write_tones(
+    folder: Path, *, seed: int = 0, num_train: int = 1000, num_validation: int = 200, num_test: int = 300
+) -> Path:
+    """Write the dataset into `folder` and return `folder`. The same arguments give the same bytes.
+
+    A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
+    beside its place and renamed, and of several processes that write it at once the first one wins.
+
+    Raises:
+        ValueError: the folder holds something else.
+    """
+    sizes = {"train": num_train, "validation": num_validation, "test": num_test}
+    marker = {"format_version": FORMAT_VERSION, "task": "tones", "seed": seed, **sizes}
+    if _holds(folder, marker):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+        built = _build(Path(staging) / "dataset", marker, sizes)
+        try:
+            built.rename(folder)
+        except OSError:
+            if not _holds(folder, marker):
+                raise
+    return folder
+
+
+def tone(pattern: int, random: np.random.Generator) -> np.ndarray:
+    """int16 [N]: a sound of the pattern, 0.6 to 0.9 s long."""
+    pitches = PATTERNS[pattern]
+    length = int(random.uniform(0.15, 0.225) * RATE)  # of one pitch
+    base = random.uniform(250, 450)
+    # Phases go on from one pitch to the next; a jump would be a click that tells patterns apart by itself.
+    speeds = np.repeat([base * pitch for pitch in pitches], length)
+    loudness = np.repeat([float(pitch != SILENT) for pitch in pitches], length)
+    ramp = np.ones(32) / 32
+    wave_form = np.sin(2 * np.pi * np.cumsum(speeds) / RATE) * np.convolve(loudness, ramp, mode="same")
+    noisy = random.uniform(0.3, 0.8) * wave_form + random.normal(0, 0.02, len(wave_form))
+    return (noisy.clip(-1, 1) * np.iinfo(np.int16).max).astype(np.int16)
+
+
+def _holds(folder: Path, marker: dict[str, Any]) -> bool:
+    """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    found = json.loads((folder / MARKER).read_text()) if (folder / MARKER).is_file() else None
+    if found != marker:
+        raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
+    return True
+
+
+def _build(folder: Path, marker: dict[str, Any], sizes: dict[str, int]) -> Path:
+    """Write sounds, splits and, last, the marker into a new folder."""
+    (folder / "sounds").mkdir(parents=True)
+    for number, (split, size) in enumerate(sizes.items()):
+        random = np.random.default_rng([marker["seed"], number])
+        patterns = random.permutation(np.arange(size) % len(PATTERNS)).tolist()  # every pattern equally often
+        rows = [_row(folder, split, place, pattern, random) for place, pattern in enumerate(patterns)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+    return folder
+
+
+def _row(folder: Path, split: str, place: int, pattern: int, random: np.random.Generator) -> dict[str, str]:
+    path = f"sounds/{split}_{place:04d}.wav"
+    with wave.open(str(folder / path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(tone(pattern, random).astype("<i2").tobytes())
+    return {
+        "id": f"tone-{split}-{place:04d}",
+        "question": QUESTION,
+        "answer": str(pattern),
+        "solution": rf"\boxed{{{pattern}}}",
+        "audio": path,
+    }

@@ -1,0 +1,131 @@
+"""Environments written for TRL: `reset(**row)`, public methods as tools, `get_reward()`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from actors.environments.adapters.classes import as_png, class_at
+from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step, Tool
+from actors.environments.tool_calls import describe_tools
+
+NO_TOOLS = ("reset", "get_reward", "close")
+
+
+class TRLClass:
+    """`target` is the class, made with `arguments`; its public methods are the tools, described by their docstrings.
+
+    `rows` is a JSONL file: the episode of seed s gets row s modulo their number, as keywords of `reset`; without it
+    `reset` gets `seed`. The prompt is the row's `prompt`, or `instruction`, and what `reset` returns. A turn without a
+    tool call ends the episode; the reward is what `get_reward()` then says, or after `max_turns`. A tool that raises
+    answers with its error.
+
+    Source: TRL 1.16, `environment_factory` of its GRPO trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: str,
+        max_turns: int,
+        instruction: str,
+        arguments: Mapping[str, Any] | None = None,
+        rows: str = "",
+    ) -> None:
+        self._environment = class_at(target)(**(arguments or {}))
+        for method in ("reset", "get_reward"):
+            if not callable(getattr(self._environment, method, None)):
+                raise ValueError(f"options.target={target!r} has no method {method}: a TRL environment has one")
+        self._rows = _read(rows) if rows else []
+        self._instruction = instruction
+        tools = tuple(_tool(name, method) for name, method in inspect.getmembers(self._environment, callable)
+                      if not name.startswith("_") and name not in NO_TOOLS)  # fmt: skip
+        self.spec = EnvironmentSpec(max_turns=max_turns, tools=tools)
+        self._turn = 0
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        self._turn = 0
+        row = self._rows[seed % len(self._rows)] if self._rows else {"seed": seed}
+        text, pictures = _content(self._environment.reset(**row))
+        parts = [
+            describe_tools(self.spec.tools) if self.spec.tools else "",
+            _prompt_of(row, self._instruction),
+            text,
+        ]
+        message = Message("user", "\n".join(part for part in parts if part), pictures)
+        return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if key in row})
+
+    def step(self, action: Action) -> Step:
+        self._turn += 1
+        is_last = self._turn >= self.spec.max_turns
+        if not action.tool_calls:
+            return Step((), self._reward(), True, False, {})
+        messages = [
+            Message("tool", *self._called(call.name, call.arguments, call.status)) for call in action.tool_calls
+        ]
+        return Step(tuple(messages), self._reward() if is_last else 0.0, False, is_last, {})
+
+    def close(self) -> None:
+        close = getattr(self._environment, "close", None)
+        if callable(close):
+            close()
+
+    def _reward(self) -> float:
+        return self._environment.get_reward()
+
+    def _called(self, name: str, arguments: Mapping[str, Any], status: str) -> tuple[str, tuple[bytes, ...]]:
+        if status != "ok":
+            return f"error: {status}", ()
+        try:
+            return _content(getattr(self._environment, name)(**arguments))
+        except Exception as error:  # the policy sees it, as in TRL
+            return f"error: {type(error).__name__}: {error}", ()
+
+
+def _read(path: str) -> list[dict[str, Any]]:
+    """Raises: ValueError: the file cannot be read, or has no rows."""
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"options.rows={path!r} cannot be read ({error}): give a JSONL file") from error
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"options.rows={path!r} has no rows: write one JSON object a line")
+    return rows
+
+
+def _tool(name: str, method: Any) -> Tool:
+    """A tool of a method: the first paragraph of its docstring, and its parameters with their types."""
+    parameters = inspect.signature(method).parameters.values()
+    described = {
+        p.name: "any" if p.annotation is p.empty else inspect.formatannotation(p.annotation) for p in parameters
+    }
+    return Tool(name, " ".join((inspect.getdoc(method) or name).split("\n\n")[0].split()), described)
+
+
+def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:
+    """The text of the row's prompt, a text or messages; else the instruction."""
+    prompt = row.get("prompt", instruction)
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(_content(message["content"])[0] for message in prompt)
+
+
+def _content(given: Any) -> tuple[str, tuple[bytes, ...]]:
+    """Text with a placeholder for each picture, and the pictures: of None, a text, a picture, or a list of parts."""
+    if given is None:
+        return "", ()
+    if isinstance(given, Image.Image):
+        return IMAGE_PLACEHOLDER, (as_png(given),)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        parts = [_content(part) for part in given]
+        return "".join(text for text, _ in parts), tuple(p for _, pictures in parts for p in pictures)
+    if isinstance(given, Mapping) and given.get("type") == "image":
+        return _content(given["image"])
+    if isinstance(given, Mapping) and given.get("type") == "text":
+        return str(given["text"]), ()
+    return given if isinstance(given, str) else json.dumps(given, default=str), ()

@@ -1,0 +1,69 @@
+"""RayEnvironment: an environment in a Ray actor of its own, on any node of the cluster, killed at its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
+from actors.environments.registry import build_environment
+from cluster.errors import DeadlineError, WorkerDiedError
+from cluster.runtime.owned_actor import OwnedActor
+
+
+class Hosted:
+    """The far end: an environment that tells its spec."""
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self._environment = build_environment(name, options)
+
+    def spec(self) -> EnvironmentSpec:
+        return self._environment.spec
+
+    def reset(self, seed: int, options: Mapping[str, Any]) -> Reset:
+        return self._environment.reset(seed=seed, options=options)
+
+    def step(self, action: Action) -> Step:
+        return self._environment.step(action)
+
+
+class RayEnvironment:
+    """After a call that failed the actor is gone."""
+
+    spec: EnvironmentSpec
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        num_cpus: float,
+        start_timeout_s: float,
+        reset_timeout_s: float,
+        step_s: float,
+    ) -> None:
+        self._name = name
+        self._timeouts = {"spec": start_timeout_s, "reset": reset_timeout_s, "step": step_s}
+        self._actor = OwnedActor(Hosted, name, dict(options), name=f"environment {name}", num_cpus=num_cpus)
+        self.spec = self._called("spec")
+
+    def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
+        return self._called("reset", seed, dict(options))
+
+    def step(self, action: Action) -> Step:
+        return self._called("step", action)
+
+    def close(self) -> None:
+        self._actor.kill()
+
+    def _called(self, method: str, *args: Any) -> Any:
+        try:
+            return self._actor.call(method, *args, timeout_s=self._timeouts[method])
+        except DeadlineError as error:
+            kind, problem = "timed_out", error
+        except WorkerDiedError as error:
+            kind, problem = "process_died", error
+        except Exception as error:  # whatever an environment raises costs its episode, never the run
+            kind, problem = "raised", error
+        self._actor.kill()
+        raise EpisodeError(kind, f"environment {self._name} in {method}: {type(problem).__name__}: {problem}")

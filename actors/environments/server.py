@@ -1,0 +1,173 @@
+"""EnvironmentServer: sessions with environments behind HTTP, for rollout actors on other machines.
+
+    POST /v1/sessions                                       -> {"session": ID, "name": ..., "spec": {...}}
+    POST /v1/sessions/ID/reset {"call": N, "seed": S, "options": {}}    -> {"result": {...}}
+    POST /v1/sessions/ID/step  {"call": N, "action": {...}}             -> {"result": {...}}
+    DELETE /v1/sessions/ID
+
+What an environment does wrong is a reply, {"failure": {"kind": ..., "detail": ...}}, and ends the session. A call that
+comes again with the same number gets the reply that it had, so a client may repeat what it got no answer to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI
+from fastapi.responses import JSONResponse, Response
+
+from actors.environments.base import EpisodeError
+from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
+from configs.schema.environment import EnvironmentConfig
+
+RETRY_AFTER_S = 1
+CHECKS_A_LIMIT = 4  # how often abandoned sessions are looked for within the time after which they are
+
+
+@dataclass
+class _Held:
+    """One session of a client, and its last reply."""
+
+    session: Session
+    stack: AsyncExitStack
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    last_call: int = -1
+    last_reply: Json = field(default_factory=dict)
+    used_at: float = field(default_factory=time.monotonic)
+
+
+class EnvironmentServer:
+    """At most `environment.max_concurrent` sessions at a time; one that no call reaches for `idle_s` is ended."""
+
+    def __init__(self, config: EnvironmentConfig, *, idle_s: float) -> None:
+        self._config = config
+        self._idle_s = idle_s
+        self._pool = EnvironmentPool(config, takes_pictures=True)
+        self._held: dict[str, _Held] = {}
+        self._num_opening = 0
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._held)
+
+    def is_full(self) -> bool:
+        return len(self._held) + self._num_opening >= self._config.max_concurrent
+
+    async def open(self) -> Json:
+        """Raises: EpisodeError: the environment cannot be started."""
+        stack = AsyncExitStack()
+        self._num_opening += 1
+        try:
+            session = await stack.enter_async_context(self._pool.session())
+        finally:
+            self._num_opening -= 1
+        name = secrets.token_hex(16)
+        self._held[name] = _Held(session, stack)
+        return {"session": name, "name": self._config.name, "spec": spec_to_json(session.spec)}
+
+    async def call(self, name: str, method: str, call: int, given: Json) -> Json:
+        """The result or the failure of one call.
+
+        Raises:
+            KeyError: there is no such session, or no longer.
+        """
+        held = self._held[name]
+        async with held.lock:
+            if call == held.last_call:
+                return held.last_reply
+            held.used_at = time.monotonic()
+            try:
+                reply: Json = {"result": await self._result(held.session, method, given)}
+            except EpisodeError as error:
+                reply = {"failure": {"kind": error.kind, "detail": str(error)}}
+                await self._end(name, error, keep_reply=True)
+            held.last_call, held.last_reply, held.used_at = call, reply, time.monotonic()
+            return reply
+
+    async def end(self, name: str) -> None:
+        """End a session whose episode is over; one that is not there is ignored."""
+        await self._end(name, None, keep_reply=False)
+
+    async def close(self) -> None:
+        for name in list(self._held):
+            await self.end(name)
+        self._pool.close()
+
+    async def end_abandoned(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._idle_s / CHECKS_A_LIMIT)
+            latest = time.monotonic() - self._idle_s
+            for name, held in list(self._held.items()):
+                if held.used_at < latest and not held.lock.locked():
+                    await self._end(name, EpisodeError("abandoned", "no call came"), keep_reply=False)
+
+    async def _result(self, session: Session, method: str, given: Json) -> Json:
+        if method == "reset":
+            return reset_to_json(await session.reset(given["seed"]))
+        return step_to_json(await session.step(action_from_json(given["action"])))
+
+    async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
+        """Give the environment back; one that failed is closed. Its last reply may be asked for again."""
+        held = self._held.get(name) if keep_reply else self._held.pop(name, None)
+        if held is None:
+            return
+        closing: Awaitable[Any] = held.stack.aclose() if error is None else _closed_with(held.stack, error)
+        await closing
+
+
+async def _closed_with(stack: AsyncExitStack, error: Exception) -> None:
+    try:
+        async with stack:
+            raise error
+    except type(error):
+        """What was raised here is what the pool needs to know: the environment is not used again."""
+
+
+def make_app(server: EnvironmentServer) -> FastAPI:
+    """The server as an ASGI application."""
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(server.end_abandoned())
+        yield
+        watching.cancel()
+        await server.close()
+
+    app = FastAPI(title="Mobula environment", lifespan=life, docs_url=None, redoc_url=None)
+
+    @app.post("/v1/sessions")
+    async def open_session() -> Response:
+        if server.is_full():
+            return JSONResponse({"detail": "every session is taken"}, 503, {"Retry-After": str(RETRY_AFTER_S)})
+        try:
+            return JSONResponse(await server.open())
+        except EpisodeError as error:
+            return JSONResponse({"failure": {"kind": error.kind, "detail": str(error)}})
+
+    @app.post("/v1/sessions/{name}/{method}")
+    async def call(name: str, method: str, body: Annotated[dict[str, Any], Body()]) -> Response:
+        if method not in ("reset", "step"):
+            return JSONResponse({"detail": f"no method {method!r}: use reset or step"}, 404)
+        try:
+            return JSONResponse(await server.call(name, method, int(body["call"]), body))
+        except KeyError as error:
+            return JSONResponse({"detail": f"no session, or no field, {error}"}, 404)
+
+    @app.delete("/v1/sessions/{name}")
+    async def end(name: str) -> Response:
+        await server.end(name)
+        return JSONResponse({})
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok", "sessions": server.num_sessions})
+
+    return app

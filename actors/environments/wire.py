@@ -1,0 +1,79 @@
+"""Observations, actions and steps as JSON; pictures are base64."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actors.environments.base import Action, EnvironmentSpec, Message, Observation, Reset, Step, Tool, ToolCall
+
+Json = dict[str, Any]
+
+
+def observation_to_json(observation: Sequence[Message]) -> list[Json]:
+    return [
+        {"role": m.role, "text": m.text, "pictures": [base64.b64encode(p).decode("ascii") for p in m.pictures]}
+        for m in observation
+    ]
+
+
+def observation_from_json(messages: Sequence[Mapping[str, Any]]) -> Observation:
+    return tuple(
+        Message(str(m["role"]), str(m["text"]), tuple(base64.b64decode(p, validate=True) for p in m["pictures"]))
+        for m in messages
+    )
+
+
+def spec_to_json(spec: EnvironmentSpec) -> Json:
+    tools = [{"name": t.name, "description": t.description, "parameters": dict(t.parameters)} for t in spec.tools]
+    return {"max_turns": spec.max_turns, "tools": tools}
+
+
+def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
+    tools = tuple(Tool(t["name"], t["description"], t["parameters"]) for t in given["tools"])
+    return EnvironmentSpec(int(given["max_turns"]), tools)
+
+
+def action_to_json(action: Action) -> Json:
+    calls = [{"name": c.name, "arguments": dict(c.arguments), "status": c.status} for c in action.tool_calls]
+    return {"text": action.text, "tool_calls": calls, "is_truncated": action.is_truncated}
+
+
+def action_from_json(given: Mapping[str, Any]) -> Action:
+    calls = tuple(ToolCall(c["name"], c["arguments"], c["status"]) for c in given["tool_calls"])
+    return Action(given["text"], calls, given["is_truncated"])
+
+
+def reset_to_json(reset: Reset) -> Json:
+    return {"observation": observation_to_json(reset.observation), "info": _texts(reset.info)}
+
+
+def reset_from_json(given: Mapping[str, Any]) -> Reset:
+    return Reset(observation_from_json(given["observation"]), given["info"])
+
+
+def step_to_json(step: Step) -> Json:
+    reward = dict(step.reward) if isinstance(step.reward, Mapping) else step.reward
+    return {
+        "observation": observation_to_json(step.observation),
+        "reward": {k: float(v) for k, v in reward.items()} if isinstance(reward, dict) else float(reward),
+        "terminated": bool(step.terminated),
+        "truncated": bool(step.truncated),
+        "info": _texts(step.info),
+    }
+
+
+def step_from_json(given: Mapping[str, Any]) -> Step:
+    return Step(
+        observation_from_json(given["observation"]),
+        given["reward"],
+        given["terminated"],
+        given["truncated"],
+        given["info"],
+    )
+
+
+def _texts(info: Mapping[str, Any]) -> Json:
+    """What of `info` JSON has a type for; the rest is left out, since nothing reads it on the other side."""
+    return {str(k): v for k, v in info.items() if isinstance(v, str | bool | int | float) or v is None}

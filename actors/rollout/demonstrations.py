@@ -1,0 +1,101 @@
+"""Demonstrations: whole episodes whose turns the environment itself writes, for a warm start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from actors.environments.base import Action, EpisodeError
+from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.rows import ENVIRONMENT
+from actors.environments.tool_calls import parse_tool_calls
+from actors.processors.chat import ChatProcessor
+from actors.rollout.episode import Admission, Episode
+from cluster.errors import DatasetError
+from cluster.records.actions import TokenActions
+from cluster.records.partial_response import SampledSequence
+from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from configs.schema.environment import EnvironmentConfig
+from configs.schema.rollout import SamplerConfig
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What follows a prompt in a demonstrated episode; `mask` is True on the tokens of its turns."""
+
+    actions: TokenActions
+    mask: np.ndarray  # bool [T]
+
+
+class Demonstrations:
+    """Demonstrated episodes by seed, each made once. Their tokens are made as those of sampled episodes are.
+
+    An environment that demonstrates nothing gives one turn: the `solution` of its reset.
+    """
+
+    def __init__(self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str) -> None:
+        """Raises: ValueError: the chat template of `model` cannot be used for several turns."""
+        self._config = config
+        self._max_turn_tokens = sampler.max_tokens
+        self._chat = chat
+        self._admission = Admission(config, chat, model=model, max_images=sampler.max_images_per_prompt)
+        self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
+        self._made: dict[int, Demonstration] = {}
+
+    async def of(self, prompt: Prompt) -> Demonstration:
+        """The demonstrated episode of the prompt's seed.
+
+        Raises:
+            DatasetError: the environment failed, or its turns are longer than those of the policy may be.
+        """
+        task = prompt.metadata[ENVIRONMENT]
+        seed = task["seed"]
+        if seed not in self._made:
+            try:
+                async with self._pool.session() as session:
+                    self._made[seed] = await self._demonstrated(prompt, session, task)
+            except EpisodeError as error:
+                raise DatasetError(
+                    f"environment.name={self._config.name} cannot demonstrate seed {seed} ({error.kind}): {error}"
+                ) from error
+        return self._made[seed]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    async def _demonstrated(self, prompt: Prompt, session: Session, task: Mapping[str, Any]) -> Demonstration:
+        start = await session.reset(task["seed"], task["options"])
+        episode = Episode()
+        if not session.spec.demonstrates:
+            self._add(episode, str(start.info.get("solution", "")))
+            return Demonstration(episode.actions, np.array(episode.mask))
+        for _ in range(session.spec.max_turns):
+            text = await session.demonstrate()
+            begin = episode.num_steps
+            self._add(episode, text)
+            action = Action(text, parse_tool_calls(text, session.spec.tools))
+            step = await session.step(action)
+            episode.note_step(begin, action, step)
+            if step.terminated or step.truncated or not self._admission.admit(episode, prompt, step.observation):
+                break
+        last = episode.turns[-1]
+        return Demonstration(episode.actions.stretch(0, last.end), np.array(episode.mask[: last.end]))
+
+    def _add(self, episode: Episode, text: str) -> None:
+        if not text:
+            raise DatasetError(
+                f"environment.name={self._config.name} demonstrates nothing, and its reset gives no `solution`: "
+                "set warm_start=none, or give it one of both"
+            )
+        ids = self._chat.encode_answer(text)
+        if len(ids) > self._max_turn_tokens:
+            raise DatasetError(
+                f"a demonstrated turn of environment.name={self._config.name} has {len(ids)} tokens ({text[:60]!r}), "
+                f"sampler.max_tokens is {self._max_turn_tokens}: set sampler.max_tokens={len(ids)} or more"
+            )
+        nothing = np.zeros(len(ids), dtype=np.float32)
+        span = (WeightSpan(0, 0, len(ids)),)
+        episode.add_turn(SampledSequence(TokenActions(ids), nothing, span, FinishReason.STOP))

@@ -1,0 +1,112 @@
+"""Episode: the tokens, pictures and turns of one episode as far as it has come, and which observations it admits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from actors.environments.base import Action, Observation, Step, checked_rewards
+from actors.environments.bridge import TurnBridge
+from actors.processors.chat import ChatProcessor
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaHandle, MediaSpan
+from cluster.records.partial_response import SampledSequence, shifted
+from cluster.records.trajectory import EpisodeTurn, FinishReason, Prompt, WeightSpan
+from configs.schema.environment import EnvironmentConfig
+
+
+@dataclass
+class Episode:
+    """Every list is on the axis T, behind the prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)  # True where the policy wrote the token
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    media: list[MediaHandle] = field(default_factory=list)
+    media_spans: list[MediaSpan] = field(default_factory=list)
+    turns: list[EpisodeTurn] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.ABORT
+    failure: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def actions(self) -> TokenActions:
+        ids = np.array(self.token_ids, dtype=np.int32)
+        return TokenActions(ids, media=tuple(self.media), media_spans=tuple(self.media_spans))
+
+    def add_turn(self, sampled: SampledSequence) -> None:
+        assert isinstance(sampled.actions, TokenActions)
+        self.weight_spans += shifted(sampled.weight_spans, self.num_steps)
+        self.token_ids += sampled.actions.token_ids.tolist()
+        self.logprobs += sampled.logprobs.tolist()
+        self.mask += [True] * sampled.num_tokens
+
+    def add_masked(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not write: they have the version of the turn before."""
+        if not len(ids):
+            return
+        last = self.weight_spans[-1]
+        self.weight_spans[-1] = replace(last, end=last.end + len(ids))
+        self.token_ids += list(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.mask += [False] * len(ids)
+
+    def note_step(self, begin: int, action: Action, step: Step) -> None:
+        """Record what the turn that began at `begin` led to."""
+        observation = "\n".join(f"{message.role}: {message.text}" for message in step.observation)
+        rewards = checked_rewards(step.reward)
+        self.turns.append(EpisodeTurn(begin, self.num_steps, action.text, observation, rewards, action.status))
+
+    def prompt(self, start: Prompt, name: str) -> Prompt:
+        """The prompt of the next turn: the exact tokens and media so far."""
+        num = start.num_tokens
+        spans = (MediaSpan(span.start + num, span.end + num) for span in self.media_spans)
+        return replace(
+            start,
+            prompt_id=name,
+            expanded_ids=np.concatenate([start.expanded_ids, np.array(self.token_ids, dtype=np.int32)]),
+            media=(*start.media, *self.media),
+            media_spans=(*start.media_spans, *spans),
+        )
+
+
+class Admission:
+    """Appends observations to episodes, if they fit into `environment.max_tokens` with room for a token of the next
+    turn, and into `sampler.max_images_per_prompt`.
+    """
+
+    def __init__(self, config: EnvironmentConfig, chat: ChatProcessor, *, model: str, max_images: int) -> None:
+        """Raises: ValueError: the chat template of `model` cannot be used for several turns."""
+        self._max_tokens = config.max_tokens
+        self._max_images = max_images
+        self._eos_token_ids = chat.eos_token_ids
+        self._bridge = TurnBridge(chat, model)
+
+    def admit(self, episode: Episode, prompt: Prompt, observation: Observation) -> bool:
+        """Whether the observation fits; one that does not fit leaves nothing.
+
+        A turn that did not end in a token of its own (a limit, a stop string) gets the one that ends a turn.
+
+        Raises:
+            EpisodeError: a text of the observation imitates special tokens, or a picture cannot be used.
+        """
+        delta = self._bridge.delta(observation)
+        is_open = episode.token_ids[-1] not in self._eos_token_ids
+        num_more = len(delta.ids) + is_open
+        num_images = len(prompt.media) + len(episode.media) + len(delta.pictures)
+        if episode.num_steps + num_more >= self._max_tokens or num_images > self._max_images:
+            return False
+        media = self._bridge.stored(delta)
+        if is_open:
+            episode.add_masked([self._bridge.end_id])
+        offset = episode.num_steps
+        episode.add_masked(delta.ids.tolist())
+        episode.media += media
+        episode.media_spans += [MediaSpan(span.start + offset, span.end + offset) for span in delta.spans]
+        return True

@@ -1,0 +1,145 @@
+"""The planner's estimate of every worker's memory over what real runs take at most, on CPU.
+
+A run of a model of some 90 M random weights, with each learner backend; its workers' processes are looked at all the
+time. Counted is what a process has of its own (anonymous memory and mapped files, not the object store's), which is
+what `mobula plan` estimates as a worker's device and host memory together where the device is the CPU.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements
+from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
+from cluster.runtime.placement import needed_roles
+from cluster.runtime.role_log import LOGS_FOLDER
+from configs.schema import RunConfig
+from deploy.planning.policy_shape import policy_shape
+from deploy.planning.workers import worker_memory
+from deploy.run.runtime import run_training
+from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+
+WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 12, 24
+SETTINGS = (
+    "resources=laptop",
+    "policy.tiny=none",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=4",
+    "algorithm.kl.coef=0.01",
+    "sampler.max_tokens=64",
+    "sampler.kv_cache_bytes=67108864",
+    "learner.learning_rate=1e-6",
+    "warm_start.num_steps=0",
+    "evaluation.num_prompts=8",
+    "evaluation.interval_steps=0",
+    "checkpoints.interval_steps=1",  # a copy of the state is written while the next step trains
+    "timeouts.start_s=900",
+    "timeouts.update_s=900",
+    "metrics.num_report_samples=6",
+)
+VARIANTS = {
+    "fsdp2, two ranks": ("learner=fsdp2",),
+    "single": ("learner=single", "resources.learner.num_workers=1"),
+    "adapters": ("learner=single", "resources.learner.num_workers=1", "policy.lora.rank=16"),
+}
+QUICK_VARIANTS = ("single",)
+NUM_STEPS = 3
+LOOK_S = 0.05
+MOST = 1.15  # measured over estimated, and the other way round
+PROCESS_LINE = re.compile(r"^===== process (\d+) on \S+: (\S+)$", re.MULTILINE)
+RESIDENT = re.compile(r"^Rss(?:Anon|File):\s+(\d+) kB$", re.MULTILINE)
+MIB = 2**20
+
+
+def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
+    """One run a variant; of each role the largest worker counts."""
+    names = QUICK_VARIANTS if effort == QUICK else tuple(VARIANTS)
+    with scratch_folder() as folder:
+        model = _write_model(folder / "model")
+        found = {name: _one_run([*SETTINGS, *VARIANTS[name], f"policy.model={model}"], overrides) for name in names}
+    return _findings(found)
+
+
+def _one_run(settings: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Role -> bytes measured and estimated."""
+    with scratch_config([*settings, f"num_steps={NUM_STEPS}"], overrides) as config, private_ray(config):
+        estimated = _estimates(config)
+        with _watched(config.run_folder / LOGS_FOLDER) as peaks:
+            run_training(config, Console(stderr=True))
+        measured = {role: max(n for worker, n in peaks.items() if worker.startswith(f"{role}/")) for role in estimated}
+    return {role: (measured[role], estimated[role]) for role in estimated}
+
+
+def _estimates(config: RunConfig) -> dict[str, int]:
+    shape = policy_shape(config)
+    assert shape is not None, "the model is there"
+    memory = {role: worker_memory(config, shape, role) for role in needed_roles(config)}
+    return {role: found.peak + sum(found.host.values()) for role, found in memory.items()}
+
+
+@contextmanager
+def _watched(logs: Path) -> Iterator[Mapping[str, int]]:
+    """The most bytes of every worker's process, by worker, while the body runs."""
+    peaks: dict[str, int] = {}
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(LOOK_S):
+            for path in logs.glob("*.log"):
+                for process_id, worker in PROCESS_LINE.findall(path.read_text(errors="replace")[:4096]):
+                    with suppress(OSError):  # it has ended
+                        sizes = RESIDENT.findall(Path(f"/proc/{process_id}/status").read_text())
+                        peaks[worker] = max(peaks.get(worker, 0), 1024 * sum(map(int, sizes)))
+
+    thread = threading.Thread(target=look, name="look at the workers")
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _findings(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Findings:
+    series, claims = {}, []
+    for variant, roles in found.items():
+        for role, (measured, estimated) in roles.items():
+            name = f"{role}, {variant}"
+            series[name] = Measurements(f"most memory of a {role} process", "MiB", (measured / MIB,))
+            series[f"{name}, estimated"] = Measurements("what `mobula plan` says", "MiB", (estimated / MIB,))
+            off = max(measured / estimated, estimated / measured)
+            claims.append(Claim(f"{name}: measured and estimated, the larger over the smaller", off, MOST, False))
+    settings = {"width": WIDTH, "blocks": NUM_BLOCKS, "parameters": _num_parameters(), "steps": NUM_STEPS}
+    return Findings(settings, series, tuple(claims))
+
+
+def _config() -> Qwen2_5_VLConfig:
+    """The tiny model's, with a decoder as wide as that of a small released model; heads stay 32 wide."""
+    config = build_config(build_processor().tokenizer, tie_word_embeddings=False)
+    text = config.text_config
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = WIDTH, 4 * WIDTH, NUM_BLOCKS
+    text.num_attention_heads, text.num_key_value_heads = NUM_HEADS, NUM_HEADS // 2
+    text.layer_types = ["full_attention"] * NUM_BLOCKS
+    config.vision_config.out_hidden_size = WIDTH
+    return config
+
+
+def _write_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(_config()).to(dtype=torch.float32)
+    model.save_pretrained(folder)
+    build_processor().save_pretrained(folder)
+    return folder
+
+
+def _num_parameters() -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Qwen2_5_VLForConditionalGeneration(_config()).parameters())

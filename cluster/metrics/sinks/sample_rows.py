@@ -1,0 +1,23 @@
+"""Responses as rows of a table that trackers show."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from PIL import Image
+
+from cluster.metrics.step_records import SampleRecord
+
+TABLE = "samples"
+COLUMNS = ("step", "kind", "prompt", "response", "references", "reward")  # the pictures come last
+
+
+def cells(sample: SampleRecord) -> list[Any]:
+    """The values of `COLUMNS`."""
+    references = "\n".join(sample.references)
+    return [sample.step, sample.kind, sample.prompt, sample.response, references, sample.reward]
+
+
+def pictures(sample: SampleRecord) -> list[Image.Image]:
+    return [Image.open(io.BytesIO(png)) for png in sample.pictures]

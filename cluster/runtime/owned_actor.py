@@ -1,0 +1,47 @@
+"""OwnedActor: a plain class in a Ray actor that its maker alone uses, wherever the cluster has room for it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
+
+
+class OwnedActor:
+    """Blocks in every call, so call it from a thread. The actor ends with its maker, or by `kill`.
+
+    Ray books `num_cpus` for it, outside the run's placement groups, and places it on any node that has them.
+    """
+
+    def __init__(self, role: type, *args: Any, name: str, num_cpus: float) -> None:
+        self._name = name
+        env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        options = {"num_cpus": num_cpus, "max_restarts": 0, "runtime_env": {"env_vars": env_vars}}
+        self._handle = ray.remote(role).options(**options).remote(*args)
+
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """The result of a method.
+
+        Raises:
+            DeadlineError: none within `timeout_s`, be it that the cluster has no room for the actor.
+            WorkerDiedError: its process ended.
+            Exception: whatever the method raised.
+        """
+        try:
+            return ray.get(getattr(self._handle, method).remote(*args), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise DeadlineError(f"waited {timeout_s:g} s for {method} of {self._name}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise as_raised_by_role(error.cause) from None
+            raise
+        except RayActorError as error:
+            raise WorkerDiedError(f"{self._name} ended in {method}: {error}") from None
+
+    def kill(self) -> None:
+        """End its process at once, whatever it does."""
+        ray.kill(self._handle, no_restart=True)

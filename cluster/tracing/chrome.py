@@ -1,0 +1,85 @@
+"""ChromeTraceSink: single steps as JSON that chrome://tracing and Perfetto open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.metrics.files import write_atomically
+from cluster.tracing.spans import Span
+
+LOOP, PROMPTS = 1, 2  # processes of the picture
+
+
+class ChromeTraceSink:
+    """Writes `step-000003.json` for each of `steps`: the phases of the loop, and a row for each prompt that overlaps.
+
+    A prompt's stage is known once it has ended, which may be after the step: a step is written when the next one has
+    ended, or at the end of the run. Spans of other steps are not kept.
+    """
+
+    name = "chrome"
+
+    def __init__(self, folder: Path, steps: Sequence[int]) -> None:
+        self._folder = folder
+        self._steps = frozenset(steps)
+        self._spans: list[Span] = []
+        self._step = 0  # that is under way
+        self._waiting: dict[int, Span] = {}  # steps that have ended and are not written
+
+    def record(self, span: Span) -> None:
+        if self._step in self._steps or self._waiting:
+            self._spans.append(span)
+
+    def finish(self, whole: Span) -> None:
+        """Its stages are rows already."""
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+
+    def end_step(self, step: int, whole: Span) -> None:
+        self._write()
+        self._step = 0
+        if step in self._steps:
+            self._waiting[step] = whole
+        else:
+            self._spans.clear()
+
+    def close(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        for step, whole in self._waiting.items():
+            path = self._folder / f"step-{step:06d}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = [s for s in self._spans if s.start_ns < whole.end_ns and s.end_ns > whole.start_ns]
+            write_atomically(path, json.dumps({"traceEvents": list(_events(whole, found))}, indent=None) + "\n")
+        self._waiting.clear()
+
+
+def _events(whole: Span, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """Complete events, and the names of the rows; times begin with the step."""
+    rows: dict[tuple[int, str], int] = {}
+    for span in [whole, *sorted(spans, key=lambda span: span.start_ns)]:
+        process = LOOP if span.trace.startswith("step ") else PROMPTS
+        row = rows.setdefault((process, "" if process == LOOP else span.trace), len(rows))
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": "loop" if process == LOOP else "prompt",
+            "ts": (span.start_ns - whole.start_ns) / 1000,
+            "dur": (span.end_ns - span.start_ns) / 1000,
+            "pid": process,
+            "tid": row,
+            "args": {"trace": span.trace, **span.attributes},
+        }
+    yield from _names(whole, rows)
+
+
+def _names(whole: Span, rows: Mapping[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
+    for process, name in ((LOOP, whole.trace), (PROMPTS, "prompts")):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for (process, trace), row in rows.items():
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": row, "args": {"name": trace or "loop"}}

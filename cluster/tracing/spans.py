@@ -1,0 +1,114 @@
+"""Spans of prompts and steps, and RunTracer, which measures them and hands them to its sinks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+_logger = logging.getLogger(__name__)
+
+Value = str | int | float
+
+
+class Stage(StrEnum):
+    """What a prompt goes through, in this order. Between `BUFFERED` and `TRAINED` its reference log-probs are made."""
+
+    QUEUED = "queued"  # it has a slot and waits for a rollout actor
+    GENERATED = "generated"  # from the first attempt on an actor until all siblings are there
+    SCORED = "scored"
+    BUFFERED = "buffered"  # it waits for its step, and for room in the buffer
+    TRAINED = "trained"  # the update of its step
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stage of a prompt, or one phase of a step. Times are nanoseconds since the epoch."""
+
+    trace: str  # the prompt's id, or `step N`
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+
+
+class SpanSink(Protocol):
+    """One place that spans go to; one that raises is dropped, and the run goes on."""
+
+    name: str
+
+    def record(self, span: Span) -> None:
+        """A stage or phase has ended."""
+        ...
+
+    def finish(self, whole: Span) -> None:
+        """Nothing more of this trace comes: `whole` covers all of its spans."""
+        ...
+
+    def begin_step(self, step: int) -> None: ...
+
+    def end_step(self, step: int, whole: Span) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunTracer:
+    """Measures spans by trace and name. It keeps nothing of a trace that is finished. `clock` gives nanoseconds."""
+
+    def __init__(self, sinks: Sequence[SpanSink], clock: Callable[[], int] = time.time_ns) -> None:
+        self._sinks = list(sinks)
+        self._clock = clock
+        self._first: dict[str, int] = {}  # trace -> when it began
+        self._open: dict[tuple[str, str], int] = {}
+
+    def begin(self, trace: str, name: str) -> None:
+        now = self._clock()
+        self._first.setdefault(trace, now)
+        self._open[trace, name] = now
+
+    def is_open(self, trace: str, name: str) -> bool:
+        return (trace, name) in self._open
+
+    def end(self, trace: str, name: str, **attributes: Value) -> None:
+        """End a span that has begun; one that has not is no span of this run (its part before a resume)."""
+        if self.is_open(trace, name):
+            span = Span(trace, name, self._open.pop((trace, name)), self._clock(), attributes)
+            self._each(lambda sink: sink.record(span))
+
+    def finish(self, trace: str, **attributes: Value) -> None:
+        """End the trace, and what is open of it."""
+        if trace not in self._first:
+            return
+        for name in [name for known, name in self._open if known == trace]:
+            self.end(trace, name)
+        whole = Span(trace, "prompt", self._first.pop(trace), self._clock(), attributes)
+        self._each(lambda sink: sink.finish(whole))
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[str]:
+        """A step; yields the trace of its phases."""
+        trace, start = f"step {step}", self._clock()
+        self._each(lambda sink: sink.begin_step(step))
+        try:
+            yield trace
+        finally:
+            whole = Span(trace, "step", start, self._clock(), {"step": step})
+            self._first.pop(trace, None)
+            self._each(lambda sink: sink.end_step(step, whole))
+
+    def close(self) -> None:
+        """What is under way has no end: it is left out."""
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, call: Callable[[SpanSink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception:  # a full disk or a lost collector costs its spans, never the run
+                _logger.exception("trace sink %s failed and is dropped; the run goes on without it", sink.name)
+                self._sinks.remove(sink)

@@ -1,0 +1,44 @@
+"""write_data: the data that a run writes itself, by their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from actors.datasets.digits import write_digits
+from actors.datasets.tasks.tones import write_tones
+from actors.datasets.written.captioning import write_captioning
+from actors.datasets.written.geospot import write_geospot
+from actors.datasets.written.nlvr2 import write_nlvr2
+from configs.schema.data import DataKind
+from rewards.functions.geography.gazetteer import installed_places
+from rewards.functions.geography.stages import STAGES
+
+
+def write_data(kind: DataKind, folder: Path) -> None:
+    """Write the data of `kind`, one of `configs.schema.data.WRITTEN`, unless the folder holds them.
+
+    Raises:
+        ValueError: the folder holds something else, or a package is missing.
+    """
+    WRITERS[kind](folder)
+
+
+def _write_geospot(folder: Path) -> Path:
+    try:
+        places = installed_places()
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data=geospot needs {error.name!r}: pip install 'mobula[geospot]'") from error
+    return write_geospot(folder, places, {name: stage.first_prompt for name, stage in STAGES.items()})
+
+
+WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
+    DataKind.DIGITS: partial(write_digits, task="digits"),
+    DataKind.DIGIT_SUM: partial(write_digits, task="digit_sum"),
+    DataKind.DIGIT_LIST: partial(write_digits, task="digit_list"),
+    DataKind.NLVR2: write_nlvr2,
+    DataKind.CAPTIONING: write_captioning,
+    DataKind.GEOSPOT: _write_geospot,
+    DataKind.TONES: write_tones,
+}

@@ -1,0 +1,116 @@
+"""Write docs/errors.md, messages of errors raised on purpose: `python -m deploy.reference.error_messages`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import errors
+from configs.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
+TARGET = ROOT / "docs" / "errors.md"
+GAP = "…"
+CONFIGURATION = (
+    "configs/schema/"  # where messages are returned by rules or raised as ValueError, and become ConfigError
+)
+LEAST_LETTERS = 12  # of a message's own words: fewer say nothing that could be searched for
+HEAD = f"""\
+# Error messages
+
+Every message of an error that is raised on purpose, by its kind; `{GAP}` is a value. Search for the words of yours.
+What each kind means, what to do and which command shows more is in [troubleshooting](troubleshooting.md#by-error).
+
+Written by `python -m deploy.reference.error_messages`; do not edit.
+"""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message as the code has it."""
+
+    kind: str
+    text: str
+    path: str
+
+
+def kinds() -> tuple[str, ...]:
+    """Names of the errors that a user may see."""
+    own = [name for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.MobulaError)]
+    return (ConfigError.__name__, *own)
+
+
+def messages() -> list[Message]:
+    """All of the packages, each once, by kind and text."""
+    found = {
+        message
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for message in messages_of(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
+    }
+    return sorted(found, key=lambda message: (message.kind, message.text.lower(), message.path))
+
+
+def messages_of(source: str, path: str) -> Iterator[Message]:
+    """Those of one file."""
+    known = set(kinds())
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[first, *_])):
+                kind = ConfigError.__name__ if path.startswith(CONFIGURATION) and name == "ValueError" else name
+                text = template(first)
+            case ast.Return(value=ast.JoinedStr() as first) if path.startswith(CONFIGURATION):
+                kind, text = ConfigError.__name__, template(first)
+            case _:
+                continue
+        if kind in known and sum(map(str.isalpha, text)) >= LEAST_LETTERS:
+            yield Message(kind, text.strip(), path)
+
+
+def template(node: ast.expr) -> str:
+    """A message with its values left out; nothing for one that is made elsewhere."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return _in_line(text)
+        case ast.JoinedStr(values=parts):
+            return _in_line("".join(template(part) or GAP for part in parts))
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return _in_line((template(left) or GAP) + (template(right) or GAP))
+        case _:
+            return ""
+
+
+def text() -> str:
+    """The whole page."""
+    by_kind: Mapping[str, list[Message]] = defaultdict(list)
+    for message in messages():
+        by_kind[message.kind].append(message)
+    parts = [HEAD]
+    for kind in kinds():
+        if kind in by_kind:
+            parts.append(f"## {kind}\n\n" + "\n".join(f"- `{m.text}` ({m.path})" for m in by_kind[kind]) + "\n")
+    return "\n".join(parts)
+
+
+def _in_line(found: str) -> str:
+    """Backticks would end the code that a message is shown as. Spaces at the ends belong to parts of a message."""
+    start, end = found[: len(found) - len(found.lstrip())], found[len(found.rstrip()) :]
+    return (
+        f"{' ' if start else ''}{' '.join(found.split()).replace('`', chr(39))}{' ' if end and found.strip() else ''}"
+    )
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    TARGET.write_text(text(), encoding="utf-8")
+    logging.info("wrote %s", TARGET)
+
+
+if __name__ == "__main__":
+    main()

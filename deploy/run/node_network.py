@@ -1,0 +1,141 @@
+"""Whether the nodes of a run reach each other where their collectives will listen, before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.errors import PreflightError
+from cluster.runtime.network import INTERFACE_VARIABLES, interface_of, node_address
+from cluster.runtime.placement import PlacementPlan
+
+CONNECT_S = 10.0
+ANSWER_S = 120.0  # of one node: its process has to start first
+LISTENING = 64
+GLOO = INTERFACE_VARIABLES[0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a node's collectives listen."""
+
+    node: str  # its name in the plan
+    host: str
+    port: int
+    interface: str | None
+
+    def __str__(self) -> str:
+        return f"{self.node} at {self.host} on {self.interface or 'no interface of its own'}"
+
+
+class Endpoint:
+    """One node's side: it listens as its collectives would, and connects to the others."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._listener: socket.socket | None = None
+
+    def open(self) -> Place:
+        """Listen on the interface that GLOO_SOCKET_IFNAME names, else at the node's Ray address."""
+        host, interface = _own_place()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=LISTENING)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        return Place(self._node, host, self._listener.getsockname()[1], interface)
+
+    def unreached(self, places: Sequence[Place]) -> list[tuple[Place, str]]:
+        """The places that it cannot connect to, and why."""
+        found = []
+        for place in places:
+            try:
+                with socket.create_connection((place.host, place.port), timeout=CONNECT_S) as connection:
+                    connection.settimeout(CONNECT_S)
+                    greeted = connection.recv(256).decode()
+            except OSError as error:
+                found.append((place, error.strerror or str(error)))
+                continue
+            if greeted != place.node:
+                found.append((place, f"{greeted or 'another process'} answers at that address"))
+        return found
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it was closed
+                return
+            with connection:
+                connection.sendall(self._node.encode())
+
+
+def check_network(plan: PlacementPlan) -> None:
+    """Connect every pair of nodes that have workers of this plan, in both directions.
+
+    Raises:
+        PreflightError: some do not reach each other; the message has interface and address of both, and what to do.
+    """
+    names = {worker.node_id: worker.node_name for worker in plan.workers}
+    if len(names) < 2:
+        return
+    role = ray.remote(num_cpus=0, max_restarts=0)(Endpoint)
+    there = {
+        name: role.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(name)
+        for node_id, name in names.items()
+    }
+    try:
+        places = _asked([handle.open.remote() for handle in there.values()], plan)
+        calls = [
+            handle.unreached.remote([place for place in places if place.node != name]) for name, handle in there.items()
+        ]
+        refuse_unreached(dict(zip(places, _asked(calls, plan), strict=True)))
+    finally:
+        for handle in there.values():
+            ray.kill(handle)
+
+
+def refuse_unreached(found: dict[Place, list[tuple[Place, str]]]) -> None:
+    """Raises:
+    PreflightError: a place does not reach another one.
+    """
+    pairs = [(place, *what) for place, missed in found.items() for what in missed]
+    if not pairs:
+        return
+    shown = "; ".join(f"{place} does not reach {other}: {why}" for place, other, why in pairs[:4])
+    raise PreflightError(
+        f"{shown}. Collectives of learner and engines would wait in vain: open TCP between these nodes for all ports "
+        f"above 1024, start them with `ray start --node-ip-address=ADDRESS` on a network that they share, or name its "
+        f"interface with {' and '.join(INTERFACE_VARIABLES)} (`mobula submit --env`)"
+    )
+
+
+def _asked(calls: list[Any], plan: PlacementPlan) -> list[Any]:
+    try:
+        return ray.get(calls, timeout=ANSWER_S)
+    except ray.exceptions.GetTimeoutError as error:
+        nodes = ", ".join(sorted({worker.node_name for worker in plan.workers}))
+        raise PreflightError(
+            f"waited {ANSWER_S:g} s for {nodes} to look for each other: see `ray status`, and start what is missing"
+        ) from error
+
+
+def _own_place() -> tuple[str, str | None]:
+    """Address and interface of this process's collectives."""
+    name = os.environ.get(GLOO)
+    if name is None:
+        address = node_address()
+        return address, interface_of(address)
+    addresses = psutil.net_if_addrs().get(name.removeprefix("="), [])
+    found = next((entry.address for entry in addresses if entry.family is socket.AF_INET), None)
+    return (found, name) if found is not None else (node_address(), None)

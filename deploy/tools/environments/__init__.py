@@ -1,0 +1,1 @@
+"""Commands on environments: serve one, play one."""

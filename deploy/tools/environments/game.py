@@ -1,0 +1,115 @@
+"""Game: one episode at a time of the configured environment, played turn by turn by a person or a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from actors.environments.base import Action, EpisodeError, Message, checked_rewards
+from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.tool_calls import parse_tool_calls
+from configs.schema.environment import EnvironmentConfig
+
+Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to what the policy says next
+
+ASSISTANT = "assistant"
+
+
+@dataclass
+class Episode:
+    """What has been said, and what was paid for each turn."""
+
+    seed: int
+    messages: list[Message]
+    rewards: list[dict[str, float]] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)  # of the tool calls of each turn
+    outcome: str = ""  # terminated | truncated | failed; empty while it goes on
+    failure: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(sum(parts.values()) for parts in self.rewards)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.rewards)
+
+
+class Game:
+    """Ends the episode before when another one begins. Deadlines and checks are those of a run."""
+
+    def __init__(self, config: EnvironmentConfig, player: Player | None = None) -> None:
+        self._pool = EnvironmentPool(config, takes_pictures=True)
+        self._player = player
+        self._stack = AsyncExitStack()
+        self._session: Session | None = None
+        self.episode: Episode | None = None
+
+    @property
+    def has_player(self) -> bool:
+        return self._player is not None
+
+    @property
+    def max_turns(self) -> int:
+        return self._session.spec.max_turns if self._session is not None else 0
+
+    async def begin(self, seed: int) -> Episode:
+        """Begin the episode of a seed; what the environment does wrong is its outcome."""
+        await self._stack.aclose()
+        self._stack = AsyncExitStack()
+        self.episode = episode = Episode(seed, [])
+        try:
+            self._session = await self._stack.enter_async_context(self._pool.session())
+            episode.messages += (await self._session.reset(seed)).observation
+        except EpisodeError as error:
+            await self._fail(episode, error)
+        return episode
+
+    async def act(self, text: str) -> Episode:
+        """Take a turn with this text.
+
+        Raises:
+            ValueError: there is no episode that goes on.
+        """
+        episode, session = self.episode, self._session
+        if episode is None or session is None or episode.outcome:
+            raise ValueError("no episode goes on: begin one")
+        action = Action(text, parse_tool_calls(text, session.spec.tools))
+        episode.messages.append(Message(ASSISTANT, text))
+        try:
+            step = await session.step(action)
+            episode.rewards.append(checked_rewards(step.reward))
+        except EpisodeError as error:
+            await self._fail(episode, error)
+            return episode
+        episode.statuses.append(action.status)
+        episode.messages += step.observation
+        if step.terminated:
+            episode.outcome = "terminated"
+        elif step.truncated or episode.num_turns >= session.spec.max_turns:
+            episode.outcome = "truncated"
+        return episode
+
+    async def let_policy_act(self) -> Episode:
+        """Take a turn with what the policy says.
+
+        Raises:
+            ValueError: there is no policy, or no episode that goes on.
+        """
+        if self._player is None or self.episode is None:
+            raise ValueError("no policy plays: give --policy FOLDER")
+        return await self.act(await self._player(self.episode.messages))
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+        self._pool.close()
+
+    async def _fail(self, episode: Episode, error: EpisodeError) -> None:
+        episode.outcome, episode.failure = "failed", f"{error.kind}: {error}"
+        stack, self._stack, self._session = self._stack, AsyncExitStack(), None
+        try:
+            async with stack:  # so that the environment is not used again
+                raise error
+        except EpisodeError:
+            """It is the outcome."""

@@ -1,0 +1,1 @@
+"""Commands that let a policy answer outside a run: sample episodes, serve it, compare it."""

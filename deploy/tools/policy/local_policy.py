@@ -1,0 +1,104 @@
+"""LocalPolicy: `policy.model` with an engine in this process, for one conversation or a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from actors.datasets.pictures import EncodedFile
+from actors.datasets.rows import Row, Turn
+from actors.environments.base import Message
+from actors.processors.chat import ChatProcessor
+from actors.samplers import build_sampler
+from cluster.errors import PreflightError
+from cluster.records.actions import TokenActions
+from cluster.records.media import MediaReader, MediaStore
+from cluster.records.partial_response import Attempt, SampledSequence
+from cluster.records.trajectory import Prompt
+from cluster.roles import SamplingSettings
+from cluster.weight_sync.manifest import checkpoint_manifest
+from configs.schema import RunConfig
+from deploy.wiring.preparation import Prepared, ensure_model, require_model
+from deploy.wiring.rollouts import engine_settings
+
+MEDIA_IN_MEMORY = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the policy said to a prompt."""
+
+    prompt: Prompt
+    sampled: SampledSequence
+    text: str
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert isinstance(self.sampled.actions, TokenActions)
+        return self.sampled.actions.token_ids.tolist()
+
+
+class LocalPolicy:
+    """Renders whole conversations with the chat template and samples with the engine of `sampler.kind`.
+
+    Raises:
+        PreflightError: the model is not there, or is a flow model.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        if config.sampler.is_flow:
+            raise PreflightError("sampler=flow answers with pictures, not with text: use sampler=huggingface or vllm")
+        require_model(config)
+        folder = ensure_model(config)
+        media = MediaStore(lambda processed: processed, config.data.media_cache_bytes)
+        self.config = config
+        self.chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
+        checkpoint = checkpoint_manifest(folder, config.resources.dtype)
+        prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
+        self._sampler = build_sampler(config.sampler.kind.value, engine_settings(prepared, 0))
+        self._media = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
+        self._num_asked = 0
+
+    async def start(self) -> None:
+        """Load the engine."""
+        await self._sampler.start()
+
+    async def close(self) -> None:
+        await self._sampler.close()
+
+    def prompt(self, messages: Sequence[Message], name: str) -> Prompt:
+        """The conversation as a prompt; its last message is put as the user's.
+
+        Raises:
+            SkippedSample: it is too long, a picture is unfit, or a text holds special tokens.
+        """
+        *history, question = messages
+        pictures = [picture for message in messages for picture in message.pictures]
+        row = Row(
+            sample_id=name,
+            question=question.text,
+            answer="",
+            solution="",
+            images=tuple(EncodedFile(content, f"{name}, picture {n}") for n, content in enumerate(pictures, 1)),
+            history=tuple(Turn(message.role, message.text) for message in history),
+        )
+        return self.chat.prepare(row, name)
+
+    async def sample(self, prompt: Prompt, settings: SamplingSettings) -> Answer:
+        """One answer to a prompt."""
+        self._num_asked += 1
+        media = self._media.read(prompt.media)
+        with self._sampler.coming():
+            [sampled] = await self._sampler.sample(
+                prompt, media, settings, Attempt(f"{prompt.prompt_id}/{self._num_asked}"), lambda chunks, siblings: None
+            )
+        assert isinstance(sampled.actions, TokenActions)
+        return Answer(prompt, sampled, self.chat.decode(sampled.actions.token_ids))
+
+    async def answer(self, messages: Sequence[Message], settings: SamplingSettings) -> Answer:
+        """One answer to a conversation.
+
+        Raises:
+            SkippedSample: it cannot be put to the model.
+        """
+        return await self.sample(self.prompt(messages, f"conversation-{self._num_asked}"), settings)

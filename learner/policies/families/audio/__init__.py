@@ -1,0 +1,1 @@
+"""Families whose prompts hold sounds."""

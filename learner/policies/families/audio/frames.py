@@ -1,0 +1,72 @@
+"""Frames of sounds: how many the feature extractor makes of samples, how many embeddings of these, and their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from learner.policies.batch import MediaBatch, TokenBatch
+
+
+def num_frames(processor: ProcessorMixin, num_samples: int) -> int:
+    """Frames that hold a sound; the extractor fills up with silent ones behind them."""
+    return -(-num_samples // processor.feature_extractor.hop_length)
+
+
+def num_embeddings(frames: int) -> int:
+    """Embeddings of so many frames: a convolution and a mean, each of stride 2."""
+    return max(0, ((frames - 1) // 2 + 1 - 2) // 2 + 1)
+
+
+def expansion(processor: ProcessorMixin, num_samples: int, placeholder: int) -> np.ndarray:
+    """int32 [N]: the placeholders of a sound.
+
+    Raises:
+        ValueError: it is too short for one embedding.
+    """
+    num = num_embeddings(num_frames(processor, num_samples))
+    if num == 0:
+        least = 2 * processor.feature_extractor.hop_length + 1
+        raise ValueError(f"it is too short to be heard, {least} samples are the fewest")
+    return np.full(num, placeholder, dtype=np.int32)
+
+
+def extracted(processor: ProcessorMixin, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 [1, mel, F] and int64 [1, F]: the frames of a sound, filled up to the extractor's length, and which of
+    them hold it."""
+    extractor = processor.feature_extractor
+    made = extractor(
+        [samples],
+        sampling_rate=extractor.sampling_rate,
+        padding="max_length",
+        return_attention_mask=True,
+        return_tensors="np",
+    )
+    return made["input_features"].astype(np.float32), made["attention_mask"].astype(np.int64)
+
+
+def put(embeds: Tensor, is_placeholder: Tensor, sounds: Sequence[Tensor], media: MediaBatch) -> Tensor:
+    """[B, S, H]: `embeds` with the embeddings of sounds at their placeholders, bool [B, S].
+
+    `sounds` has [n, H] for each unique sound of `media`, or for a silent one if there is none, of which nothing is put
+    anywhere.
+
+    Raises:
+        ValueError: placeholders and embeddings are not equally many.
+    """
+    chosen = torch.cat([sounds[i] for i in media.order]) if media.order else torch.cat(list(sounds))[:0]
+    if len(chosen) != int(is_placeholder.sum()):
+        raise ValueError(
+            f"the recorded media spans hold {int(is_placeholder.sum())} placeholders of sounds but the audio tower "
+            f"made {len(chosen)} embeddings: prompts were processed with another model's processor"
+        )
+    return embeds.masked_scatter(is_placeholder[..., None], chosen.to(embeds.dtype))
+
+
+def places(batch: TokenBatch, placeholder: int) -> Tensor:
+    """bool [B, S]: where embeddings of sounds stand."""
+    return (batch.input_ids == placeholder) & batch.in_media

@@ -1,0 +1,1 @@
+"""Tiny models of random weights that hear."""

@@ -1,0 +1,67 @@
+"""UpdateProfiler: torch's profiler around single updates of a learner rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch.profiler import ProfilerActivity, profile
+
+from cluster.roles import UpdateReport
+
+_logger = logging.getLogger(__name__)
+
+FOLDER = "traces"  # of the run folder
+ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
+Groups = TypeVar("Groups")
+
+
+class UpdateProfiler:
+    """Profiles the updates that make the versions `steps`, into a Chrome trace a rank below `folder`.
+
+    A profiled update takes several times as long. Other updates cost one look at `steps`.
+    """
+
+    def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: str) -> None:
+        self._steps = frozenset(steps)
+        self._folder = folder / FOLDER
+        self._rank = rank
+        self._activities = ACTIVITIES[device]
+
+    @contextmanager
+    def update(self, version: int) -> Iterator[None]:
+        if version not in self._steps:
+            yield
+            return
+        with profile(activities=self._activities, record_shapes=True) as found:
+            yield
+        path = self._folder / f"update-{version:06d}-rank-{self._rank}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # a full disk costs the trace, never the run
+            _logger.warning("the profile of update %d could not be written to %s: %s", version, path, error)
+
+
+class Profiled(Protocol):
+    profiler: UpdateProfiler
+
+
+Rank = TypeVar("Rank", bound=Profiled)
+
+
+def profiled(
+    update: Callable[[Rank, Groups, int], UpdateReport],
+) -> Callable[[Rank, Groups, int], UpdateReport]:
+    """An update that `self.profiler` looks at."""
+
+    @wraps(update)
+    def measured(self: Rank, groups: Groups, version: int) -> UpdateReport:
+        with self.profiler.update(version):
+            return update(self, groups, version)
+
+    return measured

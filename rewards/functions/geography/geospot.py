@@ -1,0 +1,113 @@
+"""Geospot: how near an answer about a place is, by country, region, city and coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from cluster.errors import RewardError
+from rewards.contract import RewardRequest, Score
+from rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
+from rewards.functions.geography.gazetteer import Geocoder, installed_gazetteer
+from rewards.functions.geography.place_answers import MAX_LATITUDE, MAX_LONGITUDE, PlaceAnswer, read_place
+from rewards.functions.geography.stages import FULL, STAGES, TAUS_KM
+from rewards.functions.parsing.references import check_number, given_metadata
+from rewards.tools import Tools
+
+FROM_ROW = "row"
+TOLERANCE_KM = 25.0
+
+
+class Geospot:
+    """sum_f w_f exp(-d_f / tau_f) / sum_f w_f over country, region, city and coordinates.
+
+    d_f is the great-circle distance of the truth's position and the answer's: names by an offline gazetteer,
+    coordinates as they are. A field that is missing, out of range, unknown or ambiguous counts 0, so leaving fields out
+    never pays. `stage` gives the weights and the width of the kernels (`rewards.functions.geography.stages`): one of
+    them, or `row` for the stage in the row's metadata, `full` where it has none. `format_weight` is the share of the
+    value that is paid for an answer of two or more fields.
+
+    The metadata have `city`, `region`, `country`, `latitude` and `longitude`; a name may be missing.
+
+    `compat=vlm_gym` is vlm-gym's reward: kernels of constant width, the mean over the fields that the answer has, its
+    parser with the split of lines, no share for the format; its geocoder is replaced by ours.
+
+    Raises:
+        RewardError: the metadata have no position, or an unknown stage.
+    """
+
+    def __init__(
+        self,
+        tools: Tools,
+        *,
+        stage: str,
+        format_weight: float,
+        compat: Literal["none", "vlm_gym"],
+        geocoder: Geocoder | None = None,
+    ) -> None:
+        if stage not in (*STAGES, FROM_ROW):
+            raise ValueError(f"stage={stage!r} is unknown: use {', '.join(STAGES)}, or {FROM_ROW}")
+        if compat not in ("none", "vlm_gym"):
+            raise ValueError(f"compat={compat!r} is unknown: use none or vlm_gym")
+        check_number("format_weight", format_weight, low=0, high=1)
+        self._stage = stage
+        self._format_weight = format_weight
+        self._is_compatible = compat == "vlm_gym"
+        self._geocoder = tools.shared("gazetteer", installed_gazetteer) if geocoder is None else geocoder
+
+    def __call__(self, request: RewardRequest) -> Score:
+        stage = STAGES[self._stage_of(request.metadata)]
+        truth = _truth(request.metadata)
+        answer = read_place(request.response.text, splits_lines=self._is_compatible)
+        distances = self._distances(truth, answer)
+        used = {field: distance for field, distance in distances.items() if field in stage.weights}
+        if self._is_compatible:
+            value = mean_of_given(kernels(used, TAUS_KM), stage.weights)
+        else:
+            taus = {field: tau * stage.width for field, tau in TAUS_KM.items()}
+            nearness = fixed_mean(kernels(used, taus), stage.weights)
+            value = (1 - self._format_weight) * nearness + self._format_weight * answer.is_well_formed
+        missing = [field for field in stage.weights if field not in distances]
+        return Score(value, f"no position for {', '.join(missing)}" if missing else "", _parts(distances, answer))
+
+    def _stage_of(self, metadata: Mapping[str, Any]) -> str:
+        if self._stage != FROM_ROW:
+            return self._stage
+        stage = metadata.get("stage", FULL)
+        if stage not in STAGES:
+            raise RewardError(f"metadata.stage={stage!r} is no stage: use {', '.join(STAGES)}")
+        return stage
+
+    def _distances(self, truth: PlaceAnswer, answer: PlaceAnswer) -> dict[str, float]:
+        ours, theirs = self._positions(truth), self._positions(answer)
+        assert truth.position is not None
+        ours.setdefault("city", truth.position)
+        return {field: haversine_km(ours[field], theirs[field]) for field in theirs if field in ours}
+
+    def _positions(self, place: PlaceAnswer) -> dict[str, Position]:
+        found = {
+            "country": self._geocoder.country(place.country),
+            "region": self._geocoder.region(place.region, place.country),
+            "city": self._geocoder.city(place.city, place.region, place.country),
+            "coords": place.position,
+        }
+        return {field: position for field, position in found.items() if position is not None}
+
+
+def _truth(metadata: Mapping[str, Any]) -> PlaceAnswer:
+    """Raises: RewardError: it has no position."""
+    latitude, longitude = given_metadata(metadata, "latitude"), given_metadata(metadata, "longitude")
+    try:
+        position = float(latitude), float(longitude)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"metadata has latitude={latitude!r}, longitude={longitude!r}: give numbers") from error
+    if not (abs(position[0]) <= MAX_LATITUDE and abs(position[1]) <= MAX_LONGITUDE):  # NaN as well
+        raise RewardError(f"metadata has latitude={latitude!r}, longitude={longitude!r}: that is no place on Earth")
+    names = [str(metadata.get(name) or "") for name in ("city", "region", "country")]
+    return PlaceAnswer(*names, *position)
+
+
+def _parts(distances: Mapping[str, float], answer: PlaceAnswer) -> dict[str, float]:
+    within = distances.get("coords", float("inf")) <= TOLERANCE_KM
+    shown = {f"km_{field}": distance for field, distance in distances.items()}
+    return {**shown, "is_well_formed": float(answer.is_well_formed), "is_within_25_km": float(within)}

@@ -1,0 +1,36 @@
+"""The five stages of the geospot curriculum: what counts in each, and how near is near enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIELDS = ("country", "region", "city", "coords")
+TAUS_KM: Mapping[str, float] = {"country": 2000.0, "region": 500.0, "city": 100.0, "coords": 25.0}
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights of country, region and city; the prompt that it begins with; what our kernels are widened by."""
+
+    first_prompt: int
+    country: float
+    region: float
+    city: float
+    width: float  # times TAUS_KM
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Field -> weight, those that are not 0; coordinates count as much as the city, or half the region."""
+        named = {"country": self.country, "region": self.region, "city": self.city}
+        return {field: w for field, w in {**named, "coords": max(self.city, 0.5 * self.region)}.items() if w > 0}
+
+
+STAGES: Mapping[str, Stage] = {
+    "country_coarse": Stage(0, 1.0, 0.0, 0.0, 4.0),
+    "country": Stage(100, 0.5, 0.0, 0.0, 2.0),
+    "region": Stage(300, 0.3, 0.4, 0.0, 2.0),
+    "city": Stage(600, 0.2, 0.3, 0.3, 1.5),
+    FULL: Stage(1000, 0.15, 0.25, 0.4, 1.0),
+}

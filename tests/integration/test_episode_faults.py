@@ -1,0 +1,130 @@
+"""Episodes on real Ray: an actor killed in turn 3, environments that hang, die or raise. Nothing is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from episode_data import engine_settings, episode_config
+from small_cluster import start
+
+from actors.environments.rows import ENVIRONMENT, environment_split
+from actors.processors.chat import ChatProcessor
+from actors.rollout.client import RolloutClient
+from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
+from cluster.errors import RewardError
+from cluster.records.media import MediaStore
+from cluster.records.trajectory import FinishReason, GroupSummary, Prompt, TrajectoryGroup
+from cluster.roles import SamplingSettings
+from cluster.rollout.dispatcher import RetryingRollouts
+from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, InFlightRequests
+from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from cluster.workers.restart_policy import RestartPolicy
+from learner.policies.tiny import TINY
+from rewards.contract import RewardRequest
+from rewards.functions.environment import EnvironmentReward
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+SETTINGS = SamplingSettings(num_samples=2, temperature=0.8, max_tokens=5, seed=7)
+NUM_TURNS = 5
+DEADLINES_S = {"start_s": 120, "rollout_s": 60, "sync_s": 10, "sign_s": 60, "probe_s": 60, "stop_s": 1}
+
+
+class Rollouts:
+    """Two rollout actors behind a pool, with everything that a run has between it and them."""
+
+    def __init__(self, model: Path, *, host: str) -> None:
+        words = [f"environment.host={host}", "environment.num_train=1", "environment.step_timeout_s=2"]
+        self.config = episode_config(model, *words, f"environment.options={{num_turns: {NUM_TURNS}}}")
+        store = MediaStore(ray.put, 1 << 28)
+        self.chat = ChatProcessor(str(model), self.config.data, self.config.sampler, store, keep_files=False)
+        self.in_flight, self.retries = InFlightRequests(SETTINGS.max_tokens), Counter[str]()
+        self.summaries: list[GroupSummary] = []
+        self._engine = engine_settings(model, self.chat)
+        self.pool = RolloutPool(
+            self._spawn,
+            2,
+            release=nothing,
+            policy=RestartPolicy(max_restarts=5, window_s=600, backoff_s=60, max_backoff_s=60),
+            health=HealthChecks(interval_s=60, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=90),
+            on_lost=lambda kind: None,
+        )
+        self._rollouts = RetryingRollouts(
+            self.pool,
+            self.in_flight,
+            max_retries=1,
+            on_retry=lambda kind: self.retries.update([kind]),
+            on_sampled=self.summaries.append,
+        )
+
+    async def _spawn(self, index: int) -> RolloutClient:
+        config, name = self.config, f"rollout/{index}"
+        episodes = EpisodeSettings(config.environment, config.data, config.sampler, keeps_files=False)
+        role = ("huggingface", self._engine, episodes)
+        handle = start(EpisodeActor, name, *role, object_timeout_s=10, max_concurrency=100, options={})
+        return RolloutClient(handle, name, in_flight_requests=self.in_flight, **DEADLINES_S)
+
+    def prompt(self, name: str, **options: Any) -> Prompt:
+        row = environment_split(self.config.environment, "train", takes_pictures=True).rows[0]
+        prompt = self.chat.prepare(row, f"0/0/{name}")
+        return replace(prompt, metadata={ENVIRONMENT: {**prompt.metadata[ENVIRONMENT], "options": options}})
+
+    async def group(self, name: str, **options: Any) -> TrajectoryGroup:
+        generated = await self._rollouts.generate(self.prompt(name, **options), SETTINGS)
+        return await generated.group
+
+
+async def nothing(index: int) -> Any: ...
+
+
+@pytest.fixture(params=["inline", "process"])
+async def rollouts(
+    local_ray: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> AsyncIterator[Rollouts]:
+    model = TINY["qwen2.5-vl"](tmp_path_factory.mktemp("episodes") / "model")
+    found = Rollouts(model, host=request.param)
+    await found.pool.start()
+    yield found
+    await found.pool.close()
+
+
+@pytest.mark.parametrize("rollouts", ["inline"], indirect=True)
+async def test_episodes_of_an_actor_that_was_killed_in_turn_3_go_on_elsewhere(
+    rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """The environment kills the process that it runs in, once; the group is that of an actor that lived."""
+    struck = await rollouts.group("x", fault="kill", turn=3, marker=str(tmp_path / "killed"))
+    whole = await rollouts.group("x", marker=str(tmp_path / "killed"))
+    assert rollouts.retries == {"WorkerDiedError": 1}
+    assert rollouts.in_flight.resumed[PROMPTS] == 1
+    two_turns = [sum(turn.end - turn.start for turn in t.response.turns[:2]) for t in struck.trajectories]
+    assert rollouts.in_flight.resumed[TOKENS_KEPT] >= max(two_turns) - SETTINGS.max_tokens
+    for found, other in zip(struck.trajectories, whole.trajectories, strict=True):
+        assert found.finish_reason is FinishReason.TERMINATED and len(found.response.turns) == NUM_TURNS
+        assert found.actions.token_ids.tolist() == other.actions.token_ids.tolist()
+        assert found.behavior_logprobs.tolist() == pytest.approx(other.behavior_logprobs.tolist(), abs=1e-4)
+        assert found.response == other.response
+        assert [m.key for m in found.actions.media] == [m.key for m in other.actions.media]
+
+
+@pytest.mark.parametrize("rollouts", ["process"], indirect=True)
+async def test_an_environment_that_fails_costs_its_episodes_and_is_counted_by_kind(rollouts: Rollouts) -> None:
+    """Each of the two siblings is tried twice; none has a reward, and the actors go on."""
+    kinds = {"hang": "timed_out", "raise": "raised", "reset": "raised", "die": "process_died"}
+    score = EnvironmentReward(None, discount=1.0)
+    for fault, kind in kinds.items():
+        group = await rollouts.group(fault, fault=fault, turn=2)
+        assert rollouts.summaries[-1].failures == {kind: 4}, fault
+        for trajectory in group.trajectories:
+            assert trajectory.response.failure.startswith(kind)
+            with pytest.raises(RewardError, match=kind):
+                score(RewardRequest(trajectory.response, (), {}, ""))
+    well = await rollouts.group("well")
+    assert [score(RewardRequest(t.response, (), {}, "")).value for t in well.trajectories] == [15.0, 15.0]
+    assert rollouts.retries == {} and rollouts.summaries[-1].failures == {}

@@ -1,0 +1,226 @@
+"""A real Prometheus scrapes a real run, which is traced, on a Ray head: every panel of every dashboard shows something.
+
+PROMETHEUS names the program where it is not called `prometheus`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from browser import CHROMIUM, Browser
+from http_servers import serving
+from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
+from PIL import Image
+from ray_apart import end_all, free_port, started
+from waiting import wait_until
+
+from cluster.tracing.spans import Stage
+from deploy.dashboard.prometheus import Line, Prometheus, Stretch
+from deploy.dashboard.server import make_app
+from deploy.grafana.panels import DASHBOARDS
+
+PROMETHEUS = shutil.which(os.environ.get("PROMETHEUS", "prometheus"))
+RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"
+GPU_PANELS = {("workers", "Busy GPUs"), ("workers", "GPU memory")}
+START_S = 240.0
+SCRAPE_S = 2
+NUM_STEPS = 10
+SERVICES = "prom_metrics_service_discovery.json"  # which Ray keeps in its temporary folder
+WORDS = (
+    "experiment=digits",
+    f"num_steps={NUM_STEPS}",
+    "algorithm.kl.coef=0.01",
+    "algorithm.max_staleness=1",
+    "weight_sync.canary_interval=1",
+    "metrics.heartbeat_s=2",
+    "supervision.interval_s=2",
+    "tracing.exporter=file",
+    "tracing.chrome_steps=[5]",
+    "tracing.profile_steps=[3]",
+)
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus here (Debian: prometheus); PROMETHEUS may name it"),
+]
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """A run that is over, and the server that watched it."""
+
+    url: str
+    start: float
+    end: float
+    run_folder: Path
+
+    def lines(self) -> dict[tuple[str, str], list[Line]]:
+        """(dashboard, panel) -> its lines over the time of the run."""
+        return asyncio.run(self._lines())
+
+    async def _lines(self) -> dict[tuple[str, str], list[Line]]:
+        server, stretch = Prometheus(self.url), Stretch(self.start, self.end, 5.0)
+        try:
+            return {
+                (name, panel.title): await server.lines(panel, "job", stretch)
+                for name, panels in DASHBOARDS.items()
+                for panel in panels
+            }
+        finally:
+            await server.close()
+
+    def asked(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=20) as answer:
+            return json.load(answer)["data"]
+
+
+def prometheus(folder: Path, port: int, services: Path) -> subprocess.Popen[bytes]:
+    """Started as an administrator does, with the rules of this repository."""
+    config = {
+        "global": {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": "5s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [
+            {"job_name": "ray", "file_sd_configs": [{"files": [str(services)], "refresh_interval": f"{SCRAPE_S}s"}]}
+        ],
+    }
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    with (folder / "prometheus.log").open("w") as log:
+        return subprocess.Popen(
+            [
+                str(PROMETHEUS),
+                f"--config.file={folder / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def is_ready(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=2):
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
+    folder = tmp_path_factory.mktemp("scraped")
+    port, http, agent, metrics, own = (free_port() for _ in range(5))
+    address, url = f"127.0.0.1:{port}", f"http://127.0.0.1:{own}"
+    processes = [
+        started(
+            "--head",
+            "--node-ip-address=127.0.0.1",
+            f"--port={port}",
+            f"--dashboard-port={http}",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-agent-listen-port={agent}",
+            f"--metrics-export-port={metrics}",
+            f"--temp-dir={sessions}",
+            "--num-cpus=2",
+            "--include-dashboard=true",
+        )
+    ]
+    job = Job(folder, (*WORDS, f"data.path={folder / 'digits'}", f"resources.address={address}"))
+    try:
+        wait_until((sessions / SERVICES).is_file, START_S, lambda: f"{SERVICES} of the head")
+        processes.append(prometheus(folder, own, sessions / SERVICES))
+        wait_until(lambda: is_ready(url), START_S, lambda: (folder / "prometheus.log").read_text())
+        start = time.time()
+        job.finish(job.start())
+        yield Scraped(url, start, time.time(), job.run_folder)
+    finally:
+        job.end()
+        end_all(processes)
+        shutil.rmtree(sessions, ignore_errors=True)
+
+
+def test_no_panel_of_a_real_run_is_empty(scraped: Scraped) -> None:
+    lines = scraped.lines()
+    assert {panel for panel, found in lines.items() if not found} == GPU_PANELS, "GPU panels need an NVIDIA GPU"
+    assert all(len(line.points) >= 2 for found in lines.values() for line in found)
+
+
+def test_the_numbers_are_those_of_the_run(scraped: Scraped) -> None:
+    lines = scraped.lines()
+    assert max(value for _, value in lines["overview", "Step"][0].points) == NUM_STEPS
+    assert {line.label for line in lines["overview", "Phase"]} >= {"job starting", "job update"}
+    engines = {line.label.split()[0] for line in lines["rollout", "Sampled tokens/s by engine"]}
+    assert engines == {"rollout/0", "rollout/1"}
+    memory = {line.label.split()[0]: max(v for _, v in line.points) for line in lines["workers", "Host memory"]}
+    assert set(memory) >= {"rollout/0", "rollout/1", "learner/0", "learner/1", "reference/0", "reward/0"}
+    assert min(memory.values()) > 50e6
+    assert all(line.label.endswith("127.0.0.1") for line in lines["workers", "Host memory"])
+
+
+def test_prometheus_takes_the_rules_and_none_fires_for_a_good_run(scraped: Scraped) -> None:
+    groups = scraped.asked("/api/v1/rules")["groups"]
+    [ours] = groups
+    assert len(ours["rules"]) == 8 and {rule["health"] for rule in ours["rules"]} == {"ok"}
+    firing = {alert["labels"]["alertname"] for alert in scraped.asked("/api/v1/alerts")["alerts"]}
+    assert firing <= {"MobulaDisk"}, "the disk is that of the machine"
+
+
+def test_every_trained_prompt_has_its_stages(scraped: Scraped) -> None:
+    lines = (scraped.run_folder / "traces" / "spans.jsonl").read_text().splitlines()
+    spans = [json.loads(line) for line in lines]
+    trained = [span for span in spans if span["attributes"].get("mobula.outcome") == Stage.TRAINED]
+    assert len(trained) == NUM_STEPS * PROMPTS_PER_STEP
+    for root in trained:
+        children = [span["name"] for span in spans if span["parent_id"] == root["context"]["span_id"]]
+        assert children == list(Stage)
+    assert sum(span["name"] == "step" for span in spans) == NUM_STEPS
+
+
+def test_a_step_and_the_updates_of_all_ranks_can_be_opened(scraped: Scraped) -> None:
+    folder = scraped.run_folder / "traces"
+    step = json.loads((folder / "step-000005.json").read_text())["traceEvents"]
+    assert {"step", "update", "wait_for_rollouts", "generated", "trained"} <= {event["name"] for event in step}
+    profiles = sorted(path.name for path in folder.glob("update-*.json"))
+    assert profiles == ["update-000003-rank-0.json", "update-000003-rank-1.json"]
+    for name in profiles:
+        operators = {event["name"] for event in json.loads((folder / name).read_text())["traceEvents"]}
+        assert "aten::mm" in operators
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome here")
+def test_the_page_draws_every_panel_in_a_browser(scraped: Scraped, tmp_path: Path) -> None:
+    """MOBULA_SCREENSHOTS names a folder that pictures of the pages are kept in."""
+    browser, pictures = Browser(tmp_path / "profile"), os.environ.get("MOBULA_SCREENSHOTS")
+    try:
+        with serving(make_app(Prometheus(scraped.url), now=lambda: scraped.end)) as page:
+            for name, panels in DASHBOARDS.items():
+                browser.open(f"{page.url}/#dashboard={name}&run=job&minutes=5", width=1400)
+                drawn = num_lines_drawn(browser, len(panels))
+                empty = {(name, panel.title) for panel, num in zip(panels, drawn, strict=True) if num == 0}
+                assert empty == {panel for panel in GPU_PANELS if panel[0] == name}
+                assert browser.complaints() == []
+                assert all(url.startswith(page.url) for url in browser.requests())
+                if pictures:
+                    Image.fromarray(browser.screenshot()).save(Path(pictures) / f"{name}.png")
+    finally:
+        browser.close()
+
+
+def num_lines_drawn(browser: Browser, num_panels: int) -> list[int]:
+    """Lines in each panel, once all panels are there."""
+    script = "[...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('path.line').length)"
+    wait_until(lambda: len(browser.evaluate(script)) == num_panels, 60, lambda: browser.complaints())
+    return browser.evaluate(script)

@@ -1,0 +1,134 @@
+"""The digits job over two hosts whose name resolves to 127.0.1.1: weights reach the other host, or it is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from jobs import REPOSITORY, REWARD, SMALL
+from namespaces import Host, reason_against, two_hosts
+from ray_apart import ENVIRONMENT, end_all, start_command
+from waiting import wait_until
+
+from cluster.metrics.report.run_folder import read_run_folder
+from configs.words import overridden
+
+WHY_NOT = reason_against()
+START_S = 240.0
+PORT = 6399
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A head and another node, one a host."""
+
+    head: Host
+    other: Host
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        return f"{self.head.address}:{PORT}"
+
+
+def ray_node(host: Host, *words: str, **env: str) -> subprocess.Popen[bytes]:
+    common = [f"--node-ip-address={host.address}", "--num-cpus=2", f"--labels=host={host.address}"]
+    return start_command(host.command(*start_words(*common, *words)), **env)
+
+
+def start_words(*words: str) -> list[str]:
+    ray = str(Path(sys.executable).with_name("ray"))
+    return [ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=200000000", *words]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """`request.param` has environment variables of the other node."""
+    sessions = Path(tempfile.mkdtemp(prefix="mh", dir="/tmp"))  # sockets below it have short names
+    processes: list[subprocess.Popen[bytes]] = []
+    with two_hosts() as (head, other):
+        found = Pair(head, other, tmp_path)
+        try:
+            processes.append(
+                ray_node(head, "--head", f"--port={PORT}", f"--temp-dir={sessions}", "--include-dashboard=false")
+            )
+            wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
+            processes.append(ray_node(other, f"--address={found.address}", **request.param))
+            wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
+            yield found
+        finally:
+            end_all(processes)
+            shutil.rmtree(sessions, ignore_errors=True)
+
+
+def on_head(pair: Pair, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(pair.folder)}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        env.pop(name, None)
+    command = pair.head.command(sys.executable, *words)
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=900)
+
+
+COUNT = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+print("nodes", sum(node["Alive"] for node in ray.nodes()))
+"""
+
+
+def num_nodes(pair: Pair) -> int:
+    done = on_head(pair, "-c", COUNT, pair.address)
+    return int(done.stdout.rpartition("nodes ")[2]) if "nodes " in done.stdout else 0
+
+
+def train(pair: Pair) -> subprocess.CompletedProcess[str]:
+    """Learner and reference on the head, engines on the other host."""
+    (pair.folder / "job_reward.py").write_text(REWARD)
+    words = [
+        "experiment=digits",
+        "name=job",
+        "num_steps=2",
+        f"folder={pair.folder / 'runs'}",
+        f"data.path={pair.folder / 'digits'}",
+        f"policy.model={pair.folder / 'model'}",
+        f"resources.address={pair.address}",
+        f"resources.rollout.node_labels={{host: {pair.other.address}}}",
+        f"resources.learner.node_labels={{host: {pair.head.address}}}",
+    ]
+    return on_head(pair, "-m", "deploy.cli", "train", *overridden(SMALL, words))
+
+
+@pytest.mark.parametrize("pair", [{}], indirect=True, ids=["as-it-is"])
+def test_weights_reach_engines_on_the_other_host(pair: Pair) -> None:
+    looked_up = on_head(pair, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))")
+    assert looked_up.stdout.strip() == "127.0.1.1", "the trap is set"
+    done = train(pair)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = read_run_folder(pair.folder / "runs" / "job")
+    assert run.summary is not None
+    assert (run.summary.status, run.summary.weight_syncs, run.summary.restarts) == ("done", 3, 0)
+    places = {(row.role, row.node.partition("(")[2].rstrip(")")) for row in run.plan}
+    assert ("rollout", pair.other.address) in places and ("learner", pair.head.address) in places
+
+
+@pytest.mark.parametrize("pair", [{"GLOO_SOCKET_IFNAME": "lo"}], indirect=True, ids=["on-the-loopback"])
+def test_hosts_that_would_not_meet_are_refused_before_anything_loads(pair: Pair) -> None:
+    done = train(pair)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"({pair.head.address}) at {pair.head.address} on mb" in done.stderr
+    assert f"does not reach {socket.gethostname()} ({pair.other.address}) at 127.0.0.1 on lo" in done.stderr
+    assert "GLOO_SOCKET_IFNAME" in done.stderr
+    assert not (pair.folder / "runs" / "job").exists()

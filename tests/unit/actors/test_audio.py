@@ -1,0 +1,118 @@
+"""Sounds: files of several formats, rates and channels give exact lengths; what is refused is refused unread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+
+from actors.datasets.audios import AudioInputs, encode_wav
+from actors.datasets.pictures import EncodedFile, PictureError
+from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
+from cluster.errors import MediaError
+from configs.load import load_config
+
+RATE = 16_000
+
+
+@cache
+def limits(*words: str) -> AudioLimits:
+    return AudioLimits.of(load_config(["experiment=digits", *words]).data, RATE, 30 * RATE)
+
+
+def sine(length: int, rate: int, pitch: float = 440.0) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * pitch * np.arange(length) / rate)).astype(np.float32)
+
+
+def written(path: Path, length: int, rate: int, channels: int = 1) -> Path:
+    soundfile.write(path, np.stack([sine(length, rate)] * channels, axis=1), rate)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["wav", "flac", "mp3", "ogg"])
+@pytest.mark.parametrize(("rate", "channels"), [(16_000, 1), (8_000, 2), (44_100, 1)])
+def test_the_length_from_the_header_is_that_of_the_samples(
+    tmp_path: Path, suffix: str, rate: int, channels: int
+) -> None:
+    file = written(tmp_path / f"a.{suffix}", 5_001, rate, channels)
+    loaded = load_audio(file, limits())
+    samples = decode_audio(loaded, limits())
+    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    if suffix in ("wav", "flac"):  # the others cut sounds into blocks
+        assert len(samples) == -(-5_001 * RATE // rate)
+    expected = sine(len(samples), RATE)
+    middle = slice(1_000, len(samples) - 1_000)
+    if suffix in ("wav", "flac"):
+        assert np.abs(samples - expected)[middle].max() < 0.01
+    assert samples.dtype == np.float32
+
+
+def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
+    written(tmp_path / "a.wav", 100, RATE)
+    inputs = AudioInputs(tmp_path, None, takes_absolute=False)
+    content = (tmp_path / "a.wav").read_bytes()
+    array = {"array": sine(100, 8_000), "sampling_rate": 8_000}
+    found = inputs.resolve_audios(["a.wav", {"path": "a.wav"}, {"bytes": content}, array], "row")
+    assert [check_audio(one, limits()) for one in found] == [100, 100, 100, 200]
+    np.testing.assert_array_equal(
+        decode_audio(load_audio(EncodedFile(encode_wav(sine(64, RATE), RATE), "x"), limits()), limits()), sine(64, RATE)
+    )
+    whole = EncodedFile(encode_wav(np.array([16_384, -32_768], dtype=np.int16), RATE), "x")
+    assert decode_audio(load_audio(whole, limits()), limits()).tolist() == [0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("../a.wav", "leads out of the data folder"),
+        ("b.wav", "there is no file"),
+        (np.zeros(4), "samples without a rate"),
+        ({"array": np.zeros(4)}, "`sampling_rate` is None"),
+        ({"array": np.zeros((2, 2, 2)), "sampling_rate": 8_000}, "is no sound"),
+    ],
+)
+def test_what_is_no_sound_is_named(tmp_path: Path, value: object, message: str) -> None:
+    with pytest.raises(PictureError, match=message):
+        AudioInputs(tmp_path, None, takes_absolute=False).resolve_audios(value, "row")
+
+
+def test_bad_files_are_refused_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "empty.wav").write_bytes(b"")
+    (tmp_path / "noise.wav").write_bytes(bytes(range(256)) * 8)
+    soundfile.write(tmp_path / "none.wav", np.zeros((0, 1)), RATE)
+    written(tmp_path / "long.wav", 2 * RATE, RATE)
+    for name, words, message in (
+        ("empty.wav", (), "is empty"),
+        ("noise.wav", (), "is corrupt or no sound"),
+        ("none.wav", (), "has 0 samples"),
+        ("long.wav", ("data.audio.max_seconds=1",), "lasts 2.0 s, data.audio.max_seconds is 1"),
+        ("long.wav", ("data.audio.max_file_bytes=100",), "data.audio.max_file_bytes is 100"),
+        ("missing.wav", (), "is missing"),
+    ):
+        for read in (check_audio, load_audio):
+            with pytest.raises(MediaError, match=message):
+                read(tmp_path / name, limits(*words))
+    with pytest.raises(MediaError, match="policy.model reads 1 s of one sound"):
+        check_audio(tmp_path / "long.wav", replace(limits(), max_samples=RATE))
+
+
+def test_a_sound_that_is_shorter_than_its_header_says_is_refused(tmp_path: Path) -> None:
+    content = written(tmp_path / "a.flac", 20_000, RATE).read_bytes()
+    cut = EncodedFile(content[: len(content) // 2], "cut.flac")
+    with pytest.raises(MediaError, match=r"cut\.flac (has .* of the 20,000 samples|is corrupt)"):
+        decode_audio(load_audio(cut, limits()), limits())
+
+
+def test_samples_that_are_no_numbers_are_refused() -> None:
+    broken = EncodedFile(encode_wav(np.array([0.0, np.nan], dtype=np.float32), RATE), "nan.wav")
+    with pytest.raises(MediaError, match="samples that are no numbers"):
+        decode_audio(load_audio(broken, limits()), limits())
+
+
+def test_a_drawing_has_the_size_that_was_asked() -> None:
+    assert draw_sound(sine(50, RATE), (128, 64)).size == (128, 64)
+    assert draw_sound(sine(5_000, RATE), (128, 64)).size == (128, 64)

@@ -1,0 +1,250 @@
+"""Spans of a whole run of fakes: every stage of every prompt, in order, and nothing at all while tracing is off."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeRollouts
+from http_servers import serving
+from runs import Run
+
+from cluster.errors import PreflightError, RolloutError
+from cluster.records.trajectory import Generated, Prompt
+from cluster.roles import SamplingSettings
+from cluster.rollout.in_flight import InFlightRequests
+from cluster.tracing import tracing as built
+from cluster.tracing.chrome import ChromeTraceSink
+from cluster.tracing.spans import RunTracer, Span, Stage
+from cluster.tracing.tracing import NoTracing, Tracing, WrappedRun, build_tracing
+from configs.errors import ConfigError
+from configs.load import load_config
+
+MS = 1_000_000
+
+
+@dataclass
+class Recorded:
+    """A sink that keeps everything."""
+
+    name: str = "recorded"
+    spans: list[Span] = field(default_factory=list)
+    wholes: list[Span] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
+
+    def record(self, span: Span) -> None:
+        self.spans.append(span)
+
+    def finish(self, whole: Span) -> None:
+        self.wholes.append(whole)
+
+    def begin_step(self, step: int) -> None: ...
+
+    def end_step(self, step: int, whole: Span) -> None:
+        self.steps.append(whole)
+
+    def close(self) -> None: ...
+
+
+class Attempting(FakeRollouts):
+    """Fakes that make attempts as a rollout actor's client does."""
+
+    def __init__(self, table: InFlightRequests, fault: Callable[[str, int], Exception | None]) -> None:
+        super().__init__(fault=fault)
+        self._table = table
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        self._table.of(prompt, settings).next_attempt()
+        return await super().generate(prompt, settings)
+
+
+def traced_run(folder: Path, tracing: Tracing, **options: Any) -> Run:
+    """A run of fakes that is wired as `deploy/wiring/build.py` does it."""
+    table = InFlightRequests(64)
+    fault = options.pop("fault", lambda prompt_id, attempt: None)
+    run = Run(folder, rollouts=Attempting(table, fault), **options)
+    dispatcher = run.dispatcher
+    dispatcher._rollouts = tracing.rollouts(dispatcher._rollouts, table)
+    dispatcher._rewards = tracing.rewards(dispatcher._rewards)
+    dispatcher._replay = tracing.replay(dispatcher._replay)
+    parts = {"replay": tracing.replay(run.replay), "learner": tracing.learner(run.controller.learner)}
+    run.controller = replace(run.controller, **parts, metrics=tracing.metrics(run.metrics))
+    return run
+
+
+def traced(*sinks: Any) -> WrappedRun:
+    ticks = itertools.count(1_700_000_000_000_000_000, MS)
+    return WrappedRun(RunTracer(sinks, clock=lambda: next(ticks)))
+
+
+async def test_a_trained_prompt_went_through_every_stage_in_order(tmp_path: Path) -> None:
+    kept = Recorded()
+    await traced_run(tmp_path, traced(kept), total_steps=3).go()
+    trained = [whole for whole in kept.wholes if whole.attributes["outcome"] == "trained"]
+    assert len(trained) == 3 * 2
+    for whole in trained:
+        stages = [span for span in kept.spans if span.trace == whole.trace]
+        assert [span.name for span in stages] == list(Stage)
+        times = [time for span in stages for time in (span.start_ns, span.end_ns)]
+        assert times == sorted(times)
+        assert whole.start_ns == times[0] and whole.end_ns > times[-1]
+        assert stages[1].attributes["responses"] == 2 and stages[1].attributes["tokens"] > 0
+    assert sorted({span.attributes["version"] for span in kept.spans if span.name == Stage.TRAINED}) == [1, 2, 3]
+
+
+async def test_a_step_holds_its_phases(tmp_path: Path) -> None:
+    kept = Recorded()
+    await traced_run(tmp_path, traced(kept), total_steps=2).go()
+    assert [(whole.trace, whole.attributes["step"]) for whole in kept.steps] == [("step 1", 1), ("step 2", 2)]
+    phases = [span for span in kept.spans if span.trace == "step 1"]
+    names = ["wait_for_rollouts", "reference", "update", "evaluation", "weight_sync", "checkpoint"]
+    assert [span.name for span in phases] == names
+    assert all(kept.steps[0].start_ns < span.start_ns < span.end_ns < kept.steps[0].end_ns for span in phases)
+
+
+async def test_a_rejected_and_a_failed_prompt_end_with_the_reason(tmp_path: Path) -> None:
+    kept = Recorded()
+    values = {"/1/": (0.5, 0.5)}
+    run = traced_run(
+        tmp_path,
+        traced(kept),
+        total_steps=2,
+        drop_uniform=True,
+        values=lambda prompt_id: next((v for key, v in values.items() if key in prompt_id), (0.0, 1.0)),
+    )
+    await run.go()
+    rejected = [whole for whole in kept.wholes if whole.attributes["outcome"] == "uniform"]
+    assert rejected and all("/1/" in whole.trace for whole in rejected)
+    kept = Recorded()
+    broken = traced_run(
+        tmp_path / "broken", traced(kept), total_steps=2, fault=lambda prompt_id, n: RolloutError("bad")
+    )
+    with pytest.raises(RolloutError):
+        await broken.go()
+    assert "RolloutError" in {whole.attributes["outcome"] for whole in kept.wholes}
+
+
+async def test_a_sink_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path, caplog: Any) -> None:
+    class Full(Recorded):
+        def record(self, span: Span) -> None:
+            raise OSError("no space left")
+
+    kept = Recorded()
+    assert await traced_run(tmp_path, traced(Full(name="full"), kept), total_steps=2).go() == 2
+    assert kept.spans and caplog.text.count("trace sink full failed") == 1
+
+
+def test_off_is_the_run_as_it_is(tmp_path: Path) -> None:
+    config = load_config(["experiment=digits"])
+    tracing, part = build_tracing(config.tracing, "digits", tmp_path), Any
+    assert isinstance(tracing, NoTracing)
+    table = InFlightRequests(64)
+    before = table.on_attempt
+    assert tracing.rollouts(part, table) is part and table.on_attempt is before
+    assert all(wrap(part) is part for wrap in (tracing.rewards, tracing.replay, tracing.learner, tracing.metrics))
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_chrome_trace_holds_the_step_and_the_prompts_that_overlap_it(tmp_path: Path) -> None:
+    run = traced_run(tmp_path / "run", traced(ChromeTraceSink(tmp_path, [2])), total_steps=3, max_staleness=1)
+    await run.go()
+    [path] = tmp_path.glob("step-*.json")
+    assert path.name == "step-000002.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    loop = {event["name"] for event in events if event["ph"] == "X" and event["pid"] == 1}
+    assert loop >= {"step", "wait_for_rollouts", "update"}
+    [step] = [event for event in events if event["name"] == "step"]
+    prompts = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert {event["name"] for event in prompts} >= {"trained", "buffered"}
+    assert all(event["ts"] < step["dur"] and event["ts"] + event["dur"] > 0 for event in prompts)
+    rows = {event["tid"] for event in prompts}
+    named = {event["tid"] for event in events if event["name"] == "thread_name" and event["pid"] == 2}
+    assert rows == named and len({(e["tid"], e["args"]["trace"]) for e in prompts}) == len(rows)
+
+
+async def test_the_file_has_a_line_a_span_under_its_prompt(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="the extra `tracing` is not installed")
+    config = load_config(["experiment=digits", "tracing.exporter=file"])
+    tracing = build_tracing(config.tracing, "digits", tmp_path)
+    await traced_run(tmp_path / "run", tracing, total_steps=2).go()
+    tracing.close()
+    spans = [json.loads(line) for line in (tmp_path / "traces" / "spans.jsonl").read_text().splitlines()]
+    roots = {span["context"]["span_id"]: span for span in spans if span["parent_id"] is None}
+    prompts = [span for span in roots.values() if span["attributes"].get("mobula.outcome") == "trained"]
+    assert len(prompts) == 2 * 2
+    for root in prompts:
+        children = [span for span in spans if span["parent_id"] == root["context"]["span_id"]]
+        assert [child["name"] for child in children] == list(Stage)
+        assert {child["context"]["trace_id"] for child in children} == {root["context"]["trace_id"]}
+        assert root["start_time"] == children[0]["start_time"] and root["end_time"] >= children[-1]["end_time"]
+    assert {span["name"] for span in roots.values()} == {"prompt", "step"}
+    assert spans[0]["resource"]["attributes"]["mobula.run"] == "digits"
+
+
+async def test_a_collector_gets_the_spans_over_http(tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `tracing` is not installed")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    collector = Collector()
+    with serving(collector) as running:
+        words = ["experiment=digits", "tracing.exporter=otlp", f"tracing.address={running.url}/v1/traces"]
+        tracing = build_tracing(load_config(words).tracing, "digits", tmp_path)
+        await traced_run(tmp_path / "run", tracing, total_steps=2).go()
+        tracing.close()
+    names = []
+    for body in collector.bodies:
+        request = ExportTraceServiceRequest.FromString(body)
+        names += [s.name for r in request.resource_spans for scope in r.scope_spans for s in scope.spans]
+    assert names.count("trained") == 2 * 2 and names.count("step") == 2
+
+
+class Collector:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        assert scope["path"] == "/v1/traces"
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        headers = dict(scope["headers"])
+        self.bodies.append(body if headers.get(b"content-encoding") != b"gzip" else gzip.decompress(body))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tracing.exporter=otlp"], "exporter=otlp sends to an address"),
+        (["tracing.address=http://127.0.0.1:4318/v1/traces"], "exporter=otlp sends to an address"),
+        (["tracing.exporter=otlp", "tracing.address=http://me:s3cret@there/v1"], "tracing.address has credentials"),
+        (
+            ["num_steps=5", "tracing.chrome_steps=[3,6]"],
+            r"chrome_steps=\[3, 6\] has steps that are not between 1 and num_steps=5",
+        ),
+        (["num_steps=5", "tracing.profile_steps=[9]"], "tracing.profile_steps"),
+    ],
+)
+def test_settings_that_contradict_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config(["experiment=digits", *words])
+    assert "s3cret" not in str(refused.value)
+
+
+def test_an_exporter_without_its_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built, "_is_installed", lambda name: False)
+    config = load_config(["experiment=digits", "tracing.exporter=file"])
+    with pytest.raises(PreflightError, match=r"needs opentelemetry.sdk, .*pip install 'mobula\[tracing\]'"):
+        built.refuse_missing_exporter(config.tracing)

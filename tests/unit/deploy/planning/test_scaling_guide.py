@@ -1,0 +1,62 @@
+"""The tables of docs/scaling.md are the planner's: their rows and columns, and cells that are planned again."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from configs.groups import groups
+from deploy.planning import scaling_guide
+from deploy.planning.scaling_guide import GPU_GB, LONG, MODELS, NO_FIT, PRESETS, smallest
+from learner.policies.shapes import shape_of_config
+
+PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")
+TABLES = [
+    re.findall(r"^\| `(\w+)` \([^|]*\) \|(.*)\|$", part, re.MULTILINE) for part in PAGE.split("\n| prompts of ")[1:]
+]
+
+
+def cells(table: int) -> dict[tuple[str, str], str]:
+    """(preset, model) -> what the page says."""
+    rows = {preset: [cell.strip() for cell in row.split("|")] for preset, row in TABLES[table]}
+    return {(p, model): cell for p, row in rows.items() for model, cell in zip(MODELS, row, strict=True)}
+
+
+def test_every_gpu_preset_is_on_the_page() -> None:
+    known = set(groups()["resources"])
+    assert set(PRESETS) <= known
+    for table in TABLES:
+        assert [preset for preset, _ in table] == list(PRESETS), "run `python -m deploy.planning.scaling_guide`"
+
+
+@pytest.mark.parametrize(
+    ("table", "lengths", "preset", "model"),
+    [
+        (0, (), "two_gpu", "Qwen2.5-VL 3B"),
+        (0, (), "eight_gpu_split", "Qwen2.5-VL 7B"),
+        (1, LONG, "maye_8", "Qwen2.5-VL 7B"),
+    ],
+)
+def test_a_cell_is_what_the_planner_says_today(table: int, lengths: tuple[str, ...], preset: str, model: str) -> None:
+    shape = shape_of_config(MODELS[model].config())
+    found = [smallest(shape, preset, lengths, way) for way in ("weights", "adapters")]
+    said = " / ".join(NO_FIT if size is None else str(size) for size in found)
+    assert cells(table)[preset, model] == said, "run `python -m deploy.planning.scaling_guide`"
+
+
+def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() -> None:
+    sizes = {NO_FIT: 10**6, **{str(size): size for size in GPU_GB}}
+    for table in range(len(TABLES)):
+        found = {key: [sizes[part] for part in cell.split(" / ")] for key, cell in cells(table).items()}
+        for preset in PRESETS:
+            weights = [found[preset, model][0] for model in MODELS]
+            assert weights == sorted(weights), preset
+            assert all(found[preset, model][1] <= found[preset, model][0] for model in MODELS), preset
+
+
+def test_the_models_have_the_sizes_of_their_names() -> None:
+    found = {name: shape_of_config(sizes.config()).num_parameters / 1e9 for name, sizes in MODELS.items()}
+    expected = {"Qwen3 0.6B": 0.6, "Qwen2.5-VL 3B": 3.8, "Qwen2.5-VL 7B": 8.3, "Qwen2.5-VL 32B": 33.4}
+    for name, size in {**expected, "Qwen2.5-VL 72B": 73.4}.items():
+        assert found[name] == pytest.approx(size, rel=0.05), name

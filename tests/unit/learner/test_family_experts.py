@@ -1,0 +1,72 @@
+"""Experts lie transposed in checkpoints: pushes and exports have the layout of the checkpoint; routers can freeze."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from cluster.weight_sync.manifest import checkpoint_manifest
+from configs.load import load_config
+from configs.schema import RunConfig
+from learner.backends.single import SingleBackend
+from learner.policies.loading import load_model, load_policy_model, save_policy
+from learner.policies.tiny import qwen3_vl_moe, write_tiny
+from learner.policies.token import TokenPolicy
+from learner.policy_weights import PolicyWeights
+
+EXPERTS = ".mlp.experts."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("qwen3-vl-moe", tmp_path_factory.mktemp("tiny") / "moe", seed=1)
+
+
+def config(folder: Path, *words: str) -> RunConfig:
+    return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
+
+
+def test_what_is_pushed_is_what_the_checkpoint_holds(folder: Path) -> None:
+    asked = config(folder)
+    model = load_policy_model(asked.policy, torch.float32)
+    weights = PolicyWeights(model, asked)
+    weights.manifest.check_against(checkpoint_manifest(folder, "float32"))
+    backend = SingleBackend(torch.device("cpu"), torch.float32, asked.learner)
+    backend.wrap(TokenPolicy(model, asked.learner))
+    stored, pushed = load_file(folder / "model.safetensors"), dict(weights.merged(backend))
+    assert pushed.keys() == stored.keys()
+    assert all(torch.equal(pushed[name], tensor) for name, tensor in stored.items())
+    experts = [name for name in stored if EXPERTS in name]
+    assert experts and all(pushed[name].shape != model.state_dict()[name].shape for name in experts)
+
+
+def test_an_export_is_the_checkpoint_again_for_us_and_for_plain_transformers(folder: Path, tmp_path: Path) -> None:
+    model = load_model(str(folder), torch.float32, "sdpa")
+    save_policy(model, str(folder), tmp_path / "saved", model.state_dict())
+    stored, saved = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "saved"))
+    assert stored.keys() == saved.keys()
+    assert all(torch.equal(stored[name], saved[name]) for name in stored)
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_experts_whose_shape_does_not_say_how_they_lie_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = qwen3_vl_moe.decoder_config
+    wide = {"moe_intermediate_size": 64}  # gate and up together are as wide as the states
+    monkeypatch.setattr(qwen3_vl_moe, "decoder_config", lambda tokenizer, **own: decoder(tokenizer, **(own | wide)))
+    square = write_tiny("qwen3-vl-moe", tmp_path / "square")
+    with pytest.raises(ValueError, match=r"gate_up_proj with the square shape \(4, 128, 128\).*other widths"):
+        load_model(str(square), torch.float32, "sdpa")
+
+
+def test_routers_can_be_frozen(folder: Path) -> None:
+    frozen = load_policy_model(config(folder, "policy.freeze=[router]").policy, torch.float32)
+    fixed = {name for name, parameter in frozen.named_parameters() if not parameter.requires_grad}
+    assert fixed == {f"model.language_model.layers.{layer}.mlp.gate.weight" for layer in range(2)}

@@ -44,6 +44,7 @@ class Name(StrEnum):
     LOGPROB_MEMORY = "logprob_memory"
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
+    MEDIA_SIBLINGS = "media_siblings"
     ALL = "all"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import config_of, equal, met_at, weights
-from learner_data import random_groups
+from backend_run import equal, met_at, weights
+from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
 from configs.schema import RunConfig
@@ -24,6 +24,8 @@ WORDS = (
     "algorithm.kl.coef=0",
     "algorithm.critic.learning_rate=1e-3",
     "algorithm.max_staleness=99",
+    "learner.tokens_per_microbatch=120",
+    "learner.adam_eps=1.0e-4",  # at 1e-8 rounding of a gradient near 0 becomes a step as large as the learning rate
 )
 BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
@@ -50,7 +52,7 @@ def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
 
 def _rank(rank: int, model: Path, words: tuple[str, ...], out: Path) -> None:
     torch.set_num_threads(1)
-    train(config_of(model, *WORDS, *words, "resources.learner.num_workers=2"), rank, 2, out)
+    train(tiny_config(model, *WORDS, *words, "resources.learner.num_workers=2"), rank, 2, out)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """The model, and what one process made of it."""
     out = tmp_path_factory.mktemp("one")
     model = write_tiny_qwen2_5_vl(out / "model", seed=0)
-    train(config_of(model, *WORDS), 0, 1, out)
+    train(tiny_config(model, *WORDS), 0, 1, out)
     return model, torch.load(out / "seen.pt")
 
 

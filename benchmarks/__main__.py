@@ -48,6 +48,7 @@ class Name(StrEnum):
     EPISODES = "episodes"
     FLOW = "flow"
     MEDIA_PREPARATION = "media_preparation"
+    MEDIA_SIBLINGS = "media_siblings"
     ALL = "all"
 
 

@@ -1,12 +1,13 @@
 """The planner's estimate of every worker's memory over what real runs take at most, on CPU.
 
-A run of a model of some 90 M random weights, with each learner backend; its workers' processes are looked at all the
+A run of a model of some 80 M random weights, with each learner backend; its workers' processes are looked at all the
 time. Counted is what a process has of its own (anonymous memory and mapped files, not the object store's), which is
 what `mobula plan` estimates as a worker's device and host memory together where the device is the CPU.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from deploy.planning.workers import worker_memory
 from deploy.run.runtime import run_training
 from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 
-WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 12, 24
+WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 8, 24
 SETTINGS = (
     "resources=laptop",
     "policy.tiny=none",
@@ -48,15 +49,16 @@ SETTINGS = (
 VARIANTS = {
     "fsdp2, two ranks": ("learner=fsdp2",),
     "single": ("learner=single", "resources.learner.num_workers=1"),
-    "adapters": ("learner=single", "resources.learner.num_workers=1", "policy.lora.rank=16"),
 }
 QUICK_VARIANTS = ("single",)
-NUM_STEPS = 3
+NUM_STEPS = 2
 LOOK_S = 0.05
 MOST = 1.15  # measured over estimated, and the other way round
 PROCESS_LINE = re.compile(r"^===== process (\d+) on \S+: (\S+)$", re.MULTILINE)
 RESIDENT = re.compile(r"^Rss(?:Anon|File):\s+(\d+) kB$", re.MULTILINE)
 MIB = 2**20
+
+_logger = logging.getLogger(__name__)
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
@@ -75,7 +77,9 @@ def _one_run(settings: Sequence[str], overrides: Sequence[str]) -> dict[str, tup
         with _watched(config.run_folder / LOGS_FOLDER) as peaks:
             run_training(config, Console(stderr=True))
         measured = {role: max(n for worker, n in peaks.items() if worker.startswith(f"{role}/")) for role in estimated}
-    return {role: (measured[role], estimated[role]) for role in estimated}
+    found = {role: (measured[role], estimated[role]) for role in estimated}
+    _logger.info("MiB measured and estimated: %s", {role: [n // MIB for n in pair] for role, pair in found.items()})
+    return found
 
 
 def _estimates(config: RunConfig) -> dict[str, int]:

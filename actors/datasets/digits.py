@@ -77,7 +77,7 @@ def write_digits(
 
 
 def _build(folder: Path, marker: Marker) -> dict[str, list[DigitRow]]:
-    """Write the pictures into a new folder; returns the rows of each split."""
+    """Write pictures or clips into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
     splits = _split(labels, marker)
     if marker["task"] == "digit_clips":

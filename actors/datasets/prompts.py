@@ -103,7 +103,7 @@ class PromptSource:
         self._is_open = is_open
         self._cursor = 0
         self._pending: deque[int] = deque()
-        self._ahead: deque[Future[Prompt]] = deque()  # of the indices that come next
+        self._ahead: deque[Future[Prompt] | None] = deque()  # of the indices that come next; None: a row was closed
         self._skipped: dict[str, Skipped] = {}
 
     @property
@@ -137,12 +137,12 @@ class PromptSource:
         """
         for _ in range(len(self._pending) + 2 * len(self._rows)):  # a whole epoch lies within two
             while len(self._ahead) < self._preparation.num_ahead:
-                self._ahead.append(self._begin(self._upcoming(len(self._ahead))))
+                index = self._upcoming(len(self._ahead))
+                self._ahead.append(self._begin(index) if self._is_asked(index) else None)
             index, begun = self._take_index(), self._ahead.popleft()
             try:
                 if self._is_open is None or self._is_open(self._rows.row(index)):
-                    return begun.result()
-                begun.cancel()
+                    return (begun or self._begin(index)).result()
             except SkippedSample as error:
                 self._skip(self._sample_at(index), error)
         raise DatasetError(
@@ -160,7 +160,8 @@ class PromptSource:
         self._cursor = cursor
         self._pending = deque(indices)
         for begun in self._ahead:
-            begun.cancel()
+            if begun is not None:
+                begun.cancel()
         self._ahead.clear()
 
     def id_at(self, index: int) -> str:
@@ -189,6 +190,13 @@ class PromptSource:
         except Exception as error:  # it is raised where the prompt is asked for
             return failed(error)
         return self._preparation.begin(row, self.id_at(index))
+
+    def _is_asked(self, index: int) -> bool:
+        """Whether the row there is worth being prepared ahead: it is open now, or there is something wrong with it."""
+        try:
+            return self._is_open is None or self._is_open(self._rows.row(index))
+        except SkippedSample:
+            return True
 
     def _upcoming(self, place: int) -> int:
         """The index that `next` takes behind `place` others."""

@@ -12,7 +12,6 @@ from configs.schema import RunConfig
 from learner.policies.families import family_at, max_positions, model_type_at, takes_pictures
 
 TEACHER = "algorithm.distillation.teacher"
-NAME_ANOTHER = f"set {TEACHER} to a checkpoint of the family of policy.model"
 # What pictures become on their way into a model; size limits are not among it, since the policy's alone are applied.
 PICTURE_SETTINGS = (
     "patch_size",
@@ -26,62 +25,59 @@ PICTURE_SETTINGS = (
 )
 
 
-def check_teacher(config: RunConfig, teacher: Path) -> None:
-    """The teacher in the folder `teacher` reads the token ids and picture tensors that are made for `policy.model`.
+def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
+    """The teacher in the folder `teacher`, which `key` names, reads the token ids and picture tensors that are made for
+    `policy.model`.
 
     Raises:
         PreflightError: it reads others, or is made for shorter sequences.
         ValueError: it is of a family that cannot be computed here.
     """
     policy = config.policy.model
-    _check_vocabulary(policy, teacher)
-    sees = takes_pictures(str(teacher), TEACHER)
+    _check_vocabulary(policy, teacher, key)
+    sees = takes_pictures(str(teacher), key)
     if takes_pictures(policy):
         if not sees:
-            raise PreflightError(
-                f"{TEACHER}={teacher} takes no pictures and policy.model={policy} does: {NAME_ANOTHER}"
-            )
-        _check_pictures(policy, teacher)
+            raise PreflightError(f"{key}={teacher} takes no pictures and policy.model={policy} does: {_another(key)}")
+        _check_pictures(policy, teacher, key)
     most, wanted = max_positions(str(teacher)), config.sampler.max_model_len
     if most is not None and wanted > most:
         raise PreflightError(
-            f"sampler.max_model_len={wanted} is more than the {most} positions of {TEACHER}={teacher}: set "
+            f"sampler.max_model_len={wanted} is more than the {most} positions of {key}={teacher}: set "
             f"sampler.max_model_len={most} or less, or name a teacher for longer sequences"
         )
 
 
-def _check_vocabulary(policy: str, teacher: Path) -> None:
+def _check_vocabulary(policy: str, teacher: Path, key: str) -> None:
     """Ids must mean the same; how text is cut into tokens need not, since a teacher is given ids alone."""
     ours, theirs = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (policy, teacher))
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differing:
         token = differing[0]
         raise PreflightError(
-            f"{TEACHER}={teacher} has another vocabulary than policy.model={policy}: {len(differing)} tokens differ, "
+            f"{key}={teacher} has another vocabulary than policy.model={policy}: {len(differing)} tokens differ, "
             f"e.g. {token!r} is {_shown(ours.get(token))} in the policy and {_shown(theirs.get(token))} in the "
-            f"teacher; {NAME_ANOTHER}"
+            f"teacher; {_another(key)}"
         )
     widths = [AutoConfig.from_pretrained(source).get_text_config().vocab_size for source in (policy, teacher)]
     if widths[1] < widths[0]:
         raise PreflightError(
-            f"{TEACHER}={teacher} computes {widths[1]} logits and policy.model={policy} {widths[0]}, so the policy "
-            f"could sample ids that the teacher does not have: {NAME_ANOTHER} with at least as many"
+            f"{key}={teacher} computes {widths[1]} logits and policy.model={policy} {widths[0]}, so the policy "
+            f"could sample ids that the teacher does not have: {_another(key)} with at least as many"
         )
 
 
-def _check_pictures(policy: str, teacher: Path) -> None:
-    if family_at(policy) is not family_at(str(teacher), TEACHER):
+def _check_pictures(policy: str, teacher: Path, key: str) -> None:
+    if family_at(policy) is not family_at(str(teacher), key):
         kinds = [model_type_at(str(source)) for source in (teacher, policy)]
-        raise PreflightError(
-            f"{TEACHER}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {NAME_ANOTHER}"
-        )
+        raise PreflightError(f"{key}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {_another(key)}")
     ours, theirs = (_picture_settings(source) for source in (policy, teacher))
     differing = [name for name in PICTURE_SETTINGS if ours[name] != theirs[name]]
     if differing:
         name = differing[0]
         raise PreflightError(
-            f"{TEACHER}={teacher} takes pictures with {name}={theirs[name]} and policy.model={policy} with "
-            f"{ours[name]}: {NAME_ANOTHER}"
+            f"{key}={teacher} takes pictures with {name}={theirs[name]} and policy.model={policy} with "
+            f"{ours[name]}: {_another(key)}"
         )
 
 
@@ -93,3 +89,7 @@ def _picture_settings(source: str | Path) -> dict[str, str]:
 
 def _shown(token_id: int | None) -> str:
     return "absent" if token_id is None else f"id {token_id}"
+
+
+def _another(key: str) -> str:
+    return f"set {key} to a checkpoint of the family of policy.model"

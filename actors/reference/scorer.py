@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from actors.reference.quantised import quantise
 from cluster.errors import DeadlineError, ScoringError
@@ -22,13 +23,23 @@ from learner.policies.packing import split_microbatches
 from learner.policies.token import TokenPolicy
 from learner.policies.trained import collate_rows, row_of
 
+NO_TEACHERS: Mapping[str, Path] = {}
+OTHERS = ""  # of labels without a policy of their own; no label is empty
+
 
 class ReferenceScorer:
-    """Scores trajectories with a frozen checkpoint, under the distribution that they were sampled from."""
+    """Scores trajectories with a frozen checkpoint, under the distribution that they were sampled from.
 
-    def __init__(self, config: RunConfig, banned_ids: tuple[int, ...]) -> None:
+    Prompts of some labels may have checkpoints of their own (`algorithm.distillation.teachers`).
+    """
+
+    def __init__(
+        self, config: RunConfig, banned_ids: tuple[int, ...], teachers: Mapping[str, Path] = NO_TEACHERS
+    ) -> None:
+        """`teachers`: label -> the folder of its checkpoint; prompts of other labels have the one that is loaded."""
         torch.set_num_threads(config.resources.reference.num_threads)
         self._config = config
+        self._teachers = teachers
         self._device = torch.device(config.resources.device)
         self._distribution = Distribution(
             config.sampler.temperature, banned_ids, config.sampler.first_token_temperature
@@ -40,11 +51,15 @@ class ReferenceScorer:
 
     def load(self, folder: Path) -> None:
         """Take the frozen policy from a checkpoint folder; before the first `score`."""
+        self._policy = self._loaded(folder)
+        self._own_policies = {label: self._loaded(own) for label, own in self._teachers.items()}
+
+    def _loaded(self, folder: Path) -> nn.Module:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
         quantise(model, config.reference.quantisation)
-        self._policy = TokenPolicy(model, config.learner).eval()
+        return TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
         """For each group one float32 [T] array a trajectory, in order.
@@ -73,16 +88,25 @@ class ReferenceScorer:
         fetched: list[TrajectoryGroup] = fetch_or_miss(
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
-        sequences = [row_of(group.prompt, trajectory.actions) for group in fetched for trajectory in group.trajectories]
-        scores = iter(self._logprobs(sequences))
-        return [[next(scores) for _ in group.trajectories] for group in fetched]
+        by_label: dict[str, list[int]] = {}  # the places of the groups that one policy scores
+        for place, group in enumerate(fetched):
+            label = self._config.rewards.label_of(group.prompt.metadata)
+            by_label.setdefault(label if label in self._own_policies else OTHERS, []).append(place)
+        scored: dict[int, list[np.ndarray]] = {}
+        for label, places in by_label.items():
+            some = [fetched[place] for place in places]
+            rows = [row_of(group.prompt, trajectory.actions) for group in some for trajectory in group.trajectories]
+            scores = iter(self._logprobs(self._own_policies.get(label, self._policy), rows))
+            for place, group in zip(places, some, strict=True):
+                scored[place] = [next(scores) for _ in group.trajectories]
+        return [scored[place] for place in range(len(fetched))]
 
     @torch.no_grad()
-    def _logprobs(self, sequences: Sequence[PolicyRow]) -> list[np.ndarray]:
+    def _logprobs(self, policy: nn.Module, sequences: Sequence[PolicyRow]) -> list[np.ndarray]:
         scores: dict[int, np.ndarray] = {}
         [plan] = split_microbatches(sequences, self._config.learner, 1)
         for rows in plan:
             batch = collate_rows([sequences[i] for i in rows], self._reader, self._device)
-            logprobs = self._policy(batch, self._distribution).logprobs.cpu().numpy()
+            logprobs = policy(batch, self._distribution).logprobs.cpu().numpy()
             scores |= {i: logprobs[n, : sequences[i].num_targets] for n, i in enumerate(rows)}
         return [scores[i] for i in range(len(sequences))]

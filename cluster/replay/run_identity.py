@@ -20,7 +20,7 @@ ORDER_KEYS = (
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """The dotted keys that must not change between the parts of one run, with their values as JSON."""
-    teacher = config.algorithm.distillation.teacher
+    teacher, teachers = config.algorithm.distillation.teacher, config.algorithm.distillation.teachers
     return {
         "seed": config.seed,
         "policy.model": config.policy.model,
@@ -31,5 +31,6 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "learner.backend": config.learner.backend,
         "resources.dtype": config.resources.dtype,
         **({"algorithm.distillation.teacher": teacher} if teacher else {}),
+        **({"algorithm.distillation.teachers": teachers} if teachers else {}),
         **({"offline.job": config.offline.job} if config.offline.is_on else {}),
     }

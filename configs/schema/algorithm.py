@@ -49,6 +49,9 @@ class DistillationConfig(Section):
     teacher: str
     """A checkpoint whose tokenizer has the vocabulary of `policy.model`: a local folder or a hub name. The reference
     scorers serve it. Empty for none."""
+    teachers: dict[str, str]
+    """Label of a row (`rewards.label_key`) -> the checkpoint that teaches rows of this label in the place of `teacher`,
+    with the same vocabulary. Every scorer holds all of them."""
     place: Literal["advantage", "loss"]
     """`advantage`: the log-ratio of teacher and policy is added to the advantage of each token; `loss`: the reverse KL
     is a term of the loss, with a gradient."""

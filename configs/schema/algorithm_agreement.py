@@ -104,6 +104,11 @@ def _loss_gradient_is_that_of_the_kl(config: RunConfig) -> str | None:
 
 def _teacher_has_a_name_and_a_weight(config: RunConfig) -> str | None:
     teacher, coef = config.algorithm.distillation.teacher, config.algorithm.distillation.coef
+    if config.algorithm.distillation.teachers and not teacher:
+        return (
+            f"algorithm.distillation.teachers={config.algorithm.distillation.teachers} leaves rows of other labels "
+            "without a teacher: set algorithm.distillation.teacher=CHECKPOINT for them, and use algorithm=distill"
+        )
     if (teacher != "") == (coef > 0):
         return None
     if teacher:

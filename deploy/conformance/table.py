@@ -46,8 +46,8 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         "their log-probs in nat, over the tokens of prompts and of sampled responses. `push` is after a weight sync in "
         "which every weight changed; the same holds after pushes of each tower, connector and decoder alone. "
         "`LoRA` is after a push of a learner with adapters, merged; PEFT loads the exported adapters to the same "
-        "weights. For all rows the engine expands prompts to the same ids, and the exported checkpoint loads in "
-        "transformers with the names that it had, unless a note says otherwise."
+        "weights (`-`: not measured). For all rows the engine expands prompts to the same ids, and the exported "
+        "checkpoint loads in transformers with the names that it had, unless a note says otherwise."
     )
     yield ""
     yield "| `model_type` | tiny model | embeddings | parameters | " + " | ".join((*COLUMNS, "push", "LoRA")) + " |"

@@ -202,8 +202,9 @@ def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
 
 def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     batch = Microbatch.of(config, shape)
+    num_policies = 1 + len(config.algorithm.distillation.teachers)  # of about the size of the policy
     return {
-        "weights": _frozen_weights(config, shape),
+        "weights": num_policies * _frozen_weights(config, shape),
         "activations": scoring_bytes(config, shape, batch),
         "logits": logits_bytes(config, shape, batch.targets),
     }

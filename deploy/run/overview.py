@@ -106,7 +106,9 @@ def _steps(config: RunConfig, version: int) -> str:
 def _reference(algorithm: AlgorithmConfig) -> str:
     if algorithm.distillation.is_on:
         teacher = algorithm.distillation
-        return f"teacher {teacher.teacher} x {teacher.coef:g} ({teacher.place}), rewards x {teacher.reward_weight:g}"
+        others = "".join(f", {label}: {name}" for label, name in teacher.teachers.items())
+        weights = f"x {teacher.coef:g} ({teacher.place}), rewards x {teacher.reward_weight:g}"
+        return f"teacher {teacher.teacher}{others} {weights}"
     kl = algorithm.kl
     return f"KL {kl.coef:g} ({kl.estimator}) to the reference" if kl.coef > 0 else "no KL"
 

@@ -103,7 +103,9 @@ def spawn_training(
     config, banned = prepared.config, prepared.processor.media_token_ids
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = prepared.teacher_folder or reference_folder(config)
-    reference = reference_pool(config, spawner, frozen, banned, on_lost=on_lost, on_retry=on_rescore)
+    reference = reference_pool(
+        config, spawner, frozen, banned, teachers=prepared.teachers, on_lost=on_lost, on_retry=on_rescore
+    )
     return Training(
         ranks=ranks,
         learner=learner,

@@ -67,7 +67,7 @@ def spawn_offline(
     config = prepared.config
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = reference_folder(config)
-    reference = reference_pool(config, spawner, frozen, (), on_lost=on_lost, on_retry=on_rescore)
+    reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=on_lost, on_retry=on_rescore)
     source = PromptSource(
         prepared.splits[TRAIN].rows,
         prepared.preparation,

@@ -136,18 +136,20 @@ def reference_pool(
     frozen: Path,
     banned: tuple[int, ...],
     *,
+    teachers: Mapping[str, Path],
     on_lost: Callable[[str], None],
     on_retry: Callable[[str], None],
 ) -> ReferencePool | NullReference:
     """Start the scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id; the null object if
-    the run needs none. The folder may be written later, before they load it.
+    the run needs none. The folder may be written later, before they load it. Rows of a label in `teachers` are scored
+    with the checkpoint there.
 
     `on_lost` receives the kind of each loss, `on_retry` why a share of a step is sent out again.
     """
     timeouts = config.timeouts
 
     def start(worker: PlacedWorker) -> Any:
-        return spawner.start(ReferenceScorer, config, banned, worker=worker)
+        return spawner.start(ReferenceScorer, config, banned, teachers, worker=worker)
 
     scorers = [start(worker) for worker in spawner.workers("reference")]
     if not scorers:

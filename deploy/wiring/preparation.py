@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +66,7 @@ class Prepared:
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
     workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
+    teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> those of its own teacher
 
     @property
     def folder(self) -> Path:
@@ -112,7 +113,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
-    teacher_folder = _checked_teacher(config)
+    teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = make_processor(config, media)
@@ -133,6 +134,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         media,
         splits,
         teacher_folder=teacher_folder,
+        teachers=teachers,
     )
 
 
@@ -192,12 +194,16 @@ def _check_positions(config: RunConfig) -> None:
         )
 
 
-def _checked_teacher(config: RunConfig) -> Path | None:
-    if not config.algorithm.distillation.is_on:
-        return None
-    folder = checkpoint_folder(TEACHER, config.algorithm.distillation.teacher)
-    check_teacher(config, folder)
-    return folder
+def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
+    """The folder of the teacher, and of those that labels have of their own."""
+    distillation = config.algorithm.distillation
+    if not distillation.is_on:
+        return None, {}
+    named = {TEACHER: distillation.teacher, **{f"{TEACHER}s.{n}": t for n, t in distillation.teachers.items()}}
+    folders = {key: checkpoint_folder(key, name) for key, name in named.items()}
+    for key, folder in folders.items():
+        check_teacher(config, folder, key)
+    return folders[TEACHER], {label: folders[f"{TEACHER}s.{label}"] for label in distillation.teachers}
 
 
 def ensure_model(config: RunConfig) -> Path:

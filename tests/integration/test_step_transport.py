@@ -25,7 +25,7 @@ from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TWO = ("learner=fsdp2", "resources.learner.num_workers=2", "algorithm.kl.coef=0")
+TWO = ("learner=fsdp2", "resources.learner.num_workers=2")
 CASES = {
     "share": (),
     "epochs": (

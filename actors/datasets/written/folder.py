@@ -50,8 +50,7 @@ def holds(folder: Path, marker: Mapping[str, Any]) -> bool:
         return False
     if not (folder / MARKER).is_file():
         raise ValueError(
-            f"{folder} exists and has no {MARKER}, so it is no {marker['task']} dataset that a run wrote: choose "
-            "another folder"
+            f"{folder} exists and has no {MARKER}, so it is no {marker['task']} dataset: choose another folder"
         )
     found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
     if found != marker:

@@ -18,8 +18,9 @@ class OpenEnv:
     """A session of the server at `url`; `reset` gets the seed.
 
     A turn becomes an action: with `action_format=text` it is the field `action_field`, with `json` the turn is a JSON
-    object. An observation shows `instruction` at first and the fields of `text_fields`, or all fields as JSON where it
-    names none; `picture_fields` hold pictures in base64. `timeout_s` bounds a message; the host's deadlines come first.
+    object. An observation shows `instruction` at first and the fields of `text_fields`, or all but its metadata as JSON
+    where it names none; `picture_fields` hold pictures in base64. `timeout_s` bounds a message; the host's deadlines
+    come first.
 
     Raises:
         EpisodeError: `server_unreachable`: no connection, or it broke; `server_error`: the server says so.
@@ -86,7 +87,7 @@ class OpenEnv:
         if self._text_fields:
             text = "\n".join(str(observation[name]) for name in self._text_fields)
         else:
-            shown = {k: v for k, v in observation.items() if k not in self._picture_fields}
+            shown = {k: v for k, v in observation.items() if k not in (*self._picture_fields, "metadata")}
             text = json.dumps(shown, ensure_ascii=False)
         return Message("user", IMAGE_PLACEHOLDER * len(pictures) + text, pictures)
 

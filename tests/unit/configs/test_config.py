@@ -106,6 +106,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     ([*TEACHER, "algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "set algorithm.kl.coef=0, or leave the teacher"]),
     ([*TEACHER, "resources.reference.num_workers=0"], ["teacher=some/model", "set resources.reference.num_workers=1"]),
     ([*TEACHER, "algorithm.drop_uniform_groups=true"], ["reward_weight=0", "set algorithm.drop_uniform_groups=false"]),
+    (["algorithm.distillation.teachers={a: m}"], ["teachers={'a': 'm'}", "set algorithm.distillation.teacher=CHECK"]),
     (["algorithm=distill"], ["algorithm.distillation.coef=1", "give algorithm.distillation.teacher=CHECKPOINT"]),
     (["algorithm.distillation.teacher=m"], ["algorithm.distillation.teacher=m", "set algorithm.distillation.coef=1"]),
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
@@ -291,6 +292,51 @@ def test_a_preset_of_an_algorithm_is_short_and_trains_the_digits(name: str) -> N
     config, digits = load_config([chosen, *NEEDS.get(chosen, [])]), load_config(["experiment=digits"])
     assert config.name == name and config.data == digits.data and config.warm_start == digits.warm_start
     assert config.algorithm != digits.algorithm
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_of_an_algorithm_trains_a_released_checkpoint_on_public_data(name: str) -> None:
+    path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}_geometry3k.yaml"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
+    config, digits = (
+        load_config([f"experiment={name}_geometry3k"]),
+        load_config([f"experiment={name}", *NEEDS.get(f"experiment={name}", [])]),
+    )
+    assert config.policy.model.startswith("Qwen/Qwen2.5-VL-") and config.data.path == Path("hiyouga/geometry3k")
+    assert config.resources.device == "cuda" and config.learner.packing
+    ours, theirs = config.algorithm, digits.algorithm
+    assert (ours.advantage, ours.loss, ours.loss_aggregation) == (
+        theirs.advantage,
+        theirs.loss,
+        theirs.loss_aggregation,
+    )
+    assert (ours.loss_parameters, ours.kl.estimator, ours.shaping) == (
+        theirs.loss_parameters,
+        theirs.kl.estimator,
+        theirs.shaping,
+    ) or name == "reinforce_pp"
+    assert name == "reinforce_pp" or ours.kl == theirs.kl
+
+
+def test_mayes_preset_has_seven_learner_ranks_an_engine_and_its_evaluation() -> None:
+    config = load_config(["experiment=reinforce_pp_geometry3k"])
+    assert (config.resources.learner.num_workers, config.resources.rollout.num_workers) == (7, 1)
+    assert config.policy.freeze == ("vision",) and set(config.evaluation.suites) == set(
+        load_config(["experiment=digits", "evaluation=maye"]).evaluation.suites
+    )
+    assert (config.algorithm.prompts_per_step, config.algorithm.samples_per_prompt) == (7 * 128, 1)
+    assert (config.algorithm.kl.coef, config.algorithm.kl.place) == (0.001, "loss")
+
+
+@pytest.mark.parametrize("name", ["sft_llava", "reward_model_rlaif_v", "dpo_rlaif_v"])
+def test_an_offline_preset_for_gpus_is_short_and_names_its_checkpoint_and_data(name: str) -> None:
+    path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}.yaml"
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
+    config = load_config([f"experiment={name}"])
+    assert name.startswith(config.offline.job) and config.policy.model.startswith("Qwen/")
+    assert config.resources.device == "cuda" and config.data.path == Path("data") / name.removeprefix(
+        f"{config.offline.job}_"
+    )
 
 
 def test_presets_state_the_values_of_their_papers() -> None:

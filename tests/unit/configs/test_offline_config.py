@@ -5,13 +5,42 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.runtime.placement import needed_roles
 from configs.errors import ConfigError
 from configs.groups import FOLDER
 from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.cli import app
 
 GIVEN = ("policy.model=x", "data.path=y")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["dpo", "experiment=digits"], "offline.job=none with experiment=digits: use `mobula train`, or name an"),
+        (["reward-model", "experiment=dpo_rlaif_v"], "experiment whose offline.job is reward_model"),
+    ],
+)
+def test_a_command_refuses_an_experiment_of_another_job(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2 and told in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "experiment"), [("dpo", "dpo"), ("dpo", "dpo_rlaif_v"), ("reward-model", "reward_model_rlaif_v")]
+)
+def test_a_command_trains_the_experiment_of_its_job_or_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, command: str, experiment: str
+) -> None:
+    found: list[RunConfig] = []
+    monkeypatch.setattr("deploy.run.runtime.train", lambda config: found.append(config) or 0)
+    named = [] if experiment == "dpo" else [f"experiment={experiment}"]
+    result = CliRunner().invoke(app, [command, *named, "policy.model=m", "data.path=d", "num_steps=3"])
+    assert result.exit_code == 0, result.output
+    assert [(config.name, config.num_steps) for config in found] == [(experiment, 3)]
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,17 @@ def test_a_teacher_of_the_same_family_is_served_in_the_place_of_the_reference(sh
     assert prepare(config(shared, tmp_path), lambda media: media).teacher_folder is None
 
 
+def test_teachers_of_labels_are_checked_as_the_teacher_is(shared: Path, tmp_path: Path) -> None:
+    teacher, text = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1), write_text_policy(tmp_path / "text", "qwen2")
+    words = ("algorithm=distill", f"algorithm.distillation.teacher={teacher}")
+    run = config(shared, tmp_path, *words, f"algorithm.distillation.teachers={{charts: '{teacher}'}}")
+    assert prepare(run, lambda media: media).teachers == {"charts": teacher}
+    run = config(shared, tmp_path, *words, f"algorithm.distillation.teachers={{charts: '{text}'}}")
+    key = r"algorithm\.distillation\.teachers\.charts"
+    with pytest.raises(PreflightError, match=f"^{key}=.* set {key} to a checkpoint"):
+        prepare(run, lambda media: media)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Path) -> None:
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
 

@@ -18,6 +18,7 @@ from cluster.errors import CheckpointError
 from cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
 from configs.groups import groups as config_groups
 from learner.algorithms.policy_losses import POLICY_LOSSES
+from learner.batch import fetch_items
 from learner.learner import Learner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.state import ALGORITHM_FILE
@@ -268,3 +269,47 @@ def test_a_checkpoint_without_the_algorithms_state_is_refused(folder, tmp_path) 
     (tmp_path / ALGORITHM_FILE).unlink()
     with pytest.raises(CheckpointError, match="algorithm.json is missing"):
         connected(folder).load(tmp_path)
+
+
+RECIPES = ("grpo", "rloo", "reinforce_pp", "ppo_gae", "cpgd", "dapo", "gspo", "gmpo", "cispo", "distill")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_makes_rewarded_answers_likelier(folder, tokenizer, name: str) -> None:
+    """Four steps on answers of the policy before them; the teacher of `distill` finds the good ones likelier."""
+    words = (f"algorithm={name}", *(TAUGHT if name == "distill" else REFERENCE[1:]), "learner.warmup_steps=0")
+    learner = connected(folder, *words, "algorithm.max_staleness=9", "algorithm.samples_per_prompt=4")
+    learner.begin_rl()
+    asked = [prompt(tokenizer, f"p{n}", [picture(n)][: n % 2]) for n in range(2)]
+    groups = [group(a, [[1, 2], [3, 4], [5, 6], [7, 8]], [1.0, 0.0, 1.0, 0.0], n) for n, a in enumerate(asked)]
+    before = logprobs_of(learner, groups)
+    behaviour = [with_logprobs(g, rows) for g, rows in zip(groups, before, strict=True)]
+    for version in range(1, 5):
+        learner.update([taught(g) for g in behaviour], version)
+    gained = [
+        (a - b).sum()
+        for new, old in zip(logprobs_of(learner, groups), before, strict=True)
+        for a, b in zip(new, old, strict=True)
+    ]
+    good, bad = gained[0::2], gained[1::2]
+    assert np.mean(good) > max(0.0, np.mean(bad)), "clips of a few ten-thousandths stop after the first step"
+
+
+def logprobs_of(learner: Learner, groups: list[ScoredGroup]) -> list[list[np.ndarray]]:
+    """What the learner's policy gives the tokens of each response."""
+    found = []
+    for items in fetch_items(groups, 0, 1.0):
+        with learner._backend.inference():
+            output, _ = learner._forward(items)
+        rows = output.logprobs.float().cpu().numpy()
+        found.append([row[: item.sequence.num_targets].copy() for row, item in zip(rows, items, strict=True)])
+    return found
+
+
+def taught(scored: ScoredGroup) -> ScoredGroup:
+    """With a reference that equals the policy, and finds rewarded answers likelier, as a teacher would."""
+    rows = [
+        t.behavior_logprobs + np.float32(r.value - 0.5)
+        for t, r in zip(scored.group.trajectories, scored.rewards, strict=True)
+    ]
+    return dataclasses.replace(scored, reference_logprobs=rows)

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from actors.reference.scorer import ReferenceScorer
 from cluster.records.trajectory import Prompt, ScoredGroup
+from configs.schema import RunConfig
 from learner.batch import fetch_items
 from learner.credit import Credit
 from learner.learner import Learner
@@ -90,6 +91,32 @@ def test_groups_that_no_teacher_has_scored_are_refused(folder, teacher, tokenize
         ValueError, match=r"algorithm\.distillation\.teacher=.* set resources\.reference\.num_workers=1"
     ):
         learner.update(random_groups(tokenizer, 2, 2), 1)
+
+
+def test_rows_of_a_label_have_the_teacher_of_that_label(folder, teacher, tokenizer, tmp_path: Path) -> None:
+    other = write_tiny_qwen2_5_vl(tmp_path / "other", seed=2)
+    run = config(folder, teacher, f"algorithm.distillation.teachers={{geometry: '{other}'}}")
+    groups = []
+    for n, label in enumerate(("geometry", "charts", None, "geometry")):
+        asked = prompt(tokenizer, f"p{n}", [picture(n)][: n % 2])
+        labelled = dataclasses.replace(asked, metadata={} if label is None else {run.rewards.label_key: label})
+        groups.append(group(labelled, [[1, 2, 3], [4 + n]], [0.0, 0.0], n))
+    both = ReferenceScorer(run, (), {"geometry": other})
+    both.load(teacher)
+    found = both.score(groups)
+    for folder_of, places in ((other, (0, 3)), (teacher, (1, 2))):
+        alone = ReferenceScorer(run, ())
+        alone.load(folder_of)
+        for place, expected in zip(places, alone.score([groups[place] for place in places]), strict=True):
+            for ours, theirs in zip(found[place], expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-6, rtol=0)
+    assert np.abs(found[0][0] - both.score([replace_label(groups[0], run)])[0][0]).max() > 1e-3
+
+
+def replace_label(scored: ScoredGroup, run: RunConfig) -> ScoredGroup:
+    """The group with a label that has no teacher of its own."""
+    asked = dataclasses.replace(scored.group.prompt, metadata={run.rewards.label_key: "charts"})
+    return dataclasses.replace(scored, group=dataclasses.replace(scored.group, prompt=asked))
 
 
 def every_token(asked: Prompt, num_tokens: int) -> ScoredGroup:

@@ -290,7 +290,10 @@ def test_latents_stay_with_the_rank_that_trains_them(folder, store) -> None:
     for found in Ranks(tiny_config(folder), 2, store).fetch(store.put(groups), 3):
         own = [is_whole(i) for row in found for i in row]
         assert sum(own) == 4, "half of them"
-        assert all(i.sequence.num_tokens == 3 * 4 and list(i.ages) == [0] * 3 for row in found for i in row)
+        expected = [i for row in fetch_items(groups, 2, 1.0) for i in row]
+        for item, other in zip((i for row in found for i in row), expected, strict=True):
+            assert item.sequence.num_tokens == other.sequence.num_tokens == 3 * 4
+            np.testing.assert_array_equal(item.ages, other.ages, strict=True)
 
 
 def test_a_row_of_another_rank_cannot_be_put_into_a_batch(folder, tokenizer, store) -> None:

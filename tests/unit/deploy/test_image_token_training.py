@@ -26,7 +26,7 @@ async def redness_of(run: FlowRun) -> np.ndarray:
     return np.array([redness(t.response.pictures[0]) for group in groups for t in group.trajectories])
 
 
-@pytest.mark.parametrize("words", [(), ("policy.lora.rank=4", "learner.learning_rate=0.02")], ids=["full", "lora"])
+@pytest.mark.parametrize("words", [(), ("policy.lora.rank=8", "learner.learning_rate=0.005")], ids=["full", "lora"])
 async def test_training_raises_the_share_of_a_colour(tmp_path: Path, words: tuple[str, ...]) -> None:
     run = await FlowRun(janus_config(tmp_path, *words)).start()
     before = await redness_of(run)

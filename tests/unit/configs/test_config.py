@@ -242,6 +242,7 @@ NEEDS: dict[str, list[str]] = {
     "environment=pixel_maze": ["data=environment"],
     "policy=hf": ["policy.model=some/model"],
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if "digit" not in option},
+    "data=glyphs": [],
     "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "

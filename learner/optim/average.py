@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from cluster.errors import CheckpointError
 
 FOLDER = "average"  # of a learner's state
+OFF = {FOLDER: "learner.ema_decay=0", "slow": "algorithm.losses.nft.max_decay=0"}  # what keeps none, by its folder
 Copy = Callable[[dict[str, Any], Path], Callable[[], None]]
 
 
@@ -86,8 +87,8 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
     """
     if not (folder / name / ".metadata").is_file():
         raise CheckpointError(
-            f"{folder} holds no average of the weights ({name}): a run with learner.ema_decay=0 or another "
-            "algorithm.loss wrote it, so resume with that, or start a new run"
+            f"{folder} holds no average of the weights: a run with {OFF[name]} wrote it, so resume with that, or start "
+            "a new run"
         )
     dcp.load(tensors, checkpoint_id=folder / name, no_dist=no_dist)
 

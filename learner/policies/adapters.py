@@ -69,6 +69,13 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
     ).save_pretrained(folder)
 
 
+def with_saved_adapters(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """The model with the adapters that `save_adapters` wrote merged into it, as PEFT does that."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether `add_adapters` has put any into this model."""
     return any(is_factor(name) for name, _ in model.named_parameters())

@@ -318,12 +318,6 @@ def _sounds_have_an_engine(config: RunConfig) -> str | None:
     )
 
 
-def _sounds_of_the_task_fit(config: RunConfig) -> str | None:
-    if config.data.kind is not DataKind.TONES or config.sampler.max_audios_per_prompt:
-        return None
-    return "data.kind=tones has one sound in a prompt but sampler.max_audios_per_prompt=0: set it to 1"
-
-
 def _mixture_has_sources(config: RunConfig) -> str | None:
     data = config.data
     if data.kind is DataKind.MIXTURE and not data.sources:
@@ -666,7 +660,6 @@ RULES: tuple[Rule, ...] = (
     _videos_of_the_task_fit,
     _videos_have_an_engine,
     _sounds_have_an_engine,
-    _sounds_of_the_task_fit,
     _pixel_range_is_open,
     _mixture_has_sources,
     _remote_environment_has_a_server,

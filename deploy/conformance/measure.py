@@ -35,7 +35,7 @@ from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
 from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
-from learner.policies.adapters import is_factor, save_adapters
+from learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
 from learner.policies.families.base import AudioFamily, Family, VideoFamily
@@ -176,12 +176,10 @@ class Measurement:
 
     def _adapters_load(self, config: RunConfig) -> bool:
         """Whether PEFT makes of the exported adapters what a push carries."""
-        from peft import PeftModel
-
         out = self._folder / "adapters"
         save_adapters(out, self._policy.model, config.policy.lora, str(self.model))
         plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
-        loaded = dict(PeftModel.from_pretrained(plain, out).merge_and_unload().named_parameters())
+        loaded = dict(with_saved_adapters(plain, out).named_parameters())
         ours = dict(self._weights.plain_state(self._backend))
         return all(torch.allclose(parameter, ours[name], atol=1e-6) for name, parameter in loaded.items())
 

@@ -93,6 +93,13 @@ def _listed(value: object) -> object:
     return sorted(value) if isinstance(value, set) else value
 
 
+def with_saved_adapters(model: PreTrainedModel, folder: Path) -> nn.Module:
+    """The model with the adapters that `save_adapters` wrote merged into it, as PEFT does that."""
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether `add_adapters` has put any into this model."""
     return any(is_factor(name) for name, _ in model.named_parameters())

@@ -68,7 +68,7 @@ def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
 
 
 def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of the model in the layout that its checkpoint has under `name`: a view."""
+    """A tensor of the model in the layout that its checkpoint has; `name` is its name here or there. A view."""
     return tensor.transpose(-1, -2) if _lies_transposed(model, name) else tensor
 
 
@@ -179,17 +179,15 @@ def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: M
     else:
         AutoProcessor.from_pretrained(source).save_pretrained(folder)
     tied = set(model.all_tied_weights_keys)  # loading finds them again in what they are tied to
-    names = checkpoint_names(model)
     state = {
-        name: as_stored(model, names[name], tensor).contiguous()
-        for name, tensor in full_state.items()
-        if name not in tied
+        name: as_stored(model, name, tensor).contiguous() for name, tensor in full_state.items() if name not in tied
     }
     family = own_family(model.config)
-    if family is None or not family.checkpoint_prefix:
+    prefix = "" if family is None else family.checkpoint_prefix
+    if not prefix:
         model.save_pretrained(folder, state_dict=state)
     else:  # the configuration of the whole is copied already
-        save_torch_state_dict({names[name]: tensor for name, tensor in state.items()}, folder)
+        save_torch_state_dict({f"{prefix}{name}": tensor for name, tensor in state.items()}, folder)
 
 
 def _no_match(prefix: str, parts: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> str:

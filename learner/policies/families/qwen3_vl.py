@@ -1,4 +1,4 @@
-"""Qwen3-VL with a dense decoder: features of several vision layers enter several decoder layers (DeepStack)."""
+"""Qwen3-VL, dense and with experts: features of several vision layers enter several decoder layers (DeepStack)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from configs.schema.data import VideoConfig
 from learner.policies.families.base import Clip
 from learner.policies.families.qwen_vl import MEDIA_TOKENS, QwenVideos, frame_pixels
+
+MAX_LAYERS = 256  # of a decoder with routers
 
 
 class Qwen3VL(QwenVideos):
@@ -31,3 +33,25 @@ class Qwen3VL(QwenVideos):
         """Of all frames together."""
         least, most = frame_pixels(videos, clip, limits)
         return {"shortest_edge": least * len(clip.timestamps), "longest_edge": most * len(clip.timestamps)}
+
+
+class Qwen3VLMoe(Qwen3VL):
+    """Source: arXiv:2511.21631.
+
+    Engine and learner choose experts each for themselves: where two experts are nearly equal, rounding may choose
+    another one. `policy.freeze=[router]` keeps the weights that choose as they are; a run compares engine and learner
+    before its first step.
+    """
+
+    model_types = ("qwen3_vl_moe",)
+    parts = {
+        **Qwen3VL.parts,
+        "router": tuple(f"model.language_model.layers.{layer}.mlp.gate." for layer in range(MAX_LAYERS)),
+    }
+    transposed = r"\.mlp\.experts\.(gate_up_proj|down_proj)$"
+    needs_gate = True
+    note = (
+        "engine and learner choose experts each for themselves, and where rounding makes them choose others their "
+        "log-probs differ; choices are not replayed. The preset freezes the routers (`policy.freeze=[router]`), and a "
+        "run compares engine and learner before its first step, in its own precision and with its own weights"
+    )

@@ -14,8 +14,7 @@ from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
 from learner.policies.families.internvl import InternVL
 from learner.policies.families.llava_onevision import LlavaOneVision
-from learner.policies.families.qwen3_vl import Qwen3VL
-from learner.policies.families.qwen3_vl_moe import Qwen3VLMoe
+from learner.policies.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 from learner.policies.families.qwen_vl import QwenVL
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.text import Janus, TextFamily

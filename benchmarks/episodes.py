@@ -35,7 +35,8 @@ STEP_S = 0.05
 MAX_TURN_TOKENS = 8
 NUM_BRIDGED = 300
 SETTINGS = (
-    "resources.rollout.num_workers=1", "environment.name=benchmarks.simulation.slow_environment:SlowPictures",
+    "resources.rollout.num_workers=1", "data=environment", "rewards=environment", "environment.host=inline",
+    "environment.name=benchmarks.simulation.slow_environment:SlowPictures",
     f"environment.options={{num_turns: {NUM_TURNS}}}", f"environment.max_concurrent={NUM_CONCURRENT}",
     "environment.max_tokens=512", f"sampler.max_tokens={MAX_TURN_TOKENS}", "sampler.max_images_per_prompt=12",
     "environment.num_validation=8", "environment.num_test=8",
@@ -45,7 +46,7 @@ BUSY_TARGET, BRIDGE_TARGET_MS, BYTES_TARGET = 0.8, 1.0, 1.5
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """One engine, with and without the delay by turns."""
-    with scratch_config(SETTINGS, overrides, experiment="pixel_maze") as config, private_ray(config):
+    with scratch_config(SETTINGS, overrides) as config, private_ray(config):
         return asyncio.run(_measure(effort, config))
 
 

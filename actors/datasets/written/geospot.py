@@ -59,7 +59,7 @@ def write_geospot(folder: Path, places: Sequence[Place], stages: Mapping[str, in
 
 def _build(folder: Path, places: Sequence[Place], stages: Mapping[str, int], seed: int) -> Rows:
     (folder / "images").mkdir()
-    points = np.array([(place.latitude, place.longitude) for place in places])  # [N, 2]
+    points = np.array(sorted((place.latitude, place.longitude) for place in places))  # [N, 2], from south to north
     per_country = Counter(place.country for place in places)
     fit = [place for place in places if place.region and per_country[place.country] >= MIN_PLACES]
     world = draw_world(points)
@@ -105,7 +105,7 @@ def draw_world(points: np.ndarray) -> np.ndarray:
 def draw_map(world: np.ndarray, points: np.ndarray, latitude: float, longitude: float) -> np.ndarray:
     """uint8 [112, 112, 3]: above the world with a red mark, below the surroundings, far on the left, near on the right.
 
-    `world` is what `draw_world` makes of `points`.
+    `world` is what `draw_world` makes of `points` [N, 2], which are in order from south to north.
     """
     world = world.copy()
     row, column = _pixel(latitude, longitude, 0.0, 0.0, 90.0, 180.0, width=2 * PANEL)
@@ -113,7 +113,8 @@ def draw_map(world: np.ndarray, points: np.ndarray, latitude: float, longitude: 
     around = []
     for half in (FAR_DEGREES, NEAR_DEGREES):
         half_width = half / max(0.2, float(np.cos(np.radians(latitude))))
-        panel = _panel(points, latitude, longitude, half, half_width, width=PANEL)
+        first, last = np.searchsorted(points[:, 0], (latitude - half, latitude + half))
+        panel = _panel(points[first:last], latitude, longitude, half, half_width, width=PANEL)
         panel[PANEL // 2, PANEL // 2] = MARK
         around.append(panel)
     return np.concatenate([world, np.concatenate(around, axis=1)])

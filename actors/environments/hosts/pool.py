@@ -106,7 +106,7 @@ class EnvironmentPool:
         for environment in self._idle:
             environment.close()
         self._idle.clear()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)  # those whose episode failed are still being closed
 
     async def _make(self) -> Environment:
         return await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")

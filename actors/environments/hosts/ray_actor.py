@@ -8,7 +8,7 @@ from typing import Any, cast
 from actors.environments.base import Action, Demonstrator, EnvironmentSpec, EpisodeError, Reset, Step
 from actors.environments.registry import build_environment
 from cluster.errors import DeadlineError, WorkerDiedError
-from cluster.runtime.owned_actor import OwnedActor
+from cluster.workers.owned_actor import OwnedActor
 
 
 class Hosted:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import RewardError
 from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, ScoringFailure, evaluate
+from rewards.contract import RewardRequest, Score, evaluate
 from rewards.functions import build_function
 from rewards.functions.answers.true_false import read_truth
 from rewards.functions.geography.distances import Position, centre, haversine_km
@@ -27,7 +28,7 @@ def request(text: str, *references: str, **metadata: Any) -> RewardRequest:
     return RewardRequest(Response(text, len(text.split()), False), references, metadata, "the prompt")
 
 
-def score(name: str, options: Mapping[str, Any], given: RewardRequest) -> Score | ScoringFailure:
+def score(name: str, options: Mapping[str, Any], given: RewardRequest) -> Score:
     return evaluate(build_function(name, options, TOOLS), given)
 
 
@@ -61,7 +62,8 @@ def test_true_false_pays_the_right_answer_and_follows_vlm_gym_on_request() -> No
     assert score("true_false", theirs, request("unknown", "False")).value == 1.0  # as is "no"
     assert score("true_false", theirs, request("both images", "False")).value == 1.0  # the default
     assert score("true_false", ours, request("both images", "False")).value == 0.0
-    assert isinstance(score("true_false", ours, request("True", "7")), ScoringFailure)
+    with pytest.raises(RewardError, match="True and False"):
+        score("true_false", ours, request("True", "7"))
 
 
 def test_keywords_are_whole_words_and_a_list_of_everything_pays_little() -> None:
@@ -72,8 +74,10 @@ def test_keywords_are_whole_words_and_a_list_of_everything_pays_little() -> None
     assert score("keywords", theirs, request("A bored network", keywords=words)).value == pytest.approx(2 / 3)
     everything = score("keywords", ours, request("red green blue one two three tea cup " * 2, keywords=words))
     assert everything.value == pytest.approx(8 / 16)
-    assert isinstance(score("keywords", ours, request("red")), ScoringFailure)
-    assert isinstance(score("keywords", ours, request("red", keywords="red")), ScoringFailure)
+    with pytest.raises(RewardError, match="keywords"):
+        score("keywords", ours, request("red"))
+    with pytest.raises(RewardError, match="list of words"):
+        score("keywords", ours, request("red", keywords="red"))
 
 
 class FixedPlaces:
@@ -135,9 +139,9 @@ def test_the_stage_comes_from_the_row() -> None:
     function = Geospot(TOOLS, stage="row", format_weight=0.0, compat="none", geocoder=FixedPlaces())
     assert function(request("Country: France", **PARIS, stage="country")).value == 1.0
     assert function(request("Country: France", **PARIS)).value == pytest.approx(0.125)  # full
-    assert isinstance(evaluate(function, request("Country: France", **PARIS, stage="last")), ScoringFailure)
-    assert isinstance(evaluate(function, request("Country: France", **{**PARIS, "latitude": "x"})), ScoringFailure)
-    assert isinstance(evaluate(function, request("Country: France", **{**PARIS, "latitude": 91})), ScoringFailure)
+    for wrong in ({"stage": "last"}, {"latitude": "x"}, {"latitude": 91}, {"latitude": None}):
+        with pytest.raises(RewardError):
+            function(request("Country: France", **{**PARIS, **wrong}))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_remote_episode_equals_a_local_one() -> None:
 
     with served(config()) as (url, server):
         remote = connected(url)
-        assert remote.spec == Scripted.spec
+        assert remote.spec == Scripted().spec
         assert whole_episode(remote) == whole_episode(Scripted())
         assert server.num_sessions == 1
         remote.close()

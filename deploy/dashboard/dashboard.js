@@ -29,11 +29,15 @@ function written(value, unit) {
 }
 
 // About four round numbers that enclose the values; zero belongs to them unless all are far from it.
-function ticksOf(values) {
+function ticksOf(values, unit) {
+  if (unit === "bytes") {
+    const scale = 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(...values, 1)) / 10));
+    return ticksOf(values.map((value) => value / scale), "").map((tick) => scale * tick);
+  }
   let low = Math.min(...values), high = Math.max(...values);
   if (low > 0 && low < 0.7 * high) low = 0;
   if (high < 0 && high > 0.7 * low) high = 0;
-  if (low === high) { const pad = Math.abs(low) / 2 || 0.5; low -= pad; high += pad; }
+  if (low === high) [low, high] = low === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high)];
   const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
   const first = Math.floor(low / step + 1e-9), last = Math.ceil(high / step - 1e-9);
@@ -70,7 +74,7 @@ function chart(panel, answer, index) {
     return figure;
   }
   const { start, end, step_s: stepS } = answer;
-  const ticks = ticksOf(panel.lines.flatMap((line) => line.points.map((point) => point[1])));
+  const ticks = ticksOf(panel.lines.flatMap((line) => line.points.map((point) => point[1])), panel.unit);
   const low = ticks[0], high = ticks[ticks.length - 1];
   const x = (time) => (WIDTH * (time - start)) / (end - start);
   const y = (value) => HEIGHT * (1 - (value - low) / (high - low));

@@ -38,7 +38,7 @@ RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"
 GPU_PANELS = {("workers", "Busy GPUs"), ("workers", "GPU memory")}
 START_S = 240.0
 SCRAPE_S = 2
-NUM_STEPS = 10
+NUM_STEPS = 200  # Ray exports every 10 s, and `increase` needs two values 15 s apart: some 40 s on a quiet machine
 SERVICES = "prom_metrics_service_discovery.json"  # which Ray keeps in its temporary folder
 WORDS = (
     "experiment=digits",
@@ -161,21 +161,24 @@ def test_no_panel_of_a_real_run_is_empty(scraped: Scraped) -> None:
 
 def test_the_numbers_are_those_of_the_run(scraped: Scraped) -> None:
     lines = scraped.lines()
-    assert max(value for _, value in lines["overview", "Step"][0].points) == NUM_STEPS
-    assert {line.label for line in lines["overview", "Phase"]} >= {"job starting", "job update"}
+    reached = {line.label: max(value for _, value in line.points) for line in lines["overview", "Step"]}
+    assert NUM_STEPS / 2 <= reached["job"] <= NUM_STEPS == reached["job of"], "the last seconds may not be exported"
+    phases = {line.label for line in lines["overview", "Phase"]}
+    assert phases > {"job starting"}, "and some of those that a step goes through, which are looked at now and then"
     engines = {line.label.split()[0] for line in lines["rollout", "Sampled tokens/s by engine"]}
     assert engines == {"rollout/0", "rollout/1"}
     memory = {line.label.split()[0]: max(v for _, v in line.points) for line in lines["workers", "Host memory"]}
     assert set(memory) >= {"rollout/0", "rollout/1", "learner/0", "learner/1", "reference/0", "reward/0"}
     assert min(memory.values()) > 50e6
-    assert all(line.label.endswith("127.0.0.1") for line in lines["workers", "Host memory"])
+    assert len({line.label.split()[1] for line in lines["workers", "Host memory"]}) == 1, "each names its node"
 
 
 def test_prometheus_takes_the_rules_and_none_fires_for_a_good_run(scraped: Scraped) -> None:
     groups = scraped.asked("/api/v1/rules")["groups"]
     [ours] = groups
     assert len(ours["rules"]) == 8 and {rule["health"] for rule in ours["rules"]} == {"ok"}
-    firing = {alert["labels"]["alertname"] for alert in scraped.asked("/api/v1/alerts")["alerts"]}
+    alerts = scraped.asked("/api/v1/alerts")["alerts"]
+    firing = {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
     assert firing <= {"MobulaDisk"}, "the disk is that of the machine"
 
 

@@ -51,8 +51,10 @@ def rollout(
     episodes: Annotated[int, typer.Option(min=1, help="Episodes, or answers of a task without environment.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 1,
     temperature: Annotated[float | None, typer.Option(help="Short for sampler.temperature.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Short for sampler.top_p.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Short for sampler.top_k.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=1e-6, max=1, help="Sample among the likeliest tokens of this probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Sample among so many tokens; 0 for all.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Short for sampler.max_tokens, of one turn.")] = None,
     seed: Annotated[int | None, typer.Option(help="Short for seed.")] = None,
     output: Annotated[Path, typer.Option(help="The folder for transcripts.json and transcripts.html.")] = Path(
@@ -64,8 +66,6 @@ def rollout(
 
     short = {
         "sampler.temperature": temperature,
-        "sampler.top_p": top_p,
-        "sampler.top_k": top_k,
         "sampler.max_tokens": max_new_tokens,
         "seed": seed,
     }
@@ -74,7 +74,7 @@ def rollout(
         config = load_config([*(overrides or []), *words])
         from deploy.tools.policy import rollout as rolling
 
-        options = rolling.RolloutOptions(episodes, batch_size)
+        options = rolling.RolloutOptions(episodes, batch_size, top_p, top_k)
         raise typer.Exit(rolling.rollout(config, options, output, terminal(soft_wrap=True)))
 
 

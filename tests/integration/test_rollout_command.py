@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from episode_data import Scripted
-from rich.console import Console
 
 from actors.environments.base import Action, Reset, Step
-from configs.load import load_config
-from deploy.tools.policy.rollout import RolloutOptions, rollout
 from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
 from learner.policies.tiny import TINY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(240)]
 
 
 class Patchy(Scripted):
@@ -38,23 +35,26 @@ class Patchy(Scripted):
         return super().step(action)
 
 
-def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path])))
+def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_path: Path) -> None:
     model = TINY["qwen2.5-vl"](tmp_path / "model")
-    config = load_config(
-        [
-            "policy=tiny_qwen2_5_vl", "resources=laptop", "sampler=huggingface", "data=environment",
-            "rewards=environment", f"policy.model={model}", f"folder={tmp_path}", f"environment.name={__name__}:Patchy",
-            "environment.host=ray", "environment.step_timeout_s=2", "environment.retries=0", "environment.num_train=1",
-            "environment.num_validation=1", "environment.num_test=4", "data.max_prompt_tokens=400",
-            "data.max_pixels=50176", "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
-            "sampler.temperature=0.7", "sampler.top_p=0.9", "seed=3",
-        ]
-    )  # fmt: skip
-    console = Console(file=StringIO(), width=160)
-    assert rollout(config, RolloutOptions(num_episodes=4, batch_size=4), tmp_path / "seen", console) == 0
+    words = [
+        "policy=tiny_qwen2_5_vl", "resources=laptop", "sampler=huggingface", "data=environment", "rewards=environment",
+        f"policy.model={model}", f"folder={tmp_path}", f"environment.name={__name__}:Patchy", "environment.host=ray",
+        "environment.step_timeout_s=2", "environment.retries=0", "environment.num_train=1",
+        "environment.num_validation=1", "environment.num_test=4", "data.max_prompt_tokens=400", "data.max_pixels=50176",
+        "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
+    ]  # fmt: skip
+    options = ["--episodes", "4", "--batch-size", "4", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "64"]
+    options += ["--seed", "3", "--output", str(tmp_path / "seen")]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", "rollout", *options, *words],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "seen" / JSON_FILE).read_text())
     good, hung = ([e for e in found["episodes"] if bool(e["failure"]) is failed] for failed in (False, True))
     assert [episode["reward"] for episode in good] == [6.0, 6.0]  # turns 1, 2 and 3
@@ -64,6 +64,7 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(
     assert all(len(e["turns"]) == 3 and len(e["turns"][0]["pictures"]) == 1 for e in good)
     named = {name for e in found["episodes"] for t in e["turns"] for name in t["pictures"]}
     assert named <= {path.name for path in (tmp_path / "seen" / PICTURES).iterdir()}
+    assert "top-p 0.9, top-k 64" in found["summary"]["sampler"]
     assert found["summary"]["without a reward"] == 2 and found["summary"]["mean reward"] == 6.0
     page = (tmp_path / "seen" / PAGE_FILE).read_text()
     assert page.count("<article>") == 4 and page.count("timed_out") == 2 and "data:image/png" in page

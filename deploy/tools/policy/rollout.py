@@ -34,10 +34,15 @@ MEDIA_IN_MEMORY = 256
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How many episodes, and how many at a time."""
+    """How many episodes, how many at a time, and cuts of the distribution; None leaves those of `sampler`.
+
+    Nothing is trained, so turns of an environment may be cut as well, which `sampler.top_p` refuses.
+    """
 
     num_episodes: int
     batch_size: int
+    top_p: float | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     writer = TranscriptWriter(pictures)
     for one in rolled:
         writer.add(one.prompt, one.trajectory, one.reward, seed=one.seed, seconds=one.seconds)
-    summary = summarise(config, rolled, time.perf_counter() - started)
+    summary = summarise(config, options, rolled, time.perf_counter() - started)
     folder.mkdir(parents=True, exist_ok=True)
     writer.write(folder, summary)
     console.print(_table(rolled))
@@ -77,15 +82,15 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     return 0
 
 
-def summarise(config: RunConfig, rolled: Sequence[Rolled], seconds: float) -> dict[str, Any]:
+def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolled], seconds: float) -> dict[str, Any]:
     """What the episodes have in common, and their figures; means are over those that could be scored."""
     rewards = [one.reward.value for one in rolled if one.reward is not None]
     turns = [len(one.trajectory.response.turns) or 1 for one in rolled]
-    sampler = config.sampler
+    sampler, settings = config.sampler, settings_of(config, options, config.seed)
     return {
         "name": f"{config.policy.model} in {config.environment.name if config.environment.is_on else config.data.path}",
-        "sampler": f"{sampler.kind.value}, temperature {sampler.temperature:g}, top-p {sampler.top_p:g}, top-k "
-        f"{sampler.top_k}, at most {sampler.max_tokens} tokens a turn",
+        "sampler": f"{sampler.kind.value}, temperature {sampler.temperature:g}, top-p {settings.top_p:g}, top-k "
+        f"{settings.top_k}, at most {sampler.max_tokens} tokens a turn",
         "seed": config.seed,
         "episodes": len(rolled),
         "without a reward": len(rolled) - len(rewards),
@@ -121,7 +126,7 @@ async def _episodes(
         seed = derived_seed(config.seed, f"{prompt.prompt_id}/{number}")
         async with places:
             started = time.perf_counter()
-            generated = await inference.rollouts.generate(prompt, _settings(config, seed))
+            generated = await inference.rollouts.generate(prompt, settings_of(config, options, seed))
             seconds = time.perf_counter() - started
         [reward] = await inference.rewards.score(generated.to_score, prompt.prompt_id)
         return Rolled(prompt, await asyncio.to_thread(fetched, generated.group, prompt), reward, seed, seconds)
@@ -129,15 +134,16 @@ async def _episodes(
     return await run_all(*map(one, range(options.num_episodes))), pictures
 
 
-def _settings(config: RunConfig, seed: int) -> SamplingSettings:
+def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> SamplingSettings:
+    """How one episode is sampled."""
     sampler = config.sampler
     return SamplingSettings(
         num_samples=1,
         temperature=sampler.temperature,
         max_tokens=sampler.max_tokens,
         seed=seed,
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
+        top_p=sampler.top_p if options.top_p is None else options.top_p,
+        top_k=sampler.top_k if options.top_k is None else options.top_k,
         min_p=sampler.min_p,
         first_token_temperature=sampler.first_token_temperature,
         stop_strings=sampler.stop_strings,

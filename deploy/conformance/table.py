@@ -85,7 +85,7 @@ def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:
         return
     yield from ("", "## Trained", "")
     yield (
-        "Runs of `mobula train experiment=EXPERIMENT policy=POLICY` with vLLM and Ray on two CPU cores, after the warm "
+        "Runs of each experiment with each policy with vLLM and Ray on two CPU cores, after the warm "
         "start of the experiment. Accuracy is held out, before and after; the gap is the mean log-prob difference of "
         "engine and learner over the run."
     )

@@ -38,6 +38,7 @@ WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
     DataKind.DIGITS: partial(write_digits, task="digits"),
     DataKind.DIGIT_SUM: partial(write_digits, task="digit_sum"),
     DataKind.DIGIT_LIST: partial(write_digits, task="digit_list"),
+    DataKind.DIGIT_CLIPS: partial(write_digits, task="digit_clips"),
     DataKind.NLVR2: write_nlvr2,
     DataKind.CAPTIONING: write_captioning,
     DataKind.GEOSPOT: _write_geospot,

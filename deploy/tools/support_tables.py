@@ -19,6 +19,7 @@ from configs.schema.rollout import SamplerKind
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from learner.algorithms.flow_losses import FLOW_LOSSES
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
@@ -85,6 +86,7 @@ def _algorithms() -> Iterator[Row]:
     yield "presets", groups()["algorithm"], "`algorithm=`"
     yield "advantages", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES), "`algorithm.advantage`"
     yield "policy losses", POLICY_LOSSES, "`algorithm.loss`"
+    yield "policy losses of flow models", FLOW_LOSSES, "`algorithm.loss`"
     yield "loss aggregation", AGGREGATIONS, "`algorithm.loss_aggregation`"
     yield "KL estimators", KL_ESTIMATORS, "`algorithm.kl.estimator`"
     yield "old log-probs", OLD_LOGPROBS, "`algorithm.old_logprobs`"

@@ -5,4 +5,6 @@ from __future__ import annotations
 from learner.algorithms.flow_losses.grpo_guard import grpo_guard
 from learner.algorithms.flow_losses.nft import nft
 
-__all__ = ["grpo_guard", "nft"]
+FLOW_LOSSES = {"nft": nft, "grpo_guard": grpo_guard}
+
+__all__ = ["FLOW_LOSSES", "grpo_guard", "nft"]

@@ -24,7 +24,10 @@ PAGES = [REPOSITORY / "README.md", *(page for page in DOCS if page.name != "CHAN
 COMPLETE = ("train", "evaluate")  # these need a model and data
 OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 LOOKING = ("plan", "show-config", "doctor")
-SHOWN_IN_DOCS = {"resources=gpu_4": "resources=gpu_2"}  # a page shows how to write this file, on top of the other
+SHOWN_IN_DOCS = {  # a page shows how to write these files, on top of the others
+    "resources=gpu_4": "resources=gpu_2",
+    "environment=higher_lower": "environment=calculator",
+}
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|-- )\s*(?:\.venv/bin/)?(mobula [a-z-]+.*|make train.*)$")
@@ -75,7 +78,8 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
     if verb in COMPLETE:
         return words, load_config(words)
     if verb in OFFLINE:
-        return words, load_config([f"experiment={verb.replace('-', '_')}", *words])
+        job = [] if any(word.startswith("experiment=") for word in words) else [f"experiment={verb.replace('-', '_')}"]
+        return words, load_config([*job, *words])
     if verb in LOOKING:
         return words, load_config(words, is_complete=False)
     if verb == "benchmark-model":
@@ -89,15 +93,15 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
 
 def missing(values: Any, words: list[Word]) -> list[str]:
     """What words set and the values do not hold, other words of the same command apart."""
-    chosen = {word: dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
-            for word in words}  # fmt: skip
+    chosen = [dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
+              for word in words]  # fmt: skip
     return [
         f"{word.text}: {name}"
-        for word in words
-        for name, value in chosen[word].items()
+        for word, own in zip(words, chosen, strict=True)
+        for name, value in own.items()
         if value_at(values, name) != value
         and "${times:" not in str(value)  # computed: tests of presets
-        and not any(word.is_group and name in chosen[other] for other in words if other is not word)
+        and not any(word.is_group and name in other for other in chosen if other is not own)
     ]
 
 

@@ -12,6 +12,7 @@ from deploy.tools.support_tables import BEGIN, END, choices, rewritten
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import AGGREGATIONS
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from learner.algorithms.flow_losses import FLOW_LOSSES
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 from learner.algorithms.policy_losses import POLICY_LOSSES
@@ -29,7 +30,7 @@ def test_the_readme_has_the_generated_tables() -> None:
     ("key", "registry"),
     [
         ("algorithm.advantage", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES)),
-        ("algorithm.loss", POLICY_LOSSES),
+        ("algorithm.loss", (*POLICY_LOSSES, *FLOW_LOSSES)),
         ("algorithm.loss_aggregation", AGGREGATIONS),
         ("algorithm.kl.estimator", KL_ESTIMATORS),
         ("algorithm.old_logprobs", OLD_LOGPROBS),

@@ -104,8 +104,15 @@ def standardised(values: list[float], std: str) -> list[float]:
     return [(v - mean) / (deviation + STD_FLOOR) for v in values]
 
 
+def reference_global_std(groups: list[list[float]], lengths: list[list[int]], std: str) -> list[float]:
+    """Flow-GRPO: centred by group, divided by the deviation of the whole batch."""
+    deviation = spread([r for g in groups for r in g], std)
+    return [a / (deviation + STD_FLOOR) for a in by_group(reference_dr_grpo)(groups, lengths, std)]
+
+
 REFERENCES: dict[str, Reference] = {
     "grpo": by_group(reference_grpo),
+    "grpo_global_std": reference_global_std,
     "dr_grpo": by_group(reference_dr_grpo),
     "rloo": by_group(reference_rloo),
     "reinforce": lambda groups, lengths, std: [r for g in groups for r in g],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +54,7 @@ class Scripted:
     """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k."""
 
     played: ClassVar[list[tuple[int, int, str]]] = []  # seed, turn and text of every step in this process
+    others: ClassVar[Iterator[int]] = count(1)  # seeds of its own, another one at each reset
     broken: ClassVar[set[tuple[int, str]]] = set()
 
     def __init__(
@@ -70,7 +72,7 @@ class Scripted:
         self._fault, self._at = options.get("fault", self._fault), options.get("turn", self._at)
         self._marker = options.get("marker", "")
         if self._fault == "seed":
-            self._seed = time.monotonic_ns() % 251
+            self._seed = next(self.others) % 251
         if self._fault == "reset":
             raise RuntimeError("no reset today")
         return Reset((self._message(),), {"answer": str(seed), "solution": str(seed)})

@@ -137,12 +137,12 @@ def test_latents_are_the_pictures(folder: Path) -> None:
 async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
     run = GlyphRun(config(folder, "glyphs_nft", *NFT, model="model"))
     run.learner.connect("")
-    teach, check = _examples(run.prepared)
+    examples = _examples(run.prepared)
     prompts = run.prompts(8)
-    checks = [check(prompt, n) for n, prompt in enumerate(prompts)]
+    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(prompts)]
     assert run.learner.answer_accuracy(checks) < 0.05, "the output of the model begins at 0"
     losses = [
-        run.learner.supervised_step([teach(prompts[n % 8], 16 * step + n) for n in range(16)])["loss"]
+        run.learner.supervised_step([await examples.taught(prompts[n % 8], 16 * step + n) for n in range(16)])["loss"]
         for step in range(30)
     ]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])

@@ -11,7 +11,7 @@ from jobs import Job
 from actors.datasets.tasks.tones import write_tones
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ async def _siblings(prepared: Prepared, _: int, *, is_apart: bool) -> float:
 
 
 class _NoStore:
-    """Implements `MediaKeeper`: every medium is processed and put, also one that was before."""
+    """Implements `MediaKeeper`: every medium is processed and put, also if it is stored already."""
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
         media = process()

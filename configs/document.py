@@ -96,10 +96,15 @@ def _section(title: str, section: type[Section], prefix: str) -> Iterator[str]:
         yield f"| `{key.name}` | {value} | {' '.join(key.description.split())} |"
 
 
-def main() -> None:
+def write_page(target: Path, page: str) -> None:
+    """Write a generated page, and log where."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    TARGET.write_text(text(), encoding="utf-8")
-    logging.info("wrote %s", TARGET)
+    target.write_text(page, encoding="utf-8")
+    logging.info("wrote %s", target)
+
+
+def main() -> None:
+    write_page(TARGET, text())
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class InDriver:
     def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
         try:
             prompt = self._processor.prepare(row, prompt_id)
-        except Exception as error:  # of a row, or one that ends the run: it is raised where the prompt is asked for
+        except Exception as error:  # raised where the prompt is taken, whether it skips the row or ends the run
             return failed(error)
         begun: Future[Prompt] = Future()
         begun.set_result(prompt)

@@ -46,7 +46,7 @@ class _Held:
 
 
 class EnvironmentServer:
-    """At most `environment.max_concurrent` sessions at a time; one that no call reaches for `idle_s` is ended."""
+    """At most `environment.max_concurrent` sessions at a time; a session without a call for `idle_s` is ended."""
 
     def __init__(self, config: EnvironmentConfig, *, idle_s: float) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class EnvironmentServer:
             return reply
 
     async def end(self, name: str) -> None:
-        """End a session whose episode is over; one that is not there is ignored."""
+        """End a session whose episode is over; an unknown id is ignored."""
         await self._end(name, None, keep_reply=False)
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ class EnvironmentServer:
         return step_to_json(step)
 
     async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
-        """Give the environment back; one that failed is closed. Its last reply may be asked for again."""
+        """Return the environment to the pool, or close it if it failed. Its last reply can be requested again."""
         held = self._held.get(name) if keep_reply else self._held.pop(name, None)
         if held is None:
             return
@@ -134,7 +134,7 @@ async def _closed_with(stack: AsyncExitStack, error: Exception) -> None:
         async with stack:
             raise error
     except type(error):
-        """What was raised here is what the pool needs to know: the environment is not used again."""
+        """The error is left to the pool, which does not use the environment again."""
 
 
 def make_app(server: EnvironmentServer) -> FastAPI:

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 
 @dataclass(frozen=True)
 class Made:
-    """What a worker says of a row: its prompt, whose media have no references yet, or why there is none."""
+    """Result of a worker for a row: its prompt, whose media have no references yet, or why there is none."""
 
     prompt: Prompt | ScoredGroup | None  # a group, for offline jobs
     reason: str = ""  # of a row that is unusable: a word to count by, and a sentence to act on

@@ -36,7 +36,7 @@ class ReferenceScorer:
     def __init__(
         self, config: RunConfig, banned_ids: tuple[int, ...], teachers: Mapping[str, Path] = NO_TEACHERS
     ) -> None:
-        """`teachers`: label -> the folder of its checkpoint; prompts of other labels have the one that is loaded."""
+        """`teachers`: label -> the folder of its checkpoint; prompts of other labels use the loaded checkpoint."""
         torch.set_num_threads(config.resources.reference.num_threads)
         self._config = config
         self._teachers = teachers

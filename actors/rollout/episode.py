@@ -89,9 +89,9 @@ class Admission:
         self._bridge = TurnBridge(chat, model)
 
     def admit(self, episode: Episode, prompt: Prompt, observation: Observation) -> bool:
-        """Whether the observation fits; one that does not fit leaves nothing.
+        """Whether the observation fits; if it does not, nothing is added.
 
-        A turn that did not end in a token of its own (a limit, a stop string) gets the one that ends a turn.
+        A turn that did not end in a token of its own (a limit, a stop string) gets the token that ends a turn.
 
         Raises:
             EpisodeError: a text of the observation imitates special tokens, or a picture cannot be used.

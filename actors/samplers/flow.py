@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from actors.samplers.base import EngineSettings
-from actors.samplers.in_process import InProcessSampler
+from actors.samplers.pictures import PictureSampler, png
 from cluster.errors import RolloutError
 from cluster.records.actions import LatentActions
 from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
 from cluster.runtime.seeds import derived_seed
@@ -30,12 +28,11 @@ from learner.policies.sde import KERNELS, FlowStep
 ROUNDED = {"float32": torch.float32, "float16": torch.float16}
 
 
-class FlowSampler(InProcessSampler):
-    """Denoises the siblings of a prompt side by side, at most `max_num_seqs` at a time.
+class FlowSampler(PictureSampler):
+    """Denoises the siblings of a prompt side by side.
 
-    Each sibling has random numbers of its own, so its picture does not depend on those beside it. A picture is reported
-    when its group is whole: an attempt after a loss begins at the noise. At temperature 0, and with the kernel ddim,
-    all steps follow the ODE; the steps of the window are stored with a log-prob of 0.
+    Each sibling has random numbers of its own, so its picture does not depend on those beside it. At temperature 0, and
+    with the kernel ddim, all steps follow the ODE; the steps of the window are stored with a log-prob of 0.
     """
 
     def __init__(self, settings: EngineSettings, denoising: Denoising) -> None:
@@ -44,24 +41,6 @@ class FlowSampler(InProcessSampler):
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load)
-
-    async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
-    ) -> list[SampledSequence]:
-        self._num_asked += 1
-        try:
-            await self._served.reach(settings.min_version)
-            async with self._turn:
-                found = await asyncio.to_thread(self._sample, prompt, media, settings)
-                self._num_tokens += sum(sequence.num_tokens for sequence in found)
-        finally:
-            self._num_asked -= 1
-        return found
 
     def _load(self) -> None:
         self._checkpoint = FlowCheckpoint(self._settings.model)
@@ -77,23 +56,10 @@ class FlowSampler(InProcessSampler):
     def _placed(self) -> tuple[torch.nn.Module, ...]:
         return (self._model, self._vae)
 
-    @torch.no_grad()
-    def _sample(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
+    def _made(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
     ) -> list[SampledSequence]:
         conditions = self._conditions(prompt, media)
-        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
-        parts = [siblings[start : start + most] for start in siblings[::most]]
-        return [sequence for part in parts for sequence in self._denoise(prompt, conditions, settings, part)]
-
-    def _denoise(
-        self,
-        prompt: Prompt,
-        conditions: Sequence[Mapping[str, Tensor]],
-        settings: SamplingSettings,
-        siblings: Sequence[int],
-    ) -> list[SampledSequence]:
-        """Some siblings in one forward pass a step."""
         how, num = self._denoising.for_group(settings.seed, self._served.number), len(siblings)
         generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
 
@@ -141,7 +107,7 @@ class FlowSampler(InProcessSampler):
         timesteps, sigmas = self._schedule.timesteps.numpy()[index], self._schedule.sigmas.numpy()
         actions = LatentActions(latents.astype(how.dtype), index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
-        pictures = tuple(map(_png, frames))
+        pictures = tuple(map(png, frames))
         return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, pictures)
 
     def _rounded(self, latents: Tensor) -> Tensor:
@@ -168,12 +134,6 @@ class FlowSampler(InProcessSampler):
     def _work_a_little(self) -> None:
         """Decode one picture of noise."""
         self._family.decode(self._vae, torch.zeros((1, *self._shape), device=self._device))
-
-
-def _png(frame: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(frame).save(file, format="PNG")
-    return file.getvalue()
 
 
 class _AtHand:

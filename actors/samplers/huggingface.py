@@ -47,15 +47,10 @@ class HuggingFaceSampler(InProcessSampler):
         chunk_tokens = self._settings.chunk_tokens
         stop_strings = StopStrings(self._settings.model, settings.stop_strings)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
-        self._num_asked += 1
-        try:
-            await self._served.reach(settings.min_version)
-            async with self._turn:
-                await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
-                num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
-                self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
-        finally:
-            self._num_asked -= 1
+        async with self._serving(settings.min_version):
+            await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+            num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
+            self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         return progress.finished()
 
     def _sample(

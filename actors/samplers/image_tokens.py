@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import DynamicCache
 
 from actors.samplers.base import EngineSettings
-from actors.samplers.in_process import InProcessSampler
+from actors.samplers.pictures import PictureSampler, png
 from cluster.records.actions import TokenActions
 from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
 from cluster.runtime.seeds import derived_seed
@@ -31,12 +29,8 @@ from learner.policies.image_tokens.guidance import (
 from learner.policies.loading import DTYPES, load_model
 
 
-class ImageTokenSampler(InProcessSampler):
-    """Draws the siblings of a prompt side by side, at most `max_num_seqs` at a time.
-
-    Each sibling has random numbers of its own. A picture is reported when its group is whole: an attempt after a loss
-    begins with its first token.
-    """
+class ImageTokenSampler(PictureSampler):
+    """Draws the siblings of a prompt side by side, each with random numbers of its own."""
 
     def __init__(self, settings: EngineSettings, guidance: float) -> None:
         super().__init__(settings)
@@ -48,32 +42,9 @@ class ImageTokenSampler(InProcessSampler):
         self._num_tokens_each = num_image_tokens(model.config)
         self._take_parameters()
 
-    async def sample(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        emit: Emit,
+    def _made(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
     ) -> list[SampledSequence]:
-        self._num_asked += 1
-        try:
-            await self._served.reach(settings.min_version)
-            async with self._turn:
-                found = await asyncio.to_thread(self._sample, prompt, settings)
-                self._num_tokens += sum(sequence.num_tokens for sequence in found)
-        finally:
-            self._num_asked -= 1
-        return found
-
-    @torch.no_grad()
-    def _sample(self, prompt: Prompt, settings: SamplingSettings) -> list[SampledSequence]:
-        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
-        parts = [siblings[start : start + most] for start in siblings[::most]]
-        return [sequence for part in parts for sequence in self._draw(prompt, settings, part)]
-
-    def _draw(self, prompt: Prompt, settings: SamplingSettings, siblings: Sequence[int]) -> list[SampledSequence]:
-        """Some siblings in one forward pass a token."""
         generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
         inputs, cache = self._prompt_embeds(prompt, len(siblings)), DynamicCache()
         tokens, logprobs = [], []
@@ -106,14 +77,12 @@ class ImageTokenSampler(InProcessSampler):
         return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
 
     def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray, picture: np.ndarray) -> SampledSequence:
-        file = io.BytesIO()
-        Image.fromarray(picture).save(file, format="PNG")
         return SampledSequence(
             TokenActions(tokens.astype(np.int32)),
             logprobs.astype(np.float32),
             (WeightSpan(self._served.number, 0, len(tokens)),),
             FinishReason.STOP,
-            (file.getvalue(),),
+            (png(picture),),
         )
 
     @torch.no_grad()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -98,6 +98,17 @@ class InProcessSampler(ABC):
     async def close(self) -> None:
         if self._group is not None:
             self._group.close()
+
+    @asynccontextmanager
+    async def _serving(self, min_version: int) -> AsyncIterator[None]:
+        """The turn of one group, once the weights are of `min_version` or newer."""
+        self._num_asked += 1
+        try:
+            await self._served.reach(min_version)
+            async with self._turn:
+                yield
+        finally:
+            self._num_asked -= 1
 
     def _placed(self) -> tuple[torch.nn.Module, ...]:
         """What takes memory of the device while the sampler is awake."""

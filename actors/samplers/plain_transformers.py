@@ -44,7 +44,7 @@ class PlainTransformers:
         pad_id: int,
         banned_ids: Sequence[int],
     ) -> list[list[int]]:
-        """The new tokens of each prompt, up to the one that ends it; greedy at temperature 0."""
+        """The new tokens of each prompt, up to the token that ends it; greedy at temperature 0."""
         inputs = self._inputs(texts, pictures).to(self._device)
         torch.manual_seed(seed)
         is_greedy = temperature == 0

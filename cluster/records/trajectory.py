@@ -202,6 +202,17 @@ class Trajectory:
         return self.finish_reason in (FinishReason.LENGTH, FinishReason.TRUNCATED)
 
     @property
+    def turn_media(self) -> list[tuple[MediaHandle, ...]]:
+        """For each turn of an episode the media of the observation that follows it."""
+        turns, actions = self.response.turns, self.actions
+        ends = [*(turn.start for turn in turns[1:]), self.num_steps][: len(turns)]
+        shown = list(zip(actions.media, actions.media_spans, strict=True)) if turns else []
+        return [
+            tuple(handle for handle, span in shown if turn.end <= span.start < end)
+            for turn, end in zip(turns, ends, strict=True)
+        ]
+
+    @property
     def weight_versions(self) -> np.ndarray:
         """int32 [T]: the version that sampled each step."""
         versions = np.empty(self.num_steps, dtype=np.int32)

@@ -37,7 +37,7 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """One place that spans go to; one that raises is dropped, and the run goes on."""
+    """A destination of spans. If it raises, it is dropped and the run continues."""
 
     name: str
 
@@ -74,7 +74,7 @@ class RunTracer:
         return (trace, name) in self._open
 
     def end(self, trace: str, name: str, **attributes: Value) -> None:
-        """End a span that has begun; one that has not is no span of this run (its part before a resume)."""
+        """End an open span. A span that was begun before a resume is not open here, and ignored."""
         if self.is_open(trace, name):
             span = Span(trace, name, self._open.pop((trace, name)), self._clock(), attributes)
             self._each(lambda sink: sink.record(span))

@@ -1,4 +1,4 @@
-"""Wrappers of a run's collaborators that tell the tracer when something begins and ends."""
+"""Wrappers of a run's collaborators that report begin and end of their work to the tracer."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class FlowConfig(Section):
     """Denoising steps of a picture."""
     guidance: Annotated[float, Field(ge=1)]
     """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Its meaning is that of
-    `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that are told it compute no negative
+    `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that take it as an input compute no negative
     prompt."""
     negative_prompt: str
     """The text that guidance leads away from."""

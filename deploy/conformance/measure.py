@@ -93,10 +93,6 @@ class Report:
     adapters_load: bool = False  # PEFT makes of the exported adapters what the push carried
     export_loads: bool = False  # transformers loads the export, with equal weights under the checkpoint's names
 
-    @property
-    def mean_gap(self) -> float:
-        return max(gap.mean for gap in (*self.gaps.values(), *self.pushes.values()))
-
 
 class Measurement:
     """An engine and a learner of the checkpoint in `folder`/model."""

@@ -1,4 +1,4 @@
-"""What a Prometheus server knows of runs: their names, and the lines of a panel over a stretch of time."""
+"""Queries to a Prometheus server: the names of runs, and the lines of a panel over a range of time."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from actors.datasets.digits import write_digits
-from actors.datasets.tasks.tones import write_tones
 from actors.datasets.written.captioning import write_captioning
 from actors.datasets.written.geospot import write_geospot
 from actors.datasets.written.glyphs import write_glyphs
 from actors.datasets.written.nlvr2 import write_nlvr2
+from actors.datasets.written.tones import write_tones
 from configs.schema.data import DataKind
 from rewards.functions.geography.gazetteer import installed_places
 from rewards.functions.geography.stages import STAGES

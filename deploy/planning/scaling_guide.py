@@ -3,7 +3,6 @@ deploy.planning.scaling_guide`."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from cluster.errors import PlacementError
-from configs.document import with_block
+from configs.document import with_block, write_page
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.planning.clusters import described_nodes
@@ -97,9 +96,7 @@ def _table(title: str, known: Mapping[str, ModelShape], lengths: tuple[str, ...]
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    TARGET.write_text(rewritten(TARGET.read_text(encoding="utf-8")), encoding="utf-8")
-    logging.info("wrote %s", TARGET)
+    write_page(TARGET, rewritten(TARGET.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

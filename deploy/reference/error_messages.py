@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import errors
+from configs.document import write_page
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -107,9 +107,7 @@ def _in_line(found: str) -> str:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    TARGET.write_text(text(), encoding="utf-8")
-    logging.info("wrote %s", TARGET)
+    write_page(TARGET, text())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -10,7 +9,7 @@ from typing import get_args
 from actors.datasets.formats import FORMATS
 from actors.datasets.readers import READERS
 from actors.environments.registry import ENVIRONMENTS
-from configs.document import with_block
+from configs.document import with_block, write_page
 from configs.groups import groups
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -132,9 +131,7 @@ def _presets() -> Iterator[str]:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    TARGET.write_text(rewritten(TARGET.read_text(encoding="utf-8")), encoding="utf-8")
-    logging.info("wrote %s", TARGET)
+    write_page(TARGET, rewritten(TARGET.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

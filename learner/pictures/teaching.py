@@ -32,7 +32,7 @@ class PictureExample:
 
 
 class PictureTrainer:
-    """Teaches a flow model pictures, and says how well it knows them. All methods are collective."""
+    """Teaches a flow model pictures, and measures how well it reproduces them. All methods are collective."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ def all_ranks(value: Any) -> Sequence[Any]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank gives to the others: outlines of groups by place, or why it could not fetch its own."""
+class RankReport:
+    """Sent to all ranks: outlines of groups by their place in the step, or why this rank could not fetch its own."""
 
     outlines: Mapping[int, list[ItemOutline]] = field(default_factory=dict)
     lost: str = ""
@@ -41,10 +41,10 @@ class Told:
 class StepFetcher:
     """Fetches the groups of which this rank takes some row through a network. Of the others it gets outlines.
 
-    Rows are shared out by their sizes, which summaries nearly say: each rank fetches what it will take according to
-    them, and outlines of all groups, with exact sizes, are exchanged. What the summaries got wrong (media of later
-    turns) is fetched then. Which items are whole changes no number: each rank computes with its own rows, and credit
-    reads nothing that outlines lack.
+    Rows are shared out by size. Each rank first fetches the groups that summaries, which have approximate sizes, assign
+    to it. Outlines with exact sizes are then exchanged, and groups that the summaries missed (media of later turns) are
+    fetched. The numbers are the same as with all groups on every rank: a rank computes with its own rows alone, and
+    credit reads only fields that outlines have.
 
     Example:
         groups = StepFetcher(config, rank, world_size, all_ranks).fetch(scored, version=1)
@@ -75,7 +75,7 @@ class StepFetcher:
         missing = [wanted - had for wanted, had in zip(exact, held, strict=True)]
         if any(missing):
             more, lost = self._fetched(groups, missing[self._rank], version)
-            self._told(Told(lost=lost))
+            self._exchanged(RankReport(lost=lost))
             items = [more.get(place, row) for place, row in enumerate(items)]
         return items
 
@@ -91,21 +91,22 @@ class StepFetcher:
     def _completed(
         self, whole: Fetched, lost: str, owned: Sequence[set[int]], num_groups: int
     ) -> list[list[LearnerItem]]:
-        """All groups: those that are here, and of the others what their owners say."""
+        """All groups: complete items of those fetched here, outlines of the others."""
         mine = owned[self._rank] & whole.keys()
         outlines = {place: [ItemOutline.of(item, self._config) for item in whole[place]] for place in mine}
-        told = {place: rows for told in self._told(Told(outlines, lost)) for place, rows in told.outlines.items()}
+        reports = self._exchanged(RankReport(outlines, lost))
+        elsewhere = {place: rows for report in reports for place, rows in report.outlines.items()}
         return [
-            whole[place] if place in whole else [outline.restored() for outline in told[place]]
+            whole[place] if place in whole else [outline.restored() for outline in elsewhere[place]]
             for place in range(num_groups)
         ]
 
-    def _told(self, own: Told) -> Sequence[Told]:
-        told: Sequence[Told] = self._exchange(own)
-        lost = {f"learner/{rank}: {of.lost}" for rank, of in enumerate(told) if of.lost}
+    def _exchanged(self, own: RankReport) -> Sequence[RankReport]:
+        reports: Sequence[RankReport] = self._exchange(own)
+        lost = {f"learner/{rank}: {report.lost}" for rank, report in enumerate(reports) if report.lost}
         if lost:
             raise LostObjectError("; ".join(sorted(lost)))
-        return told
+        return reports
 
 
 def _groups_of(wanted: Sequence[set[int]], places: Sequence[int]) -> list[set[int]]:
@@ -114,7 +115,7 @@ def _groups_of(wanted: Sequence[set[int]], places: Sequence[int]) -> list[set[in
 
 
 def _owned(held: Sequence[set[int]], num_groups: int) -> list[set[int]]:
-    """For each rank the groups that it tells the others about: the first that has one, or one in turn if none has."""
+    """For each rank the groups whose outlines it sends: the first rank that fetches a group, else the ranks in turn."""
     owned: list[set[int]] = [set() for _ in held]
     for place in range(num_groups):
         holders = [rank for rank, own in enumerate(held) if place in own]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import Job
 
-from actors.datasets.tasks.tones import write_tones
+from actors.datasets.written.tones import write_tones
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]

@@ -12,7 +12,7 @@ from cluster.workers.owned_actor import OwnedActor
 
 
 class Hosted:
-    """The far end: an environment that tells its spec."""
+    """The remote side: the specification of its environment."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._environment = build_environment(name, options)

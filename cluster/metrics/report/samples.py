@@ -250,24 +250,15 @@ def _rank(kind: Kind, period: Period, reward: float, step: int) -> tuple[float, 
 
 
 def _turns(trajectory: Trajectory) -> tuple[ReportTurn, ...]:
-    """The turns of an episode, each with the pictures that stand between it and the next one."""
-    turns, actions = trajectory.response.turns, trajectory.actions
-    if not turns:
-        return ()
-    ends = [*(turn.start for turn in turns[1:]), trajectory.num_steps]
     return tuple(
         ReportTurn(
             _clip(turn.action),
             _clip(turn.observation),
             dict(turn.rewards),
             turn.status,
-            tuple(
-                handle.key
-                for handle, span in zip(actions.media, actions.media_spans, strict=True)
-                if turn.end <= span.start < end
-            ),
+            tuple(handle.key for handle in media),
         )
-        for turn, end in zip(turns, ends, strict=True)
+        for turn, media in zip(trajectory.response.turns, trajectory.turn_media, strict=True)
     )
 
 

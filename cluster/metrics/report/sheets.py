@@ -27,7 +27,7 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
     """The first and the last sheet of each suite.
 
     Raises:
-        ValueError: a file is not the one that was written.
+        ValueError: the content of a file differs from what was written.
     """
     folder = run_folder / EVALUATIONS_FOLDER
     if not (folder / SHEETS_FILE).exists():

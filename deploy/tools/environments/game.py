@@ -11,7 +11,7 @@ from actors.environments.hosts.pool import EnvironmentPool, Session
 from actors.environments.tool_calls import parse_tool_calls
 from configs.schema.environment import EnvironmentConfig
 
-Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to what the policy says next
+Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to the next message of the policy
 
 ASSISTANT = "assistant"
 
@@ -92,7 +92,7 @@ class Game:
         return episode
 
     async def let_policy_act(self) -> Episode:
-        """Take a turn with what the policy says.
+        """Take a turn with the policy's message.
 
         Raises:
             ValueError: there is no policy, or no episode that goes on.

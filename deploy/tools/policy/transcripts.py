@@ -14,7 +14,6 @@ from jinja2 import FileSystemLoader
 
 from cluster.metrics.files import write_atomically
 from cluster.metrics.step_records import strict
-from cluster.records.actions import TokenActions
 from cluster.records.media import MediaHandle
 from cluster.records.trajectory import Prompt, Reward, Trajectory
 
@@ -61,10 +60,6 @@ class TranscriptWriter:
         self._transcripts: list[Transcript] = []
         self._pictures: dict[str, bytes] = {}  # by the names of their files
 
-    @property
-    def transcripts(self) -> Sequence[Transcript]:
-        return self._transcripts
-
     def add(
         self,
         prompt: Prompt,
@@ -109,15 +104,10 @@ class TranscriptWriter:
         response = trajectory.response
         if not response.turns:
             return (Turn(response.text, "", (), {}, "none"),)
-        assert isinstance(trajectory.actions, TokenActions)
-        shown = list(zip(trajectory.actions.media_spans, trajectory.actions.media, strict=True))
-        begins = [turn.start for turn in response.turns[1:]] + [trajectory.num_tokens + 1]
-        turns = []
-        for turn, next_begin in zip(response.turns, begins, strict=True):
-            handles = [handle for span, handle in shown if turn.end <= span.start < next_begin]
-            pictures = self._named(handles)
-            turns.append(Turn(turn.action, turn.observation, pictures, dict(turn.rewards), turn.status))
-        return tuple(turns)
+        return tuple(
+            Turn(turn.action, turn.observation, self._named(media), dict(turn.rewards), turn.status)
+            for turn, media in zip(response.turns, trajectory.turn_media, strict=True)
+        )
 
     def _named(self, handles: Sequence[MediaHandle]) -> tuple[str, ...]:
         names = []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.datasets.open_split import open_split
-from actors.datasets.tasks.tones import PATTERNS, RATE, tone, write_tones
+from actors.datasets.written.tones import PATTERNS, RATE, tone, write_tones
 from actors.processors.audio import AudioLimits, check_audio
 from configs.load import load_config
 

@@ -28,7 +28,7 @@ class PictureSize:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Noise levels of the S denoising steps, the model's times there, and how loud the noise is that they begin at."""
+    """Noise levels of the S denoising steps, the model's times there, and the standard deviation of the first noise."""
 
     sigmas: Tensor  # float32 [S + 1], falling, within 0 .. 1
     timesteps: Tensor  # float32 [S]
@@ -72,7 +72,7 @@ class FlowFamily(ABC):
     ) -> Tensor:
         """[N, ...]: noise less picture, as the model predicts it for `latents` [N, ...].
 
-        `guidance` matters to models alone that are told it (`embeds_guidance`).
+        Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
         """
 
     @abstractmethod
@@ -89,12 +89,28 @@ class FlowFamily(ABC):
         return 1000 * sigmas
 
     def embeds_guidance(self, model: Config) -> bool:
-        """Whether the model is told the guidance, so that no negative prompt is computed with."""
+        """Whether the guidance is an input of the model. Then there is no pass with a negative prompt."""
         return False
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """float32: one velocity from that of the prompt and that of the negative prompt."""
         return guided(conditional, unconditional, scale)
+
+
+MMDIT_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+"""Linear layers of blocks that attend over text and picture together."""
+
+
+class PackedFamily(FlowFamily):
+    """A family whose latents become tokens of 2 x 2, and whose noise levels depend on how many there are."""
+
+    lora_targets = MMDIT_TARGETS
+
+    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
+        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
+
+    def embeds_guidance(self, model: Config) -> bool:
+        return bool(model.get("guidance_embeds"))
 
 
 @runtime_checkable

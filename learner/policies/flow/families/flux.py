@@ -1,4 +1,4 @@
-"""Flux.1: latents in tokens of 2 x 2, and, where it is distilled, a guidance that the model is told."""
+"""Flux.1: latents in tokens of 2 x 2, and, where it is distilled, the guidance as an input of the model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from torch import Tensor, nn
 from learner.policies.flow.families.base import (
     Conditions,
     Config,
-    FlowFamily,
+    PackedFamily,
     PictureSize,
-    Schedule,
     fit,
     packed,
     scaled_latents,
     scaled_pictures,
     unpacked,
-    with_dynamic_shift,
 )
 
 
-class Flux(FlowFamily):
-    """A CLIP and a T5; Flux.1 dev is told its guidance, schnell takes a negative prompt or none."""
-
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+class Flux(PackedFamily):
+    """A CLIP and a T5; Flux.1 dev takes its guidance as an input, schnell takes a negative prompt or none."""
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, pooled, _ = pipeline.encode_prompt(prompt=[text], prompt_2=None, max_sequence_length=max_tokens)
@@ -36,12 +32,6 @@ class Flux(FlowFamily):
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         fit(size, 2 * factor)
         return (model["in_channels"] // 4, size.height // factor, size.width // factor)
-
-    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
-        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
-
-    def embeds_guidance(self, model: Config) -> bool:
-        return bool(model.get("guidance_embeds"))
 
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float

@@ -11,24 +11,20 @@ from torch.nn.functional import pad
 from learner.policies.flow.families.base import (
     Conditions,
     Config,
-    FlowFamily,
+    PackedFamily,
     PictureSize,
-    Schedule,
     fit,
     normalised_frames,
     packed,
     unpacked,
-    with_dynamic_shift,
 )
 from learner.policies.sde import guided
 
 MASK = "encoder_hidden_states_mask"
 
 
-class QwenImage(FlowFamily):
+class QwenImage(PackedFamily):
     """One text encoder, whose rows are filled up to the longest prompt."""
-
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
         embeds, _ = pipeline.encode_prompt(prompt=[text], max_sequence_length=max_tokens)
@@ -40,12 +36,6 @@ class QwenImage(FlowFamily):
         factor = 2 ** len(vae["temperal_downsample"])
         fit(size, 2 * factor)
         return (model["in_channels"] // 4, size.height // factor, size.width // factor)
-
-    def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
-        return with_dynamic_shift(scheduler, num_steps, shape[-2] // 2 * (shape[-1] // 2))
-
-    def embeds_guidance(self, model: Config) -> bool:
-        return bool(model.get("guidance_embeds"))
 
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float

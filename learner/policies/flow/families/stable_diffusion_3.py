@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from learner.policies.flow.families.base import (
+    MMDIT_TARGETS,
     Conditions,
     Config,
     FlowFamily,
@@ -21,7 +22,7 @@ from learner.policies.flow.families.base import (
 class StableDiffusion3(FlowFamily):
     """Two CLIPs and a T5, latents of 16 channels, an MMDiT."""
 
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    lora_targets = MMDIT_TARGETS
     reads_shape = True  # for the zeros in the place of a T5 that is left out
 
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:

@@ -1,1 +1,0 @@
-"""Small datasets that a run writes itself."""

@@ -1,0 +1,59 @@
+"""PictureSampler: what the samplers that make pictures share."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image
+
+from actors.samplers.in_process import InProcessSampler
+from cluster.records.media import ProcessedMedia
+from cluster.records.partial_response import Attempt, Emit, SampledSequence
+from cluster.records.trajectory import Prompt
+from cluster.roles import SamplingSettings
+
+
+class PictureSampler(InProcessSampler):
+    """Makes the siblings of a prompt side by side, at most `max_num_seqs` at a time.
+
+    A picture is reported when its group is complete; an attempt after a loss starts from the beginning.
+    """
+
+    async def sample(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        emit: Emit,
+    ) -> list[SampledSequence]:
+        async with self._serving(settings.min_version):
+            found = await asyncio.to_thread(self._sample, prompt, media, settings)
+            self._num_tokens += sum(sequence.num_tokens for sequence in found)
+        return found
+
+    @torch.no_grad()
+    def _sample(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
+    ) -> list[SampledSequence]:
+        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
+        parts = [siblings[start : start + most] for start in siblings[::most]]
+        return [sequence for part in parts for sequence in self._made(prompt, media, settings, part)]
+
+    @abstractmethod
+    def _made(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
+    ) -> list[SampledSequence]:
+        """Some siblings in one forward pass a step, on a thread."""
+
+
+def png(picture: np.ndarray) -> bytes:
+    """The file of uint8 [H, W, 3]."""
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, format="PNG")
+    return file.getvalue()

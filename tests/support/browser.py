@@ -77,11 +77,16 @@ class Browser:
     def complaints(self) -> list[dict[str, Any]]:
         """Errors of any kind that the page caused."""
         methods = {"Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"}
-        return [event for event in self.events if event["method"] in methods]
+        return [event for event in self._of_this_page() if event["method"] in methods]
 
     def requests(self) -> list[str]:
-        sent = [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        asked = (event for event in self._of_this_page() if event["method"] == "Network.requestWillBeSent")
+        sent = [event["params"]["request"]["url"] for event in asked]
         return [url for url in sent if not url.startswith("data:")]
+
+    def _of_this_page(self) -> list[dict[str, Any]]:
+        """Pages that earlier tests opened stay open and go on sending events."""
+        return [event for event in self.events if event.get("sessionId") == self._session]
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._num_calls += 1

@@ -296,6 +296,18 @@ def test_latents_stay_with_the_rank_that_trains_them(folder, store) -> None:
             np.testing.assert_array_equal(item.ages, other.ages, strict=True)
 
 
+def test_what_a_flow_model_predicted_is_kept_by_the_rank_that_trains_the_row(folder, store) -> None:
+    """DiffusionNFT's scoring pass hands every rank the predictions of all rows."""
+    siblings = [latent_group(latent_prompt(f"a cat {n}"), [latent_actions(n)] * 2) for n in range(4)]
+    groups = [ScoredGroup(g.summary(), g, (Reward(1.0), Reward(0.0))) for g in siblings]
+    predicted = np.ones((3, 1, 2, 2), np.float32)
+    for found in Ranks(tiny_config(folder), 2, store).fetch(store.put(groups), 3):
+        rows = [i.sequence.with_old(predicted) for row in found for i in row]
+        whole = [row for row in rows if not isinstance(row, RowOutline)]
+        assert len(rows) == 8 and len(whole) == 4
+        assert all(row.old is predicted for row in whole)
+
+
 def test_a_row_of_another_rank_cannot_be_put_into_a_batch(folder, tokenizer, store) -> None:
     groups = store.put(random_groups(tokenizer, 4, 2))
     found, _ = Ranks(tiny_config(folder), 2, store).fetch(groups, 1)

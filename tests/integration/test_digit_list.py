@@ -12,7 +12,7 @@ from jobs import Job, none_left
 from actors.datasets.digits import write_digits
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.load, pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 3
 MAX_PICTURES = 2

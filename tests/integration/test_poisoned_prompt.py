@@ -12,7 +12,7 @@ from poisoned import MESSAGE
 from cluster.metrics.report.run_folder import read_run_folder
 from cluster.replay.trajectory_log import TrajectoryLog
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 
 SCRIPT = Path(__file__).with_name("poisoned_job.py")
 POISON = "0/5/"

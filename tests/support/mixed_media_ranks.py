@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,20 +36,19 @@ def mixed(config: RunConfig, data: Path) -> list[ScoredGroup]:
     return [group(found[name].prompt, answers, [n % 2, 1 - n % 2], n) for n, name in enumerate(SHOWN)]
 
 
-def update_all(rank: int, backend: str, names: Sequence[str], models: Path, out: Path) -> None:
-    """Train each model of `names` for a step; rank 0 writes weights and metrics to `out`/NAME.pt."""
+def update(rank: int, backend: str, name: str, models: Path, out: Path) -> None:
+    """Train `models`/`name` for a step; rank 0 writes weights and metrics to `out`/NAME.pt."""
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
     world_size, words = BACKENDS[backend]
-    for name in names:
-        config = config_of(models / name, "policy.tiny=none", *MEDIA, *words)
-        data = out / f"{name}-{rank}"
-        data.mkdir(parents=True)
-        learner = Learner(config, rank, world_size, (250,))
-        learner.connect(met_at(learner, rank, out / f"address-{name}") if world_size > 1 else "")
-        before = weights(learner)
-        metrics = dict(learner.update(mixed(config, data), 1).metrics)
-        after = weights(learner)
-        if rank == 0:
-            torch.save({"before": before, "after": after, "metrics": metrics}, out / f"{name}.pt")
-        learner.close()
+    config = config_of(models / name, "policy.tiny=none", *MEDIA, *words)
+    data = out / f"{name}-{rank}"
+    data.mkdir(parents=True)
+    learner = Learner(config, rank, world_size, (250,))
+    learner.connect(met_at(learner, rank, out / f"address-{name}") if world_size > 1 else "")
+    before = weights(learner)
+    metrics = dict(learner.update(mixed(config, data), 1).metrics)
+    after = weights(learner)
+    if rank == 0:
+        torch.save({"before": before, "after": after, "metrics": metrics}, out / f"{name}.pt")
+    learner.close()

@@ -7,11 +7,9 @@ transformers' forward, log-probs of its logits, and autograd.
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
+from benchmarks.harness.peak_memory import peak_bytes, restart_peak
 from cluster.records.media import MediaReader
 from configs.load import load_config
 from configs.schema import LearnerConfig
@@ -34,7 +33,6 @@ VOCABULARY = 32_768
 WIDTH, NUM_BLOCKS = 256, 16  # the output layer has two fifths of the parameters; of Qwen2.5-0.5B, a quarter
 MAX_MEMORY, MAX_TIME = 0.5, 1.25
 TOLERANCE = 1e-4  # of a gradient that both sides compute, as a share of it
-STATUS, CLEAR_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 UNIT = "passes/s"
 
 
@@ -91,15 +89,12 @@ class Passes:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return torch.cuda.memory_allocated(self._device)
-        CLEAR_PEAK.write_text("5")
-        return self._peak()
+        return restart_peak()
 
     def _peak(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
-        assert found is not None, f"{STATUS} has no VmHWM: run this benchmark on Linux"
-        return int(found[1]) * 1024
+        return peak_bytes()
 
 
 def _config() -> LearnerConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from actors.datasets.open_split import open_split
+from benchmarks.harness.peak_memory import peak_bytes
 from configs.load import load_config
 
 RAW_BATCH = 1000
@@ -37,7 +37,7 @@ def main() -> None:
     started = time.perf_counter()
     num = read_shuffled(folder, shuffle_bytes) if who == "ours" else read_in_file_order(folder)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = peak_bytes() / 2**20
     sys.stdout.write(json.dumps({"num_rows": num, "seconds": seconds, "peak_mb": peak}))
 
 

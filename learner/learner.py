@@ -35,7 +35,8 @@ from learner.batch import (
 )
 from learner.credit import Credit
 from learner.critic import build_critic
-from learner.gradient_step import GradientStep
+from learner.examples.supervised_term import SupervisedTerm
+from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
@@ -81,6 +82,7 @@ class Learner:
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
+        self._beside = SupervisedTerm(config, rank, world_size, all_ranks, self._reader)
         self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
@@ -131,12 +133,15 @@ class Learner:
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
     @profiled
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
-        those that it trains and gets outlines of the others.
+    def update(
+        self, groups: Sequence[ScoredGroup], version: int, supervised: Sequence[ScoredGroup] = ()
+    ) -> UpdateReport:
+        """One RL step on these groups, which makes `version`, with `supervised` rows beside them. Every rank is given
+        references to all groups and rows, fetches those that it trains and gets outlines of the others.
         """
         algorithm = self._config.algorithm
-        credited = self._credit.assign(self._critic.valued(self._fetcher.fetch(groups, version)))
+        fetched, examples = self._fetcher.fetch(groups, version), self._beside.fetch(supervised)
+        credited = self._credit.assign(self._critic.valued(fetched))
         with self._slow.in_place():
             items = self._scored(without_overlong(credited.groups, algorithm))
         is_alone = algorithm.critic.is_alone(version)
@@ -148,8 +153,11 @@ class Learner:
         values, num_parts = self._critic.train(parts, version), len(parts)
         parts = [] if is_alone else parts
         meter = Meter()
-        losses = [self._loss(part, meter, is_first=n == 0) for n, part in enumerate(parts)]
-        grad_norms = [self._optimized(part, loss, rate) for part, loss in zip(parts, losses, strict=True)]
+        losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
+        grad_norms = [
+            self._optimized([loss, *self._beside.terms(self._policy, examples, n, meter)], rate)
+            for n, loss in enumerate(losses)
+        ]
         self._slow.follow(version)
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
@@ -264,11 +272,9 @@ class Learner:
 
         return loss
 
-    def _optimized(
-        self, part: list[LearnerItem], loss: Callable[[Sequence[LearnerItem]], Tensor], rate: float
-    ) -> float:
+    def _optimized(self, terms: Sequence[Term[Any]], rate: float) -> float:
         """One optimizer step on a minibatch; returns the gradient norm, and nothing moves if that is not finite."""
-        grad_norm = self._step(part, loss, rate)
+        grad_norm = self._step.on_sum(terms, rate)
         if math.isfinite(grad_norm):
             self._average.update()
         return grad_norm

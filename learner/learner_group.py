@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,17 +24,40 @@ from learner.supervised import SupervisedExample
 CAUSE_S = 2.0  # that a rank which the others miss has to say what happened to it
 
 
+class StepRows(Protocol):
+    """Where the supervised rows of a step come from (`cluster.rollout.supervised_rows.SupervisedRows`)."""
+
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        """Those of the step that makes `version`."""
+        ...
+
+
+class NoRows:
+    """A step has its groups alone."""
+
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        return ()
+
+
 class LearnerGroup:
     """Implements `cluster.roles.Learner` over the handles of `learner.learner.Learner` workers, one a rank.
 
     A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
     """
 
-    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        spawn: Callable[[], Sequence[Any]],
+        timeouts: TimeoutsConfig,
+        put: Callable[[Any], Any],
+        beside: StepRows | None = None,
+    ) -> None:
         """`spawn()` starts the process of every rank and returns the handles; another time it may have to look for a
         place first, and block. `put` puts what all ranks are given into the object store, once, and returns a reference
-        that Ray resolves to its value in each rank; the caller's process owns it.
+        that Ray resolves to its value in each rank; the caller's process owns it. `beside` has the rows that a step
+        trains beside its groups.
         """
+        self._beside = beside or NoRows()
         self._spawn = spawn
         self._put = put
         self._workers: Sequence[Any] = spawn()
@@ -85,8 +108,9 @@ class LearnerGroup:
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
         """
-        shared = self._put(groups)
-        calls = [w.update.remote(shared, self.version + 1) for w in self._workers]
+        rows = await self._beside.of(self.version + 1)
+        shared = (self._put(groups), self.version + 1, *([self._put(rows)] if rows else []))
+        calls = [w.update.remote(*shared) for w in self._workers]
         try:
             report: UpdateReport = await self._all(
                 calls, self._timeouts.update_s, f"to make version {self.version + 1}"

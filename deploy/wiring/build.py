@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
 from actors.datasets.rows import Row, count_by_reason
 from actors.environments.rows import ENVIRONMENT
 from actors.reference.pool import NullReference, ReferencePool
@@ -30,6 +30,7 @@ from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollou
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
+from cluster.rollout.supervised_rows import SupervisedRows
 from cluster.runtime.ray_actors import answer, stop
 from cluster.tracing.tracing import Tracing
 from cluster.weight_sync.weight_sync import Push, WeightSync
@@ -44,7 +45,7 @@ from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_e
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
-from deploy.wiring.preparation import TRAIN, Prepared
+from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
@@ -78,6 +79,7 @@ class Training:
     reference: ReferencePool | NullReference
     replay: ReplayBuffer
     watched: tuple[Watched, ...]
+    supervised: SupervisedRows | None  # that steps train beside their groups
 
 
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
@@ -101,7 +103,8 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
+    supervised = _supervised_rows(prepared)
+    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost, supervised)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(
         config, spawner, frozen, banned, teachers=prepared.teachers, on_lost=on_lost, on_retry=on_rescore
@@ -112,15 +115,35 @@ def spawn_training(
         reference=reference,
         replay=replay_buffer(config),
         watched=(*watched, *watched_reference(reference)),
+        supervised=supervised,
     )
 
 
+def _supervised_rows(prepared: Prepared) -> SupervisedRows | None:
+    """The rows of `algorithm.supervised`, if there are any."""
+    config, found = prepared.config, prepared.supervised
+    if found is None:
+        return None
+    source = PromptSource(
+        found.report.rows,
+        InDriver(found.processor),
+        seed=config.seed,
+        split_name=SUPERVISED_PATH,
+        on_skipped=prepared.note_skipped,
+    )
+    num_rows = config.algorithm.supervised_rows_per_step
+    return SupervisedRows(source, ray.put, rows_per_step=num_rows, total_steps=config.num_steps)
+
+
 def spawn_learner(
-    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]
+    prepared: Prepared,
+    spawner: Spawner,
+    on_lost: Callable[[str], None],
+    supervised: SupervisedRows | None = None,
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
     """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
     config = prepared.config
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
+    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put, supervised)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -210,7 +233,12 @@ def build_controller(
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=records.learner,
-        parts={"stream": dispatcher, "evaluator": evaluator, **({"curriculum": curriculum} if curriculum else {})},
+        parts={
+            "stream": dispatcher,
+            "evaluator": evaluator,
+            **({"curriculum": curriculum} if curriculum else {}),
+            **({"supervised": training.supervised} if training.supervised else {}),
+        },
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),

@@ -22,6 +22,7 @@ from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
+ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must name: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -109,6 +110,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.distillation.teachers={a: m}"], ["teachers={'a': 'm'}", "set algorithm.distillation.teacher=CHECK"]),
     (["algorithm=distill"], ["algorithm.distillation.coef=1", "give algorithm.distillation.teacher=CHECKPOINT"]),
     (["algorithm.distillation.teacher=m"], ["algorithm.distillation.teacher=m", "set algorithm.distillation.coef=1"]),
+    (["algorithm.supervised.coef=1"], ["algorithm.supervised.coef=1", "set algorithm.supervised.path to a folder"]),
+    (["algorithm.supervised.path=x"], ["algorithm.supervised.path=x", "set algorithm.supervised.coef to the weight"]),
+    ([*ROWS, "algorithm.supervised.batch_size=1"], ["batch_size=1", "raise algorithm.supervised.batch_size"]),
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),

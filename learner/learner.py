@@ -35,6 +35,7 @@ from learner.batch import (
 )
 from learner.credit import Credit
 from learner.critic import build_critic
+from learner.critic.rows import Values, with_values
 from learner.examples.supervised_term import SupervisedTerm
 from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
@@ -48,15 +49,13 @@ from learner.policies.flow.policy import Replay
 from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
-from learner.process_group import RankRendezvous
+from learner.ranks.process_group import COLLECTIVES, RankRendezvous
 from learner.residence import Residence
-from learner.scoring_pass import ScoringPass, unscored
+from learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from learner.shares import StepFetcher, all_ranks
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
-
-COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class Learner:
@@ -117,6 +116,8 @@ class Learner:
             keeps_predictions=self._config.algorithm.needs_old_predictions,
         )
         self._scored = scoring if self._config.algorithm.needs_scoring_pass else unscored
+        referring = ReferencePass(self._backend, self._step, lambda rows: self._forward(rows)[0], model)
+        self._referred = referring if self._config.reference.place == "learner_ranks" else unscored
         self._supervised, self._num_taught = self._trainer(), 0
         self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
         self._critic.connect()
@@ -134,13 +135,19 @@ class Learner:
 
     @profiled
     def update(
-        self, groups: Sequence[ScoredGroup], version: int, supervised: Sequence[ScoredGroup] = ()
+        self,
+        groups: Sequence[ScoredGroup],
+        version: int,
+        supervised: Sequence[ScoredGroup] = (),
+        values: Values = (),
     ) -> UpdateReport:
         """One RL step on these groups, which makes `version`, with `supervised` rows beside them. Every rank is given
-        references to all groups and rows, fetches those that it trains and gets outlines of the others.
+        references to all groups and rows, fetches those that it trains and gets outlines of the others. `values` are
+        those of a critic that has ranks of its own.
         """
         algorithm = self._config.algorithm
         fetched, examples = self._fetcher.fetch(groups, version), self._beside.fetch(supervised)
+        fetched = self._referred(with_values(fetched, values))
         credited = self._credit.assign(self._critic.valued(fetched))
         with self._slow.in_place():
             items = self._scored(without_overlong(credited.groups, algorithm))

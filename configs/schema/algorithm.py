@@ -232,8 +232,9 @@ class CriticConfig(Section):
     too.
     """
 
-    place: Literal["none", "learner_ranks"]
-    """Where it is trained. `none`: there is no critic; `learner_ranks`: beside the policy, by the same backend."""
+    place: Literal["none", "learner_ranks", "own_ranks"]
+    """Where it is trained. `none`: there is no critic; `learner_ranks`: on the ranks of the policy, before it in every
+    step; `own_ranks`: on the workers of `resources.critic`, at the same time as the policy. The backend is the same."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"]
     """The critic's optimizer, with a state of its own."""
     learning_rate: PositiveFloat
@@ -246,6 +247,10 @@ class CriticConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.place != "none"
+
+    @property
+    def has_own_ranks(self) -> bool:
+        return self.place == "own_ranks"
 
     def is_alone(self, version: int) -> bool:
         """Whether the step that makes `version` trains the critic alone."""
@@ -402,6 +407,11 @@ class AlgorithmConfig(Section):
         """Whether advantages depend on the log-probs of each token, and not on rewards and masks alone."""
         has_kl = self.kl.coef > 0 and self.kl.place == "reward"
         return has_kl or (self.distillation.is_on and self.distillation.place == "advantage")
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        """The roles whose workers are ranks of a model that is trained."""
+        return ("learner", "critic") if self.critic.has_own_ranks else ("learner",)
 
     @property
     def supervised_rows_per_step(self) -> int:

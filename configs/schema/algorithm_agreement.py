@@ -185,6 +185,27 @@ def _every_rank_gets_a_supervised_row(config: RunConfig) -> str | None:
     )
 
 
+def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
+    """With its adapters off, as `reference.place=learner_ranks` asks, it has to be the initial policy."""
+    if config.reference.place == "scorers":
+        return None
+    algorithm, sampler = config.algorithm, config.sampler
+    needed = {
+        "policy.lora.rank above 0, since there are no adapters to turn off": config.policy.lora.is_on,
+        "warm_start=none, since one would teach the adapters": config.warm_start.num_steps == 0,
+        "algorithm.kl.coef above 0, since nothing reads a reference": algorithm.kl.coef > 0,
+        "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
+        "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
+        "sampler.kind=vllm or huggingface": not (sampler.is_flow or sampler.draws_tokens),
+        "offline.job=none": not config.offline.is_on,
+        "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
+    }
+    missing = [what for what, is_there in needed.items() if not is_there]
+    if not missing:
+        return None
+    return f"reference.place=learner_ranks needs {'; and '.join(missing)}: set these, or reference.place=scorers"
+
+
 def _epochs_have_a_ratio(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.loss != "reinforce" or algorithm.num_epochs == 1:
@@ -291,6 +312,7 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _supervised_rows_have_a_folder_and_a_weight,
     _supervised_rows_have_a_policy_of_tokens,
     _every_rank_gets_a_supervised_row,
+    _the_learner_is_its_own_reference,
     _epochs_have_a_ratio,
     _optimizer_fits_the_backend,
     _values_have_a_critic,

@@ -49,9 +49,12 @@ from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
+from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
+from learner.critic_ranks.critic_rank import CriticRank
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from learner.offline.learner import OfflineLearner
+from learner.ranks.rank_group import RankGroup
 from rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
@@ -143,14 +146,27 @@ def spawn_learner(
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
     """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
     config = prepared.config
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put, supervised)
+    ranks = _learner_group(prepared, spawner, supervised)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    return ranks, learner, [_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")]
+    watched = [
+        _watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
+    ]
+    return ranks, learner, watched
+
+
+def _learner_group(prepared: Prepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
+    """The learner's ranks, and those of a critic that has its own."""
+    config, start = prepared.config, partial(start_learner, prepared, spawner)
+    if not config.algorithm.critic.has_own_ranks:
+        return LearnerGroup(start, config.timeouts, ray.put, supervised)
+    critic = CriticGroup(partial(_start_critic, prepared, spawner), config.timeouts, ray.put)
+    folder = reference_folder(config)
+    return LearnerWithCritic(start, config.timeouts, ray.put, supervised, critic=critic, folder=folder)
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
@@ -169,7 +185,7 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 
 def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    """The learner ranks as workers among others; they cannot be scaled."""
+    """The ranks that train as workers among others; they cannot be scaled."""
     if learner.is_restoring:
         state = WorkerState.WAITING
     else:
@@ -177,14 +193,15 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
     version = ranks.version if state is WorkerState.SERVING else None
     return [
         WorkerStatus(
-            f"learner/{index}",
+            f"{group.role}/{index}",
             state,
             version,
-            ranks.num_calls,
+            group.num_calls,
             learner.num_restarts,
-            vitals=ranks.vitals[index] if index in ranks.vitals else None,
+            vitals=group.vitals[index] if index in group.vitals else None,
         )
-        for index in range(len(ranks.workers))
+        for group in ranks.groups
+        for index in range(len(group.workers))
     ]
 
 
@@ -312,9 +329,15 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(role, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
-def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """A learner rank; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
-    name = f"learner/{index}"
+def _start_critic(prepared: Prepared, spawner: Spawner) -> list[Any]:
+    """The handles of all ranks of a critic with ranks of its own, as `start_learner` has those of the learner."""
+    ranks = spawner.book_together("critic")
+    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w) for w in ranks]
+
+
+def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
+    """A rank that trains; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
+    name = f"{ranks.role}/{index}"
 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s

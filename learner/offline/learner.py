@@ -14,6 +14,7 @@ from cluster.roles import UpdateReport
 from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
+from learner.critic.rows import Values
 from learner.examples.example_fetcher import ExampleFetcher
 from learner.examples.examples import Example, ExampleTotals, SharedExample, collate_examples, totals_of
 from learner.gradient_step import Term
@@ -44,12 +45,16 @@ class OfflineLearner(Learner):
 
     @profiled
     def update(
-        self, groups: Sequence[ScoredGroup], version: int, supervised: Sequence[ScoredGroup] = ()
+        self,
+        groups: Sequence[ScoredGroup],
+        version: int,
+        supervised: Sequence[ScoredGroup] = (),
+        values: Values = (),
     ) -> UpdateReport:
         """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped. There are
-        no others beside them.
+        no others beside them, and no critic.
         """
-        assert not supervised, "algorithm.supervised is refused beside offline.job"
+        assert not supervised and not values, "algorithm.supervised and a critic are refused beside offline.job"
         examples = self._compared(*self._examples.fetch([groups]))
         totals, meter = totals_of(examples), Meter()
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)

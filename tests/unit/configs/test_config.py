@@ -22,6 +22,7 @@ from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
+OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks", "resources.critic.num_workers=2")
 ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must name: the key, the value or the reason, and what to do.
@@ -116,7 +117,9 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
-    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
+    ([*OWN_RANKS, "resources.critic.num_workers=0"], ["resources.critic.num_workers is 0", "set it to 1 or more"]),
+    ([*OWN_RANKS, "resources.critic.num_workers=999"], ["resources.critic.num_workers=999", "256 samples"]),
+    ([*OWN_RANKS, "learner=single", "resources.learner.num_workers=1"], ["set resources.critic.num_workers=1"]),
     ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
     ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
     (
@@ -124,7 +127,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["algorithm.distillation.reward_weight=0", "set algorithm.distillation.reward_weight=1"],
     ),
     ([*CRITIC, "algorithm.gae_lambda=1.5"], ["algorithm.gae_lambda got 1.5", "at least 0, at most 1"]),
-    ([*CRITIC, "algorithm.critic.place=beside"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
+    (
+        [*CRITIC, "algorithm.critic.place=beside"],
+        ["algorithm.critic.place got", "one of none, learner_ranks, own_ranks"],
+    ),
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),

@@ -22,7 +22,8 @@ from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
-OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks", "resources.critic.num_workers=2")
+OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")
+TWO_RANKS = ("learner=single", "resources.learner.num_workers=1", "resources.critic.num_workers=2")
 ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must name: the key, the value or the reason, and what to do.
@@ -119,7 +120,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
     ([*OWN_RANKS, "resources.critic.num_workers=0"], ["resources.critic.num_workers is 0", "set it to 1 or more"]),
     ([*OWN_RANKS, "resources.critic.num_workers=999"], ["resources.critic.num_workers=999", "256 samples"]),
-    ([*OWN_RANKS, "learner=single", "resources.learner.num_workers=1"], ["set resources.critic.num_workers=1"]),
+    ([*OWN_RANKS, *TWO_RANKS], ["set resources.critic.num_workers=1"]),
     ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
     ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
     (

@@ -13,6 +13,7 @@ from cluster.errors import PreflightError
 from cluster.replay.run_identity import run_identity
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.words import overridden
 from deploy.wiring import build
 from deploy.wiring.preparation import prepare
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -34,7 +35,8 @@ def config_of(folder: Path, *words: str) -> RunConfig:
     base = ("experiment=digits", f"policy.model={folder / 'model'}", f"data.path={folder / 'digits'}")
     mixed = (f"path={folder / 'rows'}", "coef=0.1", "batch_size=2", "max_tokens=128")
     mixed = tuple(f"algorithm.supervised.{word}" for word in mixed)
-    return load_config([*base, *mixed, "algorithm.num_minibatches=2", "data.max_skipped_fraction=0.2", *words])
+    shared = (*base, *mixed, "algorithm.num_minibatches=2", "data.max_skipped_fraction=0.2")
+    return load_config(overridden(shared, words))
 
 
 async def test_a_step_has_its_rows_with_their_pictures_and_unusable_ones_are_named(

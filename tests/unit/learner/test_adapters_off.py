@@ -13,6 +13,7 @@ from actors.reference.scorer import ReferenceScorer
 from cluster.runtime.placement import needed_roles
 from configs.errors import ConfigError
 from configs.schema import RunConfig
+from configs.words import overridden
 from learner.learner import Learner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -68,4 +69,4 @@ def test_no_scorer_is_started(folder: Path) -> None:
 )
 def test_a_learner_that_is_no_reference_is_refused(folder: Path, words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=f"reference.place=learner_ranks needs {told}.*reference.place=scorers"):
-        tiny_config(folder, *LORA, *PLACES["loss"], OFF, *words)
+        tiny_config(folder, *overridden((*LORA, *PLACES["loss"], OFF), words))

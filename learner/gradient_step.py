@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +33,14 @@ class Row(Protocol):
 R = TypeVar("R", bound=Row)
 
 
+@dataclass(frozen=True)
+class Term(Generic[R]):
+    """A part of a loss: the sum of `loss` over micro-batches of `rows`."""
+
+    rows: Sequence[R]
+    loss: Callable[[Sequence[R]], Tensor]
+
+
 class GradientStep:
     """Takes optimizer steps with the rank's own share of the rows; every rank is called with all of them."""
 
@@ -46,9 +55,13 @@ class GradientStep:
 
     def __call__(self, rows: Sequence[R], loss: Callable[[Sequence[R]], Tensor], learning_rate: float) -> float:
         """One step on the sum of `loss` over all micro-batches of all ranks; returns the gradient norm. Collective."""
-        shares = self.shares(rows)
-        for n, share in enumerate(shares):
-            self._backend.backward(loss(share), is_last=n == len(shares) - 1)
+        return self.on_sum([Term(rows, loss)], learning_rate)
+
+    def on_sum(self, terms: Sequence[Term[Any]], learning_rate: float) -> float:
+        """One step on the sum of several terms, each over rows of its own; returns the gradient norm. Collective."""
+        work = [(term.loss, share) for term in terms for share in self.shares(term.rows)]
+        for n, (loss, share) in enumerate(work):
+            self._backend.backward(loss(share), is_last=n == len(work) - 1)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)

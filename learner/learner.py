@@ -35,7 +35,9 @@ from learner.batch import (
 )
 from learner.credit import Credit
 from learner.critic import build_critic
-from learner.gradient_step import GradientStep
+from learner.critic.rows import Values, with_values
+from learner.examples.supervised_term import SupervisedTerm
+from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
 from learner.optim import learning_rate
@@ -47,15 +49,13 @@ from learner.policies.flow.policy import Replay
 from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
-from learner.process_group import RankRendezvous
+from learner.ranks.process_group import COLLECTIVES, RankRendezvous
 from learner.residence import Residence
-from learner.scoring_pass import ScoringPass, unscored
+from learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from learner.shares import StepFetcher, all_ranks
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
-
-COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class Learner:
@@ -81,6 +81,7 @@ class Learner:
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
+        self._beside = SupervisedTerm(config, rank, world_size, all_ranks, self._reader)
         self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
@@ -115,6 +116,8 @@ class Learner:
             keeps_predictions=self._config.algorithm.needs_old_predictions,
         )
         self._scored = scoring if self._config.algorithm.needs_scoring_pass else unscored
+        referring = ReferencePass(self._backend, self._step, lambda rows: self._forward(rows)[0], model)
+        self._referred = referring if self._config.reference.place == "learner_ranks" else unscored
         self._supervised, self._num_taught = self._trainer(), 0
         self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
         self._critic.connect()
@@ -131,12 +134,21 @@ class Learner:
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
     @profiled
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
-        those that it trains and gets outlines of the others.
+    def update(
+        self,
+        groups: Sequence[ScoredGroup],
+        version: int,
+        supervised: Sequence[ScoredGroup] = (),
+        values: Values = (),
+    ) -> UpdateReport:
+        """One RL step on these groups, which makes `version`, with `supervised` rows beside them. Every rank is given
+        references to all groups and rows, fetches those that it trains and gets outlines of the others. `values` are
+        those of a critic that has ranks of its own.
         """
         algorithm = self._config.algorithm
-        credited = self._credit.assign(self._critic.valued(self._fetcher.fetch(groups, version)))
+        fetched, examples = self._fetcher.fetch(groups, version), self._beside.fetch(supervised)
+        fetched = self._referred(with_values(fetched, values))
+        credited = self._credit.assign(self._critic.valued(fetched))
         with self._slow.in_place():
             items = self._scored(without_overlong(credited.groups, algorithm))
         is_alone = algorithm.critic.is_alone(version)
@@ -148,8 +160,11 @@ class Learner:
         values, num_parts = self._critic.train(parts, version), len(parts)
         parts = [] if is_alone else parts
         meter = Meter()
-        losses = [self._loss(part, meter, is_first=n == 0) for n, part in enumerate(parts)]
-        grad_norms = [self._optimized(part, loss, rate) for part, loss in zip(parts, losses, strict=True)]
+        losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
+        grad_norms = [
+            self._optimized([loss, *self._beside.terms(self._policy, examples, n, meter)], rate)
+            for n, loss in enumerate(losses)
+        ]
         self._slow.follow(version)
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
@@ -264,11 +279,9 @@ class Learner:
 
         return loss
 
-    def _optimized(
-        self, part: list[LearnerItem], loss: Callable[[Sequence[LearnerItem]], Tensor], rate: float
-    ) -> float:
+    def _optimized(self, terms: Sequence[Term[Any]], rate: float) -> float:
         """One optimizer step on a minibatch; returns the gradient norm, and nothing moves if that is not finite."""
-        grad_norm = self._step(part, loss, rate)
+        grad_norm = self._step.on_sum(terms, rate)
         if math.isfinite(grad_norm):
             self._average.update()
         return grad_norm

@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
+from cluster.errors import LostObjectError, WorkerDiedError
 from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.roles import UpdateReport
 from cluster.runtime.concurrency import outcomes
-from cluster.runtime.ray_actors import answer, beside, kill, stop
-from cluster.runtime.vitals import Vitals
+from cluster.runtime.ray_actors import answer
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
-from learner.process_group import is_peer_lost
+from learner.ranks.rank_group import RankGroup
 from learner.supervised import SupervisedExample
 
-CAUSE_S = 2.0  # that a rank which the others miss has to say what happened to it
+
+class StepRows(Protocol):
+    """Where the supervised rows of a step come from (`cluster.rollout.supervised_rows.SupervisedRows`)."""
+
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        """Those of the step that makes `version`."""
+        ...
 
 
-class LearnerGroup:
-    """Implements `cluster.roles.Learner` over the handles of `learner.learner.Learner` workers, one a rank.
+class NoRows:
+    """A step has its groups alone."""
 
-    A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
-    """
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        return ()
 
-    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
-        """`spawn()` starts the process of every rank and returns the handles; another time it may have to look for a
-        place first, and block. `put` puts what all ranks are given into the object store, once, and returns a reference
-        that Ray resolves to its value in each rank; the caller's process owns it.
+
+class LearnerGroup(RankGroup):
+    """Implements `cluster.roles.Learner` over the handles of `learner.learner.Learner` workers, one a rank."""
+
+    def __init__(
+        self,
+        spawn: Callable[[], Sequence[Any]],
+        timeouts: TimeoutsConfig,
+        put: Callable[[Any], Any],
+        beside: StepRows | None = None,
+    ) -> None:
+        """`put` puts what all ranks are given into the object store, once, and returns a reference that Ray resolves to
+        its value in each rank; the caller's process owns it. `beside` has the rows that a step trains beside its
+        groups.
         """
-        self._spawn = spawn
+        super().__init__(spawn, timeouts, "learner")
+        self._beside = beside or NoRows()
         self._put = put
-        self._workers: Sequence[Any] = spawn()
-        self._timeouts = timeouts
         self.version = 0
-        self.is_started = False
-        self.num_calls = 0  # of all ranks together, under way
-        self.vitals: dict[int, Vitals] = {}  # of each rank's newest sign of life
 
     @property
-    def workers(self) -> Sequence[Any]:
-        return self._workers
-
-    async def start(self) -> None:
-        """Load the policy on every rank and bring the ranks together."""
-        timeout_s = self._timeouts.start_s
-        address = await answer(
-            self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what="learner/0 to name its address"
-        )
-        await self._all([w.connect.remote(address) for w in self._workers], timeout_s, "to connect")
-        self.is_started = True
+    def groups(self) -> tuple[RankGroup, ...]:
+        """All ranks that train, by the model that they hold."""
+        return (self,)
 
     async def respawn(self) -> None:
         """End every rank at once, whatever it does, and start all of them again, on version 0.
@@ -63,16 +65,8 @@ class LearnerGroup:
         Raises:
             WorkerDiedError: there is no place for them now.
         """
-        self.is_started = False
-        self.vitals.clear()
-        for worker in self._workers:
-            kill(worker)
-        try:
-            self._workers = await asyncio.to_thread(self._spawn)
-        except PlacementError as error:
-            raise WorkerDiedError(f"the learner has no place: {error}") from error
         self.version = 0
-        await self.start()
+        await super().respawn()
 
     async def begin_rl(self) -> None:
         """RL begins with the weights of this moment."""
@@ -85,8 +79,15 @@ class LearnerGroup:
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
         """
+        return await self._step(groups)
+
+    async def _step(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
+        """`values` are those of a critic that has ranks of its own, or a reference to them."""
+        rows = await self._beside.of(self.version + 1)
+        more = {} if values is None else {"values": values}
+        more |= {"supervised": self._put(rows)} if rows else {}
         shared = self._put(groups)
-        calls = [w.update.remote(shared, self.version + 1) for w in self._workers]
+        calls = [w.update.remote(shared, self.version + 1, **more) for w in self._workers]
         try:
             report: UpdateReport = await self._all(
                 calls, self._timeouts.update_s, f"to make version {self.version + 1}"
@@ -144,40 +145,14 @@ class LearnerGroup:
         version = await self._all([version for version, _ in calls], self._timeouts.update_s, "to gather its weights")
         return version, calls[0][1]
 
-    async def offload(self, part: str) -> None:
-        calls = [w.offload.remote(part) for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, f"to move its {part} to the host")
-
-    async def onload(self) -> None:
-        calls = [w.onload.remote() for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, "to move back to its device")
-
-    async def save(self, folder: Path) -> None:
-        """Take a copy of the state and begin to write it; `finish_save` waits for that."""
-        calls = [w.save.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
-
-    async def finish_save(self) -> bool:
-        """Wait until every rank has written the copy that it has, if it has one."""
-        calls = [beside(w.finish_save).remote() for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
-        return True
-
     async def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""
-        calls = [w.load.remote(folder) for w in self._workers]
-        self.version = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
+        self.version = await super().load(folder)
         return self.version
 
     async def export(self, folder: Path) -> None:
         calls = [w.export.remote(folder) for w in self._workers]
         await self._all(calls, self._timeouts.checkpoint_s, f"to export to {folder}")
-
-    async def close(self) -> None:
-        """End every rank; each gets `timeouts.stop_s` to do it in good order."""
-        await asyncio.gather(
-            *(stop(w, timeout_s=self._timeouts.stop_s, what=f"learner/{n}") for n, w in enumerate(self._workers))
-        )
 
     async def _refuse_if_apart(self, calls: Sequence[Any], lost: LostObjectError) -> None:
         """A rank that has got at the groups waits for the others in the middle of its update.
@@ -189,26 +164,3 @@ class LearnerGroup:
         waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))
         if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):
             raise WorkerDiedError(f"some learner ranks began an update that others could not: {lost}") from lost
-
-    async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
-        """Raises: WorkerDiedError: a rank died, or others noticed that before Ray did."""
-        self.num_calls += 1
-        try:
-            answers = await asyncio.gather(
-                *(answer(call, timeout_s=timeout_s, what=f"learner/{n} {what}") for n, call in enumerate(calls))
-            )
-        except Exception as error:
-            if not is_peer_lost(error):
-                raise
-            await self._raise_cause(calls, what)
-            raise WorkerDiedError(f"a learner rank was lost to the others, which were {what}: {error}") from error
-        finally:
-            self.num_calls -= 1
-        return answers[0] if answers else None
-
-    async def _raise_cause(self, calls: Sequence[Any], what: str) -> None:
-        """Some ranks miss another one: raise what happened to that one, if it is known within `CAUSE_S`."""
-        waits = (answer(call, timeout_s=CAUSE_S, what=f"learner/{n} {what}") for n, call in enumerate(calls))
-        for outcome in await outcomes(*waits):
-            if isinstance(outcome, Exception) and not isinstance(outcome, DeadlineError) and not is_peer_lost(outcome):
-                raise outcome

@@ -8,11 +8,12 @@ from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from learner.backends.base import Backend
 from learner.batch import LearnerItem
 from learner.gradient_step import GradientStep
+from learner.policies.adapters import without_adapters
 from learner.policies.base import PolicyOutput
 
 S = TypeVar("S")
@@ -68,8 +69,37 @@ class ScoringPass:
         return [part.numpy().copy() for part in parts]
 
 
+class ReferencePass:
+    """Scores a step with the policy below its adapters, each rank a share, and hands every rank the log-probs of all:
+    the reference of a run that begins with the checkpoint. Collective.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        step: GradientStep,
+        forward: Callable[[Sequence[LearnerItem]], PolicyOutput],
+        model: nn.Module,
+    ) -> None:
+        self._backend = backend
+        self._step = step
+        self._forward = forward
+        self._model = model
+
+    def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
+        """The same items with `reference_logprobs`."""
+        own: dict[int, np.ndarray] = {}
+        # Adapters come back last: parameters that are still gathered are not those that an optimizer holds.
+        with without_adapters(self._model), self._backend.inference():
+            for rows in self._step.shares([item for group in groups for item in group]):
+                logprobs = self._forward(rows).logprobs.cpu().numpy()
+                own |= {row.index: found[: row.sequence.num_targets] for row, found in zip(rows, logprobs, strict=True)}
+        scores = gathered({index: found.copy() for index, found in own.items()})
+        return [[replace(item, reference_logprobs=scores[item.index]) for item in group] for group in groups]
+
+
 def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-    """In the place of a ScoringPass where nothing reads its scores."""
+    """In the place of a ScoringPass or a ReferencePass where nothing reads its scores."""
     return groups
 
 

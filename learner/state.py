@@ -24,7 +24,7 @@ class Part(Protocol):
         """Copy its state; what is returned writes it to `folder`. Collective."""
         ...
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path) -> object:
         """Go on from what was written. Collective."""
         ...
 
@@ -52,16 +52,23 @@ class StateWriter:
         """
         self.finish()
         folder.mkdir(parents=True, exist_ok=True)
-        writes = [backend.save(folder, optimizer, version), *(part.save(folder, version) for part in parts)]
-        random_state = torch.get_rng_state()
         algorithm_text = json.dumps(algorithm)
+
+        def write_algorithm() -> None:
+            if self._rank == 0:
+                (folder / ALGORITHM_FILE).write_text(algorithm_text, encoding="utf-8")
+
+        writes = [backend.save(folder, optimizer, version), *(part.save(folder, version) for part in parts)]
+        self.begin([*writes, write_algorithm], folder)
+
+    def begin(self, writes: Sequence[Callable[[], None]], folder: Path) -> None:
+        """Begin to write copies, and this rank's random state to `folder`; the copy before is written."""
+        random_state = torch.get_rng_state()
 
         def write_all() -> None:
             for write in writes:
                 write()
             torch.save(random_state, _rng_file(folder, self._rank))
-            if self._rank == 0:
-                (folder / ALGORITHM_FILE).write_text(algorithm_text, encoding="utf-8")
 
         self._writing = self._thread.submit(write_all)
 
@@ -87,14 +94,28 @@ def load_state(
     version = backend.load(folder, optimizer)
     for part in parts:
         part.load(folder)
-    if _rng_file(folder, rank).is_file():  # a rank that the checkpoint did not have keeps its own
+    load_random_state(folder, rank)
+    return version, load_algorithm(folder)
+
+
+def load_random_state(folder: Path, rank: int) -> None:
+    """Go on with the random numbers of this rank; one that the checkpoint did not have keeps its own."""
+    if _rng_file(folder, rank).is_file():
         torch.set_rng_state(torch.load(_rng_file(folder, rank), weights_only=True))
+
+
+def load_algorithm(folder: Path) -> dict[str, Any]:
+    """The algorithm's state in a learner's.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
     if not (folder / ALGORITHM_FILE).is_file():
         raise CheckpointError(
             f"{folder / ALGORITHM_FILE} is missing (KL coefficient, reward moments): an older version of the program "
             "wrote this checkpoint, so resume with that version or start a new run"
         )
-    return version, json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8"))
+    return json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8"))
 
 
 def _rng_file(folder: Path, rank: int) -> Path:

@@ -79,15 +79,15 @@ class NoDownloads:
         raise PictureError("remote_video", f"{url[:80]!r} is no path: save the video below the data folder and name it")
 
 
-def read_conversations(folder: Path, split: str, form: str) -> Split:
-    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored.
+def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.path") -> Split:
+    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder.
 
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
     """
     file = folder / f"{split}.jsonl"
     if not file.is_file():
-        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
+        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl")
     rows: dict[str, Conversation] = {}
     skipped: list[Skipped] = []
     for number, line in _lines(file):
@@ -102,7 +102,7 @@ def read_conversations(folder: Path, split: str, form: str) -> Split:
         except SkippedSample as why:
             skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, str(why)))
     if not rows:
-        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
+        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set {key} to another folder")
     return Split(split, tuple(rows.values()), tuple(skipped))
 
 

@@ -32,6 +32,7 @@ class MetricName(StrEnum):
     HELD_OUT_LOSS = "held_out_loss"
     HELD_OUT_MARGIN = "held_out_margin"
     OPTIMIZER_STEPS = "optimizer_steps"
+    SUPERVISED_LOSS = "supervised_loss"
     VALUE_LOSS = "value_loss"
     EXPLAINED_VARIANCE = "explained_variance"
     VALUE_CLIP_FRACTION = "value_clip_fraction"
@@ -157,6 +158,7 @@ METRICS: Mapping[str, Metric] = {
     MetricName.OPTIMIZER_STEPS: Metric(
         "", "Optimizer steps of policy and critic that were taken in one step and not skipped"
     ),
+    MetricName.SUPERVISED_LOSS: Metric("nat/token", "Cross-entropy of the rows of algorithm.supervised"),
     MetricName.VALUE_LOSS: Metric("", "Loss of the critic"),
     MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic predicted"),
     MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens whose value was clipped"),

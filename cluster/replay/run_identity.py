@@ -20,6 +20,7 @@ ORDER_KEYS = (
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """The dotted keys that must not change between the parts of one run, with their values as JSON."""
+    supervised = config.algorithm.supervised
     teacher, teachers = config.algorithm.distillation.teacher, config.algorithm.distillation.teachers
     return {
         "seed": config.seed,
@@ -32,5 +33,6 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "resources.dtype": config.resources.dtype,
         **({"algorithm.distillation.teacher": teacher} if teacher else {}),
         **({"algorithm.distillation.teachers": teachers} if teachers else {}),
+        **({"algorithm.supervised": [supervised.path, supervised.max_tokens]} if supervised.is_on else {}),
         **({"offline.job": config.offline.job} if config.offline.is_on else {}),
     }

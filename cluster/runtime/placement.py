@@ -18,6 +18,8 @@ from cluster.errors import PlacementError
 from configs.schema import ResourcesConfig, RunConfig, WorkerResources
 from configs.schema.rewards import SHARED_SERVICE
 
+TOGETHER = ("learner", "critic")
+"""Roles whose workers are one process group, and share one booking."""
 EPSILON = 1e-6
 """Shares are sums of decimal fractions; Ray itself counts in steps of 1e-4."""
 
@@ -96,9 +98,11 @@ class PlanRow:
 
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
-    """The roles that this run starts: no reference without a KL term or a teacher, no shared reward workers without a
-    component, and for an offline job no others than learner, reference and processor workers."""
+    """The roles that this run starts: no reference without a KL term or a teacher, no critic without ranks of its own,
+    no shared reward workers without a component, and for an offline job no others than learner, reference and processor
+    workers."""
     idle = set() if config.needs_reference else {"reference"}
+    idle |= set() if config.algorithm.critic.has_own_ranks else {"critic"}
     idle |= set() if config.resources.processor.num_workers else {"processor"}
     if config.offline.is_on:
         return tuple(role for role in ("learner", "reference", "processor") if role not in idle)
@@ -121,7 +125,8 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
     """
     spaces = [_Space(node) for node in nodes]
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
-    most_demanding = sorted(asked, key=lambda role: (role != "learner", -asked[role].num_gpus, -asked[role].num_cpus))
+    sizes = {role: (-workers.num_gpus, -workers.num_cpus) for role, workers in asked.items()}
+    most_demanding = sorted(asked, key=lambda role: (role not in TOGETHER, *sizes[role]))
     placed: dict[str, list[_Seat]] = {}
     for role in most_demanding:
         placed[role] = _place_role(role, asked[role], spaces, resources.preset)
@@ -239,7 +244,7 @@ class _Seat:
 
 def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[_Seat]:
     """The place of each worker of one role, taken from `spaces`."""
-    packed = workers.strategy == "pack" or (workers.strategy == "auto" and role == "learner")
+    packed = workers.strategy == "pack" or (workers.strategy == "auto" and role in TOGETHER)
     chosen: list[_Space] = []
     seats: list[_Seat] = []
     for index in range(workers.num_workers):

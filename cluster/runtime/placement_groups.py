@@ -26,10 +26,9 @@ from ray.util.placement_group import (
 )
 
 from cluster.errors import PlacementError
-from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from cluster.runtime.placement import TOGETHER, NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from configs.schema import ResourcesConfig, WorkerResources
 
-TOGETHER = "learner"
 PLAN_INTERVAL_S = 0.5
 NODE_LABEL = "ray.io/node-id"
 
@@ -203,9 +202,8 @@ def remove_group(group_id: str) -> None:
 
 
 def _groups(plan: PlacementPlan) -> list[Sequence[PlacedWorker]]:
-    together = plan.of_role(TOGETHER)
-    alone = [[worker] for worker in plan.workers if worker.role != TOGETHER]
-    return [together, *alone] if together else alone
+    together = [members for role in TOGETHER if (members := plan.of_role(role))]
+    return [*together, *([worker] for worker in plan.workers if worker.role not in TOGETHER)]
 
 
 def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:

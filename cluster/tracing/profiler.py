@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -18,6 +18,7 @@ _logger = logging.getLogger(__name__)
 FOLDER = "traces"  # of the run folder
 ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
 Groups = TypeVar("Groups")
+More = ParamSpec("More")
 
 
 class UpdateProfiler:
@@ -55,13 +56,13 @@ Rank = TypeVar("Rank", bound=Profiled)
 
 
 def profiled(
-    update: Callable[[Rank, Groups, int], UpdateReport],
-) -> Callable[[Rank, Groups, int], UpdateReport]:
+    update: Callable[Concatenate[Rank, Groups, int, More], UpdateReport],
+) -> Callable[Concatenate[Rank, Groups, int, More], UpdateReport]:
     """An update that `self.profiler` looks at."""
 
     @wraps(update)
-    def measured(self: Rank, groups: Groups, version: int) -> UpdateReport:
+    def measured(self: Rank, groups: Groups, version: int, *more: More.args, **named: More.kwargs) -> UpdateReport:
         with self.profiler.update(version):
-            return update(self, groups, version)
+            return update(self, groups, version, *more, **named)
 
     return measured

@@ -176,7 +176,9 @@ def _uniform_groups_can_differ(config: RunConfig) -> str | None:
 
 
 def _every_rank_gets_samples(config: RunConfig) -> str | None:
-    algorithm, num_ranks = config.algorithm, config.resources.learner.num_workers
+    algorithm = config.algorithm
+    role = max(algorithm.training_roles, key=lambda name: config.resources.roles[name].num_workers)
+    num_ranks = config.resources.roles[role].num_workers
     samples = algorithm.prompts_per_step // algorithm.num_minibatches * algorithm.samples_per_prompt
     if samples >= num_ranks:
         return None
@@ -184,7 +186,7 @@ def _every_rank_gets_samples(config: RunConfig) -> str | None:
         f"a minibatch holds {samples} samples (algorithm.prompts_per_step={algorithm.prompts_per_step} / "
         f"algorithm.num_minibatches={algorithm.num_minibatches} * "
         f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}) but "
-        f"resources.learner.num_workers={num_ranks}: raise algorithm.prompts_per_step or use fewer learner workers"
+        f"resources.{role}.num_workers={num_ranks}: raise algorithm.prompts_per_step or use fewer {role} workers"
     )
 
 
@@ -388,7 +390,12 @@ def _warm_start_has_a_target(config: RunConfig) -> str | None:
 
 def _roles_have_workers(config: RunConfig) -> str | None:
     shared = (SHARED_SERVICE,) if SHARED_SERVICE in config.rewards.services else ()
-    needed = ("rollout", "learner", *shared, *(f"{REWARD_SERVICE}{name}" for name in config.resources.reward_services))
+    needed = (
+        "rollout",
+        *config.algorithm.training_roles,
+        *shared,
+        *(f"{REWARD_SERVICE}{name}" for name in config.resources.reward_services),
+    )
     empty = [role for role in needed if config.resources.roles[role].num_workers == 0]
     if not empty:
         return None
@@ -433,12 +440,13 @@ def _reference_can_be_quantised(config: RunConfig) -> str | None:
 
 
 def _single_learner_is_one(config: RunConfig) -> str | None:
-    num_workers = config.resources.learner.num_workers
-    if config.learner.backend != "single" or num_workers == 1:
+    several = [role for role in config.algorithm.training_roles if config.resources.roles[role].num_workers != 1]
+    if config.learner.backend != "single" or not several:
         return None
+    key = f"resources.{several[0]}.num_workers"
     return (
-        f"learner.backend=single trains in one process but resources.learner.num_workers={num_workers}: "
-        "use learner=fsdp2, or set resources.learner.num_workers=1"
+        f"learner.backend=single trains in one process but {key}={config.resources.roles[several[0]].num_workers}: "
+        f"use learner=fsdp2, or set {key}=1"
     )
 
 
@@ -486,7 +494,7 @@ def _gpus_are_whole_or_shares(config: RunConfig) -> str | None:
 def _device_has_its_gpus(config: RunConfig) -> str | None:
     resources = config.resources
     used = COMPUTING_ROLES if config.needs_reference else TRANSPORT_ROLES
-    for role in used:
+    for role in (*used, *(("critic",) if config.algorithm.critic.has_own_ranks else ())):
         num_gpus = resources.roles[role].num_gpus
         if resources.device == "cuda" and num_gpus == 0:
             return (

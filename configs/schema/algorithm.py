@@ -67,6 +67,24 @@ class DistillationConfig(Section):
         return self.coef > 0
 
 
+class SupervisedConfig(Section):
+    """Rows of a data set beside RL: their cross-entropy is a term of the loss of every optimizer step of the policy, as
+    in InstructGPT's PPO-ptx."""
+
+    path: str
+    """Folder of `train.jsonl`, whose rows are those of `mobula sft`. Empty for none."""
+    coef: NonNegativeFloat
+    """Weight of the mean cross-entropy of the assistant's tokens; 0 for none, and the other keys are then not read."""
+    batch_size: PositiveInt
+    """Rows of one optimizer step: of each minibatch of each epoch."""
+    max_tokens: PositiveInt
+    """A row with a longer conversation (vision tokens included) is skipped and counted, never cut."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.coef > 0
+
+
 class OverAgeConfig(Section):
     """Tokens that are more than `max_staleness` versions behind when their step trains."""
 
@@ -214,8 +232,9 @@ class CriticConfig(Section):
     too.
     """
 
-    place: Literal["none", "learner_ranks"]
-    """Where it is trained. `none`: there is no critic; `learner_ranks`: beside the policy, by the same backend."""
+    place: Literal["none", "learner_ranks", "own_ranks"]
+    """Where it is trained. `none`: there is no critic; `learner_ranks`: on the ranks of the policy, before it in every
+    step; `own_ranks`: on the workers of `resources.critic`, at the same time as the policy. The backend is the same."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"]
     """The critic's optimizer, with a state of its own."""
     learning_rate: PositiveFloat
@@ -228,6 +247,10 @@ class CriticConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.place != "none"
+
+    @property
+    def has_own_ranks(self) -> bool:
+        return self.place == "own_ranks"
 
     def is_alone(self, version: int) -> bool:
         """Whether the step that makes `version` trains the critic alone."""
@@ -347,6 +370,8 @@ class AlgorithmConfig(Section):
     """Distance to the reference policy."""
     distillation: DistillationConfig
     """A teacher beside rewards, or in their place."""
+    supervised: SupervisedConfig
+    """Supervised rows beside a step's groups."""
     entropy: EntropyConfig
     """Entropy bonus and selection of tokens by entropy."""
     shaping: ShapingConfig
@@ -382,6 +407,16 @@ class AlgorithmConfig(Section):
         """Whether advantages depend on the log-probs of each token, and not on rewards and masks alone."""
         has_kl = self.kl.coef > 0 and self.kl.place == "reward"
         return has_kl or (self.distillation.is_on and self.distillation.place == "advantage")
+
+    @property
+    def training_roles(self) -> tuple[str, ...]:
+        """The roles whose workers are ranks of a model that is trained."""
+        return ("learner", "critic") if self.critic.has_own_ranks else ("learner",)
+
+    @property
+    def supervised_rows_per_step(self) -> int:
+        """Supervised rows beside one step's groups."""
+        return self.num_epochs * self.num_minibatches * self.supervised.batch_size if self.supervised.is_on else 0
 
     @property
     def needs_scoring_pass(self) -> bool:

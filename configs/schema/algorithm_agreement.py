@@ -145,6 +145,67 @@ def _teacher_sees_uniform_groups(config: RunConfig) -> str | None:
     )
 
 
+def _supervised_rows_have_a_folder_and_a_weight(config: RunConfig) -> str | None:
+    supervised = config.algorithm.supervised
+    if supervised.is_on == bool(supervised.path):
+        return None
+    if supervised.is_on:
+        return (
+            f"algorithm.supervised.coef={supervised.coef:g} has no rows to train on: set algorithm.supervised.path to "
+            "a folder with train.jsonl, or algorithm.supervised.coef=0"
+        )
+    return (
+        f"algorithm.supervised.path={supervised.path} is not read with algorithm.supervised.coef=0: set "
+        "algorithm.supervised.coef to the weight of its rows, or leave the path out"
+    )
+
+
+def _supervised_rows_have_a_policy_of_tokens(config: RunConfig) -> str | None:
+    supervised, sampler = config.algorithm.supervised, config.sampler
+    if not supervised.is_on or not (sampler.is_flow or sampler.draws_tokens or config.offline.is_on):
+        return None
+    if config.offline.is_on:
+        return (
+            f"algorithm.supervised.coef={supervised.coef:g} adds rows to steps of RL, and offline.job="
+            f"{config.offline.job} trains on rows alone: set algorithm.supervised.coef=0 and path=''"
+        )
+    return (
+        f"algorithm.supervised.coef={supervised.coef:g} trains the tokens of conversations, and sampler.kind="
+        f"{sampler.kind.value} makes pictures: set algorithm.supervised.coef=0 and path='', or sampler=vllm"
+    )
+
+
+def _every_rank_gets_a_supervised_row(config: RunConfig) -> str | None:
+    supervised, num_ranks = config.algorithm.supervised, config.resources.learner.num_workers
+    if not supervised.is_on or supervised.batch_size >= num_ranks:
+        return None
+    return (
+        f"algorithm.supervised.batch_size={supervised.batch_size} leaves some of resources.learner.num_workers="
+        f"{num_ranks} ranks without a row: raise algorithm.supervised.batch_size or use fewer learner workers"
+    )
+
+
+def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
+    """With its adapters off, as `reference.place=learner_ranks` asks, it has to be the initial policy."""
+    if config.reference.place == "scorers":
+        return None
+    algorithm, sampler = config.algorithm, config.sampler
+    needed = {
+        "policy.lora.rank above 0, since there are no adapters to turn off": config.policy.lora.is_on,
+        "warm_start=none, since one would teach the adapters": config.warm_start.num_steps == 0,
+        "algorithm.kl.coef above 0, since nothing reads a reference": algorithm.kl.coef > 0,
+        "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
+        "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
+        "sampler.kind=vllm or huggingface": not (sampler.is_flow or sampler.draws_tokens),
+        "offline.job=none": not config.offline.is_on,
+        "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
+    }
+    missing = [what for what, is_there in needed.items() if not is_there]
+    if not missing:
+        return None
+    return f"reference.place=learner_ranks needs {'; and '.join(missing)}: set these, or reference.place=scorers"
+
+
 def _epochs_have_a_ratio(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.loss != "reinforce" or algorithm.num_epochs == 1:
@@ -248,6 +309,10 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _teacher_has_a_name_and_a_weight,
     _scorers_serve_one_checkpoint,
     _teacher_sees_uniform_groups,
+    _supervised_rows_have_a_folder_and_a_weight,
+    _supervised_rows_have_a_policy_of_tokens,
+    _every_rank_gets_a_supervised_row,
+    _the_learner_is_its_own_reference,
     _epochs_have_a_ratio,
     _optimizer_fits_the_backend,
     _values_have_a_critic,

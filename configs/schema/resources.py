@@ -65,6 +65,8 @@ class ResourcesConfig(Section):
     """The rollout actors, one engine each."""
     learner: WorkerResources
     """The learner ranks; they are placed together."""
+    critic: WorkerResources
+    """The ranks of a critic with `algorithm.critic.place=own_ranks`, unused otherwise; they are placed together."""
     reference: WorkerResources
     """The scorers of the frozen policy; unused when `algorithm.kl.coef` and `algorithm.distillation.coef` are 0."""
     reward: WorkerResources
@@ -92,6 +94,7 @@ class ResourcesConfig(Section):
         """Every role's workers by the role's name, the ones that are placed first first."""
         return {
             "learner": self.learner,
+            "critic": self.critic,
             "rollout": self.rollout,
             "reference": self.reference,
             "processor": self.processor,

@@ -52,11 +52,15 @@ class PolicyConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The frozen policy, or the teacher in its place, in the reference scorers."""
+    """The frozen policy, or the teacher in its place."""
 
+    place: Literal["scorers", "learner_ranks"]
+    """Where it is. `scorers`: in workers of its own, those of `resources.reference`; `learner_ranks`: in the learner,
+    which scores with its adapters off: for `policy.lora` without a warm start, where that is the initial policy."""
     quantisation: Literal["none", "int8", "int4"]
-    """Bits of its linear layers' weights, but the output layer's, by torchao (the extra `quantised`). `int8`: a scale a
-    row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16 alone."""
+    """Bits of the linear layers' weights in scorers, but the output layer's, by torchao (the extra `quantised`).
+    `int8`: a scale a row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16
+    alone."""
 
 
 class SamplerKind(StrEnum):

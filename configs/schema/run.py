@@ -294,8 +294,17 @@ class RunConfig(Section):
         return self.folder / self.name
 
     @property
+    def of_critic_ranks(self) -> RunConfig:
+        """The configuration as the ranks of a critic read it, whose learner they are."""
+        return self.model_copy(
+            update={"resources": self.resources.model_copy(update={"learner": self.resources.critic})}
+        )
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether something reads the log-probs of the reference, or of the teacher in its place."""
+        """Whether scorers are asked for the log-probs of the reference, or of the teacher in its place."""
+        if self.reference.place == "learner_ranks":
+            return False
         has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
         has_pairs = self.offline.job == "dpo" and not self.sampler.is_flow
         return has_kl or self.algorithm.distillation.is_on or has_pairs

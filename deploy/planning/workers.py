@@ -37,6 +37,7 @@ GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, wh
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
 PROCESS = {  # host memory of a process with its libraries, before it holds anything of the run
     "learner": 700 * MIB,
+    "critic": 700 * MIB,
     "rollout": 1100 * MIB,
     "reference": 600 * MIB,
     "reward": 300 * MIB,
@@ -73,6 +74,8 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     match kind:
         case "learner":
             found = _learner(config, shape)
+        case "critic":
+            found = _critic(config.of_critic_ranks, shape)
         case "rollout":
             found = _engine(config, shape)
         case "reference":
@@ -113,7 +116,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         "logits": logits_bytes(config, shape, batch.targets),
     }
     critic = critic_moments = 0
-    if config.algorithm.critic.is_on:  # a copy of the policy, all of it trained, with a state of its own
+    if config.algorithm.critic.place == "learner_ranks":  # a copy of the policy, all of it trained, with its own state
         kept, exchanged, critic_moments = _state(config, shape, batch, list(shape.manifest.tensors), num_all)
         critic = kept + exchanged
         training["critic"] = critic + critic_moments
@@ -134,6 +137,19 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     sync.pop("optimizer")  # it is moved before engines wake up
     away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)
+
+
+def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+    """A rank of a critic with ranks of its own: as a learner rank that trains every weight, without logits."""
+    lora = config.policy.lora.model_copy(update={"rank": 0})
+    whole = config.policy.model_copy(update={"freeze": (), "lora": lora})
+    found = _learner(config.model_copy(update={"policy": whole}), shape)
+    left_out = ("logits", "sync")
+    device = {
+        phase: {name: part for name, part in parts.items() if name not in left_out}
+        for phase, parts in found.device.items()
+    }
+    return WorkerMemory(device, found.host)
 
 
 def _state(

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from actors.datasets.prompts import PromptSource, fixed_prompts
+from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
 from actors.datasets.rows import Row, count_by_reason
 from actors.environments.rows import ENVIRONMENT
 from actors.reference.pool import NullReference, ReferencePool
@@ -30,6 +30,7 @@ from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollou
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
+from cluster.rollout.supervised_rows import SupervisedRows
 from cluster.runtime.ray_actors import answer, stop
 from cluster.tracing.tracing import Tracing
 from cluster.weight_sync.weight_sync import Push, WeightSync
@@ -44,13 +45,16 @@ from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_e
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
-from deploy.wiring.preparation import TRAIN, Prepared
+from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
+from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
+from learner.critic_ranks.critic_rank import CriticRank
 from learner.learner import Learner
 from learner.learner_group import LearnerGroup
 from learner.offline.learner import OfflineLearner
+from learner.ranks.rank_group import RankGroup
 from rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
@@ -78,6 +82,7 @@ class Training:
     reference: ReferencePool | NullReference
     replay: ReplayBuffer
     watched: tuple[Watched, ...]
+    supervised: SupervisedRows | None  # that steps train beside their groups
 
 
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
@@ -101,7 +106,8 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
+    supervised = _supervised_rows(prepared)
+    ranks, learner, watched = spawn_learner(prepared, spawner, on_lost, supervised)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(
         config, spawner, frozen, banned, teachers=prepared.teachers, on_lost=on_lost, on_retry=on_rescore
@@ -112,22 +118,55 @@ def spawn_training(
         reference=reference,
         replay=replay_buffer(config),
         watched=(*watched, *watched_reference(reference)),
+        supervised=supervised,
     )
 
 
+def _supervised_rows(prepared: Prepared) -> SupervisedRows | None:
+    """The rows of `algorithm.supervised`, if there are any."""
+    config, found = prepared.config, prepared.supervised
+    if found is None:
+        return None
+    source = PromptSource(
+        found.report.rows,
+        InDriver(found.processor),
+        seed=config.seed,
+        split_name=SUPERVISED_PATH,
+        on_skipped=prepared.note_skipped,
+    )
+    num_rows = config.algorithm.supervised_rows_per_step
+    return SupervisedRows(source, ray.put, rows_per_step=num_rows, total_steps=config.num_steps)
+
+
 def spawn_learner(
-    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]
+    prepared: Prepared,
+    spawner: Spawner,
+    on_lost: Callable[[str], None],
+    supervised: SupervisedRows | None = None,
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
     """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
     config = prepared.config
-    ranks = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
+    ranks = _learner_group(prepared, spawner, supervised)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
         budget=RestartBudget(restart_policy(config)),
         on_lost=on_lost,
     )
-    return ranks, learner, [_watched_rank(ranks, w.index, learner, config) for w in spawner.workers("learner")]
+    watched = [
+        _watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
+    ]
+    return ranks, learner, watched
+
+
+def _learner_group(prepared: Prepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
+    """The learner's ranks, and those of a critic that has its own."""
+    config, start = prepared.config, partial(start_learner, prepared, spawner)
+    if not config.algorithm.critic.has_own_ranks:
+        return LearnerGroup(start, config.timeouts, ray.put, supervised)
+    critic = CriticGroup(partial(_start_critic, prepared, spawner), config.timeouts, ray.put)
+    folder = reference_folder(config)
+    return LearnerWithCritic(start, config.timeouts, ray.put, supervised, critic=critic, folder=folder)
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
@@ -146,7 +185,7 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 
 def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    """The learner ranks as workers among others; they cannot be scaled."""
+    """The ranks that train as workers among others; they cannot be scaled."""
     if learner.is_restoring:
         state = WorkerState.WAITING
     else:
@@ -154,14 +193,15 @@ def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[Work
     version = ranks.version if state is WorkerState.SERVING else None
     return [
         WorkerStatus(
-            f"learner/{index}",
+            f"{group.role}/{index}",
             state,
             version,
-            ranks.num_calls,
+            group.num_calls,
             learner.num_restarts,
-            vitals=ranks.vitals[index] if index in ranks.vitals else None,
+            vitals=group.vitals[index] if index in group.vitals else None,
         )
-        for index in range(len(ranks.workers))
+        for group in ranks.groups
+        for index in range(len(group.workers))
     ]
 
 
@@ -210,7 +250,12 @@ def build_controller(
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
         learner=records.learner,
-        parts={"stream": dispatcher, "evaluator": evaluator, **({"curriculum": curriculum} if curriculum else {})},
+        parts={
+            "stream": dispatcher,
+            "evaluator": evaluator,
+            **({"curriculum": curriculum} if curriculum else {}),
+            **({"supervised": training.supervised} if training.supervised else {}),
+        },
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
@@ -284,9 +329,15 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(role, config, w.index, len(ranks), banned, worker=w) for w in ranks]
 
 
-def _watched_rank(ranks: LearnerGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """A learner rank; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
-    name = f"learner/{index}"
+def _start_critic(prepared: Prepared, spawner: Spawner) -> list[Any]:
+    """The handles of all ranks of a critic with ranks of its own, as `start_learner` has those of the learner."""
+    ranks = spawner.book_together("critic")
+    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w) for w in ranks]
+
+
+def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
+    """A rank that trains; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
+    name = f"{ranks.role}/{index}"
 
     async def ping() -> None:
         handle, deadline_s = ranks.workers[index], config.supervision.sign_timeout_s

@@ -49,6 +49,15 @@ _logger = logging.getLogger(__name__)
 
 TRAIN = "train"
 VALIDATION = "validation"
+SUPERVISED_PATH = "algorithm.supervised.path"
+
+
+@dataclass(frozen=True)
+class SupervisedSource:
+    """The rows that steps of RL train beside their groups."""
+
+    report: PreflightReport
+    processor: ConversationProcessor  # with a tokenizer of its own: it works beside the others, on another thread
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Prepared:
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
     workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
     teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> those of its own teacher
+    supervised: SupervisedSource | None = None
 
     @property
     def folder(self) -> Path:
@@ -79,7 +89,8 @@ class Prepared:
 
     @property
     def skipped(self) -> list[Skipped]:
-        early = [skipped for report in self.splits.values() for skipped in report.skipped]
+        reports = [*self.splits.values(), *([self.supervised.report] if self.supervised else [])]
+        early = [skipped for report in reports for skipped in report.skipped]
         return [*early, *self.late_skips.values()]
 
     def note_skipped(self, skipped: Skipped) -> None:
@@ -135,7 +146,19 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         splits,
         teacher_folder=teacher_folder,
         teachers=teachers,
+        supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
+
+
+def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
+    """The rows of `algorithm.supervised`, checked; their media are stored beside those of the prompts."""
+    supervised = config.algorithm.supervised
+    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
+    processor = ConversationProcessor(
+        chat, system_prompt=config.data.system_prompt, max_tokens=supervised.max_tokens, has_tail=False
+    )
+    reader = partial(read_conversations, Path(supervised.path), form="conversation", key=SUPERVISED_PATH)
+    return SupervisedSource(_checked(config, reader, processor, TRAIN), processor)
 
 
 def _splits(evaluation: EvaluationConfig) -> list[str]:
@@ -180,6 +203,12 @@ def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
 
 def _check_positions(config: RunConfig) -> None:
     most, wanted = max_positions(config.policy.model), config.sampler.max_model_len
+    supervised = config.algorithm.supervised
+    if supervised.is_on and most is not None and supervised.max_tokens > most:
+        raise PreflightError(
+            f"algorithm.supervised.max_tokens={supervised.max_tokens} is more than the {most} positions of "
+            f"policy.model={config.policy.model}: set algorithm.supervised.max_tokens={most} or less"
+        )
     if config.offline.is_on and most is not None and config.offline.max_tokens > most:
         raise PreflightError(
             f"offline.max_tokens={config.offline.max_tokens} is more than the {most} positions of policy.model="

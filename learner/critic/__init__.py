@@ -1,4 +1,4 @@
-"""The critic: a value model with an optimizer of its own, trained on the learner's ranks."""
+"""The critic: a value model with an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from learner.critic.critic import Critic, NullCritic
 def build_critic(
     config: RunConfig, rank: int, world_size: int, reader: MediaReader, device: torch.device
 ) -> Critic | NullCritic:
-    """The critic of `algorithm.critic`, on one rank."""
-    if not config.algorithm.critic.is_on:
+    """The critic of `algorithm.critic`, on one rank of the learner; one with ranks of its own is not here."""
+    if config.algorithm.critic.place != "learner_ranks":
         return NullCritic()
     return Critic(config, rank, world_size, reader, device)

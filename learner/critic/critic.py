@@ -89,8 +89,8 @@ class Critic:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         return self._backend.save(folder / FOLDER, self._optimizer, version)
 
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote.
+    def load(self, folder: Path) -> int:
+        """Go on from what `save` wrote; returns its version.
 
         Raises:
             CheckpointError: there is no complete state of a critic in `folder`.
@@ -100,7 +100,7 @@ class Critic:
                 f"{folder} holds no critic: a run without one wrote it, so resume with algorithm.critic.place=none, or "
                 "start a new run"
             )
-        self._backend.load(folder / FOLDER, self._optimizer)
+        return self._backend.load(folder / FOLDER, self._optimizer)
 
     def offload(self, part: str) -> None:
         """Move its weights with the `policy`, or its optimizer's state with the `optimizer`, to host memory."""

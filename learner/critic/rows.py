@@ -14,6 +14,19 @@ from learner.batch import LearnerItem
 from learner.policies.base import RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 
+Values = Sequence[Sequence[np.ndarray]]
+"""float32 [T + 1] of each trajectory of each group: before each token, and after the last one."""
+
+
+def with_values(groups: list[list[LearnerItem]], values: Values) -> list[list[LearnerItem]]:
+    """The items with these values of a critic; as they are where there are none."""
+    if not values:
+        return groups
+    return [
+        [replace(item, values=found) for item, found in zip(row, of, strict=True)]
+        for row, of in zip(groups, values, strict=True)
+    ]
+
 
 @dataclass(frozen=True)
 class ValueRow:

@@ -14,23 +14,28 @@ from cluster.roles import UpdateReport
 from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
+from learner.critic.rows import Values
+from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.examples import Example, ExampleTotals, SharedExample, collate_examples, totals_of
+from learner.gradient_step import Term
 from learner.learner import Learner
 from learner.meter import Meter
-from learner.offline.examples import Example, ExampleTotals, collate_examples, fetch_examples, totals_of
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
 from learner.optim.slow import NullSlow, SlowWeights
+from learner.shares import all_ranks
 
 
 class OfflineLearner(Learner):
     """A learner rank whose step is one of `offline.job`: backends, optimizer, checkpoints and export are the learner's.
 
-    Both methods here are collective; every rank is given all groups and takes its share.
+    Both methods here are collective; every rank is given references to all groups and fetches its share.
     """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
         super().__init__(config, rank, world_size, banned_ids)
         self._offline_objective = build_objective(config, self._scoring.canary)
+        self._examples = ExampleFetcher(config, rank, world_size, all_ranks, self._offline_objective.row)
 
     def connect(self, init_method: str) -> None:
         """As of a learner; the initial weights of a flow model are kept to compare with."""
@@ -39,14 +44,23 @@ class OfflineLearner(Learner):
         self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     @profiled
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
-        examples = self._compared(self._examples(groups))
+    def update(
+        self,
+        groups: Sequence[ScoredGroup],
+        version: int,
+        supervised: Sequence[ScoredGroup] = (),
+        values: Values = (),
+    ) -> UpdateReport:
+        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped. There are
+        no others beside them, and no critic.
+        """
+        assert not supervised and not values, "algorithm.supervised and a critic are refused beside offline.job"
+        examples = self._compared(*self._examples.fetch([groups]))
         totals, meter = totals_of(examples), Meter()
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
         if totals.num_tokens > 0:
-            grad_norm = self._optimized(examples, partial(self._part, totals, meter), rate)
+            grad_norm = self._optimized([Term(examples, partial(self._part, totals, meter))], rate)
             is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
         self.version = version
         counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
@@ -54,30 +68,27 @@ class OfflineLearner(Learner):
 
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The job's metrics on these rows, with the weights as they are."""
-        examples = self._compared(self._examples(groups))
+        examples = self._compared(*self._examples.fetch([groups]))
         totals, meter = totals_of(examples), Meter()
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 self._part(totals, meter, rows)
         return meter.reduce()
 
-    def _examples(self, groups: Sequence[ScoredGroup]) -> list[Example]:
-        return fetch_examples(groups, self._offline_objective.row, self._config.timeouts.object_s)
-
-    def _compared(self, examples: list[Example]) -> list[Example]:
+    def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Examples of a flow model with what the initial weights predict, this rank's own share of them."""
         if not self._config.sampler.is_flow:
             return examples
-        found: dict[int, Example] = {}
+        found: dict[int, SharedExample] = {}
         with self._initial.in_place(), self._backend.inference():
             for rows in self._step.shares(examples):
                 batch = collate_examples(rows, self._reader, self._device)
                 predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()
-                found |= {
-                    id(row): row.compared(part) for row, part in zip(rows, np.split(predicted, len(rows)), strict=True)
-                }
+                for row, part in zip(rows, np.split(predicted, len(rows)), strict=True):
+                    assert isinstance(row, Example), "collate_examples refuses others"
+                    found[id(row)] = row.compared(part)
         return [found.get(id(example), example) for example in examples]
 
-    def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[Example]) -> Tensor:
+    def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
         batch = collate_examples(rows, self._reader, self._device)
         return self._offline_objective(self._policy, batch, totals, meter)

@@ -12,8 +12,8 @@ from torch import Tensor
 from configs.schema import OfflineConfig, RunConfig
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
 from learner.meter import Meter
-from learner.offline.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
 from learner.pictures.teaching import errors
 from learner.policies.flow.noising import Noising
 from learner.policies.flow.policy import Replay

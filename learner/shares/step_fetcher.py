@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from learner.batch import LearnerItem, RowOf, fetch_items
 from learner.policies.trained import row_of
 from learner.shares.outlines import ItemOutline, planned_items
-from learner.shares.wanted import wanted_by_rank
+from learner.shares.wanted import Role, wanted_by_rank
 
 Exchange = Callable[[Any], Sequence[Any]]
 """Gives a value to every rank and returns those of all, by rank. Collective."""
@@ -50,7 +50,17 @@ class StepFetcher:
         groups = StepFetcher(config, rank, world_size, all_ranks).fetch(scored, version=1)
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, exchange: Exchange, row: RowOf = row_of) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        exchange: Exchange,
+        row: RowOf = row_of,
+        role: Role = "learner",
+    ) -> None:
+        """`role` is whose ranks these are: those of a critic with its own take other rows through a network."""
+        self._role = role
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -66,18 +76,21 @@ class StepFetcher:
         if self._world_size == 1:
             return fetch_items(groups, version - 1, self._config.timeouts.object_s, self._row)
         places = [place for place, scored in enumerate(groups) for _ in scored.rewards]
-        held = _groups_of(wanted_by_rank(planned_items(groups), self._config, version, self._world_size), places)
+        held = _groups_of(self._wanted(planned_items(groups), version), places)
         owned = _owned(held, len(groups))
         held = [some | own for some, own in zip(held, owned, strict=True)]
         whole, lost = self._fetched(groups, held[self._rank], version)
         items = self._completed(whole, lost, owned, len(groups))
-        exact = _groups_of(wanted_by_rank(items, self._config, version, self._world_size), places)
+        exact = _groups_of(self._wanted(items, version), places)
         missing = [wanted - had for wanted, had in zip(exact, held, strict=True)]
         if any(missing):
             more, lost = self._fetched(groups, missing[self._rank], version)
             self._exchanged(RankReport(lost=lost))
             items = [more.get(place, row) for place, row in enumerate(items)]
         return items
+
+    def _wanted(self, items: list[list[LearnerItem]], version: int) -> list[set[int]]:
+        return wanted_by_rank(items, self._config, version, self._world_size, self._role)
 
     def _fetched(self, groups: Sequence[ScoredGroup], places: set[int], version: int) -> tuple[Fetched, str]:
         """The items of some groups, or why there are none."""

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Literal
 
 from configs.schema import RunConfig
 from learner.batch import LearnerItem, minibatches_of, without_overlong
 from learner.critic.rows import ValueRow
 from learner.gradient_step import shares_of_ranks
 
+Role = Literal["learner", "critic"]
 
-def wanted_by_rank(groups: list[list[LearnerItem]], config: RunConfig, version: int, num_ranks: int) -> list[set[int]]:
-    """For each rank the indices of the items that it trains or scores, with policy and critic, in the step that makes
-    `version`; rows that only keep step with other ranks are among them.
+
+def wanted_by_rank(
+    groups: list[list[LearnerItem]], config: RunConfig, version: int, num_ranks: int, role: Role = "learner"
+) -> list[set[int]]:
+    """For each rank of a role the indices of the items that it trains or scores, with policy and critic, in the step
+    that makes `version`; rows that only keep step with other ranks are among them.
     """
     algorithm = config.algorithm
     everything = list(chain.from_iterable(groups))
     parts = minibatches_of(without_overlong(groups, algorithm), algorithm, (config.seed, version))
-    passes: list[Sequence[LearnerItem] | Sequence[ValueRow]] = [*parts]
-    if algorithm.needs_scoring_pass:
-        passes.append(everything)
-    if algorithm.critic.is_on:
+    is_reference = config.reference.place == "learner_ranks"
+    passes: list[Sequence[LearnerItem] | Sequence[ValueRow]] = []
+    if role == "learner":
+        passes += [*parts, *([everything] if algorithm.needs_scoring_pass or is_reference else [])]
+    if role == "critic" or algorithm.critic.place == "learner_ranks":
         passes += [[ValueRow.of(item) for item in rows] for rows in (everything, *parts)]
     wanted: list[set[int]] = [set() for _ in range(num_ranks)]
     for rows in passes:

@@ -27,7 +27,7 @@ from cluster.roles import SamplingSettings, UpdateReport
 from cluster.runtime.object_store import fetch_or_miss
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
-from learner.process_group import RankRendezvous
+from learner.ranks.process_group import RankRendezvous
 from learner.weight_publisher import WeightPublisher
 
 MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))

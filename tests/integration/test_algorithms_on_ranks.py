@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import config_of, equal, train
+from backend_run import LORA, config_of, equal, train
 
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -45,9 +45,11 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 BYTES = ("learner.optimizer=adamw_8bit",)  # blocks of 256 values begin at other places on two ranks
 CASES = {"algorithm": (WORDS, 0.01), "muon": (MUON, 0.05), "adamw_8bit": (BYTES, 0.1)}
+OFF = (*LORA, "warm_start=none", "algorithm.kl.coef=0.5", "reference.place=learner_ranks")
+RARE = [pytest.param(OFF, 0.01, marks=pytest.mark.matrix, id="adapters off")]
 
 
-@pytest.mark.parametrize(("words", "share"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("words", "share"), [*(pytest.param(*case, id=name) for name, case in CASES.items()), *RARE])
 def test_two_ranks_train_as_one_process_does_and_resume_exactly(
     tmp_path: Path, words: tuple[str, ...], share: float
 ) -> None:

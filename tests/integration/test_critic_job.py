@@ -14,11 +14,26 @@ from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """One vLLM engine and two FSDP2 ranks; the first of three steps trains the critic alone."""
+PLACES = {
+    "learner_ranks": (),
+    "own_ranks": (
+        "algorithm.critic.place=own_ranks",
+        "resources.learner.num_workers=1",
+        "resources.critic.num_workers=2",
+    ),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["learner_ranks", pytest.param("own_ranks", marks=[pytest.mark.matrix, pytest.mark.exhaustive])],
+)
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One vLLM engine and two FSDP2 ranks, or one of the policy and two of the critic; the first of three steps trains
+    the critic alone."""
     folder = tmp_path_factory.mktemp("ppo_gae")
     words = ("experiment=ppo_gae", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=3")
+    words += PLACES[request.param]
     short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
     job = Job(folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1"))
     try:

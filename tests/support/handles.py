@@ -32,23 +32,29 @@ class LocalMethod:
         """Here every call has a lane of its own."""
         return replace(self, num_returns=num_returns)
 
-    def remote(self, *args: Any) -> Any:
+    def remote(self, *args: Any, **named: Any) -> Any:
         if self.num_returns == "streaming":
-            self.streams.append(LocalStream(self.function(*args)))
+            self.streams.append(LocalStream(self.function(*args, **named)))
             return self.streams[-1]
-        whole = asyncio.ensure_future(self._call(args))
+        whole = asyncio.ensure_future(self._call(args, named))
         if self.num_returns == 1:
             return LocalReference(whole)
         return [LocalReference(asyncio.ensure_future(self._part(whole, i))) for i in range(self.num_returns)]
 
-    async def _call(self, args: tuple[Any, ...]) -> Any:
-        result = self.function(*args)
+    async def _call(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = {name: await _resolved(value) for name, value in named.items()}
+        result = self.function(*[await _resolved(value) for value in args], **given)
         return await result if inspect.isawaitable(result) else result
 
     async def _part(self, whole: asyncio.Future[Any], index: int) -> Any:
         results = await whole
         assert len(results) == self.num_returns, f"{len(results)} results, {self.num_returns} were asked for"
         return results[index]
+
+
+async def _resolved(value: Any) -> Any:
+    """As in Ray, a reference that is an argument arrives as its value."""
+    return await value.task if isinstance(value, LocalReference) else value
 
 
 class LocalStream:

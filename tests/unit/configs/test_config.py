@@ -22,6 +22,9 @@ from configs.schema.run import MAX_SECONDS
 from configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
+OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")
+TWO_RANKS = ("learner=single", "resources.learner.num_workers=1", "resources.critic.num_workers=2")
+ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must name: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -109,10 +112,15 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.distillation.teachers={a: m}"], ["teachers={'a': 'm'}", "set algorithm.distillation.teacher=CHECK"]),
     (["algorithm=distill"], ["algorithm.distillation.coef=1", "give algorithm.distillation.teacher=CHECKPOINT"]),
     (["algorithm.distillation.teacher=m"], ["algorithm.distillation.teacher=m", "set algorithm.distillation.coef=1"]),
+    (["algorithm.supervised.coef=1"], ["algorithm.supervised.coef=1", "set algorithm.supervised.path to a folder"]),
+    (["algorithm.supervised.path=x"], ["algorithm.supervised.path=x", "set algorithm.supervised.coef to the weight"]),
+    ([*ROWS, "algorithm.supervised.batch_size=1"], ["batch_size=1", "raise algorithm.supervised.batch_size"]),
     (["algorithm.distillation.place=reward"], ["algorithm.distillation.place got", "one of advantage, loss"]),
     (["algorithm.advantage=gae"], ["algorithm.critic.place=none", "use algorithm=ppo_gae"]),
     (["algorithm.critic.place=learner_ranks"], ["algorithm.advantage=grpo", "set algorithm.advantage=gae"]),
-    ([*CRITIC, "algorithm.critic.place=own_ranks"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
+    ([*OWN_RANKS, "resources.critic.num_workers=0"], ["resources.critic.num_workers is 0", "set it to 1 or more"]),
+    ([*OWN_RANKS, "resources.critic.num_workers=999"], ["resources.critic.num_workers=999", "256 samples"]),
+    ([*OWN_RANKS, *TWO_RANKS], ["set resources.critic.num_workers=1"]),
     ([*CRITIC, "algorithm.critic.warmup_steps=200"], ["algorithm.critic.warmup_steps=200", "num_steps=200", "lower"]),
     ([*CRITIC, "algorithm.critic.optimizer=muon", "learner=deepspeed"], ["set algorithm.critic.optimizer=adamw"]),
     (
@@ -120,7 +128,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["algorithm.distillation.reward_weight=0", "set algorithm.distillation.reward_weight=1"],
     ),
     ([*CRITIC, "algorithm.gae_lambda=1.5"], ["algorithm.gae_lambda got 1.5", "at least 0, at most 1"]),
-    ([*CRITIC, "algorithm.critic.place=beside"], ["algorithm.critic.place got", "one of none, learner_ranks"]),
+    (
+        [*CRITIC, "algorithm.critic.place=beside"],
+        ["algorithm.critic.place got", "one of none, learner_ranks, own_ranks"],
+    ),
     (["algorithm.losses.cpg.clip_low=1"], ["algorithm.losses.cpg.clip_low got 1", "less than 1"]),
     (["algorithm.losses.dual_clip.bound=1"], ["algorithm.losses.dual_clip.bound got 1", "more than 1"]),
     (["algorithm.loss=gppo"], ["algorithm.loss got", "one of ppo_clip, dual_clip"]),

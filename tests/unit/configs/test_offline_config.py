@@ -14,6 +14,7 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.cli import app
 
+ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 GIVEN = ("policy.model=x", "data.path=y")
 
 
@@ -78,6 +79,8 @@ def test_scored_rows_are_those_of_regression() -> None:
         (("experiment=sft", "offline.batch_size=1"), "offline.batch_size=1 leaves some"),
         (("experiment=dpo", "offline.dpo.loss=ipo", "offline.dpo.label_smoothing=0.1"), "offline.dpo.loss=sigmoid"),
         (("experiment=dpo", "resources.reference.num_workers=0"), "offline.job=dpo compares with the initial policy"),
+        (("experiment=sft", *ROWS), "algorithm.supervised.coef=1 adds rows to steps of RL, and offline.job=sft"),
+        (("experiment=glyphs_nft", *ROWS), "sampler.kind=flow makes pictures: set algorithm.supervised.coef=0"),
         (("experiment=dpo", "offline.dpo.beta=0"), "offline.dpo.beta got 0"),
         (("experiment=dpo", "offline.dpo.label_smoothing=0.5"), "less than 0.5"),
     ],

@@ -22,7 +22,7 @@ from cluster.metrics.step_records import StepRecord
 from cluster.records.trajectory import ScoredGroup
 from deploy.run import runtime
 from deploy.wiring.preparation import prepare
-from learner.offline.examples import collate_examples, end_row, fetch_examples
+from learner.examples.examples import collate_examples, end_row, fetch_examples
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from rewards.contract import RewardRequest
 from rewards.models.reward_model import RewardModel

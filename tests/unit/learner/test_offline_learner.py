@@ -103,7 +103,10 @@ def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer,
 @pytest.mark.parametrize("job", JOBS)
 def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder, tokenizer, job: str, tmp_path) -> None:
     groups = [rows(tokenizer, job, seed=seed) for seed in range(3)]
-    whole, split = (connected(config_of(folder, job, f"learner.tokens_per_microbatch={n}")) for n in (100_000, 60))
+    """The whole is padded, and its parts are packed."""
+    sizes = (("100000", "false"), ("60", "true"))
+    words = [(f"learner.tokens_per_microbatch={most}", f"learner.packing={packs}") for most, packs in sizes]
+    whole, split = (connected(config_of(folder, job, *own)) for own in words)
     start = weights(whole)
     for version in (1, 2):
         metrics = [learner.update(groups[version], version).metrics for learner in (whole, split)]

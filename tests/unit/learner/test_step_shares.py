@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from latent_data import latent_actions, latent_group, latent_prompt
 from learner_data import group, picture, prompt, random_groups, tiny_config
+from ranks_in_threads import RanksInThreads, Store
 from transformers import AutoTokenizer
 
 import learner.batch
-from cluster.errors import LostObjectError
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
 from configs.schema import RunConfig
@@ -26,7 +22,7 @@ from learner.batch import LearnerItem, collate_items, fetch_items
 from learner.credit import Credit
 from learner.policies.base import RowOutline
 from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import StepFetcher
+from learner.shares import Exchange, StepFetcher
 from learner.shares.wanted import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
@@ -42,38 +38,6 @@ def tokenizer(folder: Path):
     return AutoTokenizer.from_pretrained(folder)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """Stands for an object reference: the value's bytes, which a fetch reads and counts."""
-
-    content: bytes
-
-
-class Store:
-    """Resolves `Stored` values, and counts the bytes that each thread has fetched."""
-
-    def __init__(self) -> None:
-        self.num_bytes: dict[int, int] = {}
-        self.lost: set[int] = set()  # threads whose fetches fail
-
-    def put(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        def stored(value: Any) -> Any:
-            return None if value is None else Stored(pickle.dumps(value))
-
-        return [
-            dataclasses.replace(g, group=stored(g.group), reference_logprobs=stored(g.reference_logprobs))
-            for g in groups
-        ]
-
-    def fetch(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-        rank = threading.get_ident()
-        if rank in self.lost:
-            raise LostObjectError(f"{what} cannot be had")
-        found = [r.content for r in references if isinstance(r, Stored)]
-        self.num_bytes[rank] = self.num_bytes.get(rank, 0) + sum(map(len, found))
-        return [pickle.loads(r.content) if isinstance(r, Stored) else r for r in references]
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
@@ -81,43 +45,20 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-class Ranks:
-    """Ranks as threads of this process, which meet where a process group would."""
+class Ranks(RanksInThreads):
+    """Ranks that fetch a step."""
 
     def __init__(self, config: RunConfig, num: int, store: Store) -> None:
+        super().__init__(num, store)
         self._config = config
-        self._num = num
-        self._store = store
-        self._meeting = threading.Barrier(num, timeout=20)
-        self._values: list[bytes] = [b""] * num
-        self.num_exchanged = 0  # bytes that all ranks gave to the others
 
     def fetch(self, groups: Sequence[ScoredGroup], version: int, unlucky: int | None = None) -> list[Steps | Exception]:
         """What each rank gets; for `unlucky` every fetch fails."""
 
-        def rank(number: int) -> Steps | Exception:
-            if number == unlucky:
-                self._store.lost.add(threading.get_ident())
-            fetcher = StepFetcher(self._config, number, self._num, self._exchange(number))
-            try:
-                return fetcher.fetch(groups, version)
-            except LostObjectError as error:
-                return error
+        def fetched(rank: int, exchange: Exchange) -> Steps:
+            return StepFetcher(self._config, rank, self.num, exchange).fetch(groups, version)
 
-        with ThreadPoolExecutor(self._num) as pool:
-            return list(pool.map(rank, range(self._num)))
-
-    def _exchange(self, rank: int) -> Callable[[Any], Sequence[Any]]:
-        def exchange(value: Any) -> Sequence[Any]:
-            self._values[rank] = pickle.dumps(value)
-            self._meeting.wait()
-            found = [pickle.loads(content) for content in self._values]
-            if rank == 0:
-                self.num_exchanged += sum(map(len, self._values))
-            self._meeting.wait()
-            return found
-
-        return exchange
+        return self.each(fetched, unlucky)
 
 
 def with_reference(groups: Sequence[ScoredGroup], seed: int = 0) -> list[ScoredGroup]:

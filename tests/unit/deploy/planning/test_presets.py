@@ -31,6 +31,11 @@ PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
         ["learner.tokens_per_microbatch=3072"],
     ),
     "eight_gpu_split": ("1x8x141GB", {"learner": 4, "rollout": 4, "reference": 4}, []),
+    "eight_gpu_critic": (
+        "1x8x141GB",
+        {"learner": 3, "critic": 2, "rollout": 3, "reference": 3},
+        ["algorithm=ppo_gae", "algorithm.critic.place=own_ranks"],
+    ),
     "eight_gpu_colocated": ("1x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
     "maye_8": ("1x8x141GB", {"learner": 7, "rollout": 1, "reference": 7}, []),
     "two_node": ("2x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from cluster.runtime.network import RendezvousStore, join_store
 
+COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""The collectives of a process group, by `resources.device`."""
 PREFIX = "learner"
 GLOO = "/gloo/transport/"  # in what gloo says, whose errors have no type of their own
 

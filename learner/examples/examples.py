@@ -15,7 +15,7 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from cluster.runtime.object_store import fetch_or_miss
 from cluster.runtime.seeds import derived_seed
-from learner.policies.base import PolicyRow
+from learner.policies.base import PolicyRow, RowOutline
 from learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
 from learner.policies.flow.noising import CleanSequence, Noising
 from learner.policies.trained import PolicyBatch, collate_rows
@@ -43,6 +43,15 @@ class Example:
     group: ClassVar[None] = None  # its candidates are one row
 
     @property
+    def labels(self) -> tuple[float, ...]:
+        return tuple(candidate.label for candidate in self.candidates)
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens of all candidates."""
+        return sum(int(candidate.mask.sum()) for candidate in self.candidates)
+
+    @property
     def sequence(self) -> PolicyRow:
         """What the example takes of a micro-batch: as many rows as candidates, each as long as the longest."""
         first, *others = (candidate.sequence for candidate in self.candidates)
@@ -64,6 +73,28 @@ class Example:
         """The same example with nothing to learn from."""
         masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)
         return Example(masked, is_trained=False)
+
+
+@dataclass(frozen=True)
+class ExampleOutline:
+    """An example that another rank has: its size, by which rows are shared out, and what the totals of a step count."""
+
+    index: int  # its place among the examples of the step
+    sequence: RowOutline
+    num_trained: int
+    labels: tuple[float, ...]
+    group: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, example: Example, index: int) -> ExampleOutline:
+        return cls(index, RowOutline.of(example.sequence), example.num_trained, example.labels)
+
+    def untrained(self) -> ExampleOutline:
+        return self
+
+
+SharedExample = Example | ExampleOutline
+"""An example as a rank has it: whole if it takes it through the model."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +153,27 @@ def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) ->
     return examples
 
 
-def totals_of(examples: Sequence[Example]) -> ExampleTotals:
+def totals_of(examples: Sequence[SharedExample]) -> ExampleTotals:
     """The denominators of a step."""
-    candidates = [candidate for example in examples for candidate in example.candidates]
+    labels = [label for example in examples for label in example.labels]
     return ExampleTotals(
         num_examples=len(examples),
-        num_tokens=sum(int(candidate.mask.sum()) for candidate in candidates),
-        mean_label=sum(candidate.label for candidate in candidates) / len(candidates),
+        num_tokens=sum(example.num_trained for example in examples),
+        mean_label=sum(labels) / len(labels),
     )
 
 
-def collate_examples(examples: Sequence[Example], reader: MediaReader, device: torch.device) -> ExampleBatch:
-    """Pad the candidates of some examples into one micro-batch."""
-    candidates = [candidate for example in examples for candidate in example.candidates]
+def collate_examples(examples: Sequence[SharedExample], reader: MediaReader, device: torch.device) -> ExampleBatch:
+    """Pad the candidates of some examples, all of them whole, into one micro-batch."""
+    whole = [example for example in examples if isinstance(example, Example)]
+    assert len(whole) == len(examples), "an example of another rank: no content of it was fetched"
+    candidates = [candidate for example in whole for candidate in example.candidates]
     references = [c.reference_logprobs for c in candidates if c.reference_logprobs is not None]
     return ExampleBatch(
         tokens=collate_rows([candidate.sequence for candidate in candidates], reader, device),
         mask=_column([candidate.mask for candidate in candidates], np.bool_, device),
         labels=torch.tensor([candidate.label for candidate in candidates], dtype=torch.float32, device=device),
-        is_trained=torch.tensor([example.is_trained for example in examples], device=device),
+        is_trained=torch.tensor([example.is_trained for example in whole], device=device),
         reference_logprobs=_column(references, np.float32, device) if len(references) == len(candidates) else None,
     )
 

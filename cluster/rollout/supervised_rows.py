@@ -1,0 +1,70 @@
+"""SupervisedRows: rows of a data set that RL steps train beside their groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.records.trajectory import ScoredGroup
+from cluster.rollout.row_stream import RowSource, stored
+
+
+class SupervisedRows:
+    """Implements `Resumable`: the rows of a step are a function of the version that it makes.
+
+    So a step that is repeated after a fault, or by the journal, has the rows that it had. Those of the next step are
+    read on a thread while the learner trains.
+
+    Example:
+        rows = SupervisedRows(source, ray.put, rows_per_step=32, total_steps=100)
+        beside = await rows.of(version=1)
+    """
+
+    def __init__(self, source: RowSource, put: Callable[[Any], Any], *, rows_per_step: int, total_steps: int) -> None:
+        """`put` stores a group and returns what `cluster.runtime.object_store.fetch` resolves."""
+        self._source = source
+        self._put = put
+        self._rows_per_step = rows_per_step
+        self._total_steps = total_steps
+        self._starts = {1: 0}  # version made -> where its rows begin in the source
+        self._furthest = 0  # version whose rows were asked for
+        self._ahead: tuple[int, asyncio.Task[list[ScoredGroup]]] | None = None
+
+    async def of(self, version: int) -> Sequence[ScoredGroup]:
+        """The rows of the step that makes `version`: the one after an earlier one, or one that is repeated.
+
+        Raises:
+            DatasetError: no row of the data set is usable.
+        """
+        rows = await self._taken(version)
+        self._furthest = max(self._furthest, version)
+        if version < self._total_steps:
+            self._ahead = (version + 1, asyncio.create_task(self._read(version + 1), name="read supervised rows"))
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {"cursor": self._starts[self._furthest + 1]}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        """Go on behind the rows of `version`."""
+        self._starts, self._furthest, self._ahead = {version + 1: state["cursor"]}, version, None
+
+    async def _taken(self, version: int) -> list[ScoredGroup]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            found = await ahead[1]  # the source has one reader at a time
+            if ahead[0] == version:
+                return found
+        return await self._read(version)
+
+    async def _read(self, version: int) -> list[ScoredGroup]:
+        return await asyncio.to_thread(self._step, version)
+
+    def _step(self, version: int) -> list[ScoredGroup]:
+        if self._source.cursor != self._starts[version]:
+            self._source.restore(self._starts[version], ())
+        rows = [stored(self._source.next(), version - 1, self._put) for _ in range(self._rows_per_step)]
+        self._starts[version + 1] = self._source.cursor
+        return rows

@@ -1,0 +1,58 @@
+"""SupervisedTerm: rows of a data set whose cross-entropy is a term of the loss of an RL step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import ScoredGroup
+from configs.schema import RunConfig
+from learner.algorithms.aggregation import Totals, token_mean
+from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.examples import SharedExample, answer_row, collate_examples, totals_of
+from learner.gradient_step import Term
+from learner.meter import Meter
+from learner.policies.logprobs import PLAIN
+from learner.shares import Exchange
+
+
+class SupervisedTerm:
+    """loss of an optimizer step = RL loss + coef * mean over trained tokens of the step's rows of -log p.
+
+    Each minibatch of each epoch has `algorithm.supervised.batch_size` rows of its own. p is the policy at temperature 1
+    and without bans, as in `offline.job=sft`.
+
+    Source: Training language models to follow instructions with human feedback, arXiv:2203.02155, equation 2.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, exchange: Exchange, reader: MediaReader) -> None:
+        self._settings = config.algorithm.supervised
+        self._device = torch.device(config.resources.device)
+        self._fetcher = ExampleFetcher(config, rank, world_size, exchange, answer_row)
+        self._reader = reader
+
+    def fetch(self, rows: Sequence[ScoredGroup]) -> list[list[SharedExample]]:
+        """The examples of each optimizer step of an update, which is given references to all of them. Collective."""
+        size = self._settings.batch_size
+        return self._fetcher.fetch([rows[n : n + size] for n in range(0, len(rows), size)]) if rows else []
+
+    def terms(
+        self, policy: nn.Module, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter
+    ) -> list[Term[SharedExample]]:
+        """What is added to the loss of optimizer step `step` of the update; nothing without rows."""
+        if not examples:
+            return []
+        totals = totals_of(examples[step])
+        counts = Totals(totals.num_tokens, totals.num_examples)
+        return [Term(examples[step], partial(self._loss, policy, counts, meter))]
+
+    def _loss(self, policy: nn.Module, counts: Totals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
+        batch = collate_examples(rows, self._reader, self._device)
+        part = token_mean(-policy(batch.tokens, PLAIN).logprobs, batch.mask, counts)
+        loss = self._settings.coef * part
+        meter.add(loss=loss, supervised_loss=part)
+        return loss

@@ -1,0 +1,170 @@
+"""A critic on ranks of its own computes what one on the learner's ranks does, and is saved in the same form."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from handles import LocalHandle
+from learner_data import random_groups, tiny_config
+from transformers import AutoTokenizer
+
+from cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
+from cluster.records.trajectory import ScoredGroup
+from cluster.roles import UpdateReport
+from configs.load import load_config
+from configs.schema import RunConfig
+from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
+from learner.critic_ranks.critic_rank import CriticRank
+from learner.learner import Learner
+from learner.learner_group import LearnerGroup
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+WORDS = (
+    "algorithm=ppo_gae",
+    "algorithm.kl.coef=0.1",
+    "algorithm.kl.controller=adaptive",
+    "algorithm.kl.horizon=20",
+    "algorithm.num_epochs=2",
+    "algorithm.num_minibatches=2",
+    "algorithm.shaping.running_moments=scale",
+    "algorithm.max_staleness=4",
+    "algorithm.critic.learning_rate=1e-3",
+    "algorithm.critic.warmup_steps=1",
+    "num_steps=6",
+)
+APART = "algorithm.critic.place=own_ranks"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def updates(folder: Path) -> list[list[ScoredGroup]]:
+    """Four steps, with log-probs of a reference."""
+    tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
+    made = []
+    for seed in range(4):
+        groups = random_groups(tokenizer, 4, 2, seed=seed)
+        made.append([dataclasses.replace(scored, reference_logprobs=_shifted(scored, rng)) for scored in groups])
+    return made
+
+
+def _shifted(scored: ScoredGroup, rng: np.random.Generator) -> list[np.ndarray]:
+    rows = [t.behavior_logprobs for t in scored.group.trajectories]
+    return [row + rng.normal(0, 0.2, size=row.shape).astype(np.float32) for row in rows]
+
+
+def by_value(value: object) -> object:
+    return value
+
+
+def together(folder: Path) -> LearnerGroup:
+    config = tiny_config(folder, *WORDS)
+    return LearnerGroup(lambda: [LocalHandle(Learner(config, 0, 1, (250,)))], config.timeouts, by_value)
+
+
+def apart(folder: Path, export: Path) -> LearnerWithCritic:
+    config = tiny_config(folder, *WORDS, APART)
+    critic = CriticGroup(lambda: [LocalHandle(CriticRank(config, 0, 1))], config.timeouts, by_value)
+    learner = [LocalHandle(Learner(config, 0, 1, (250,)))]
+    return LearnerWithCritic(lambda: learner, config.timeouts, by_value, None, critic=critic, folder=export)
+
+
+def weights(group: LearnerGroup) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in group.workers[0]._role._named_weights()}
+
+
+async def trained(group: LearnerGroup, updates: Sequence[list[ScoredGroup]]) -> list[dict[str, float]]:
+    return [dict((await group.update(groups)).metrics) for groups in updates]
+
+
+async def test_both_places_train_alike_and_a_checkpoint_of_one_is_one_of_the_other(
+    folder: Path, updates: list[list[ScoredGroup]], tmp_path: Path
+) -> None:
+    near, far = together(folder), apart(folder, tmp_path / "reference")
+    for group in (near, far):
+        await group.start()
+        await group.begin_rl()
+    expected, found = await trained(near, updates[:2]), await trained(far, updates[:2])
+    assert found == expected
+    assert [step["learning_rate"] > 0 for step in found] == [False, True]
+    assert found[1]["optimizer_steps"] == 8 and found[1]["value_loss"] > 0
+    for group, name in ((near, "near"), (far, "far")):
+        await group.save(tmp_path / name)
+        assert await group.finish_save()
+    expected, found = await trained(near, updates[2:]), await trained(far, updates[2:])
+    assert found == expected
+    assert len({step["kl_coef"] for step in expected}) == 2, "the critic's ranks follow the coefficient"
+    whole = weights(near)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(far).items())
+
+    for state in ("near", "far"):
+        again = apart(folder, tmp_path / "reference")
+        await again.start()
+        assert await again.load(tmp_path / state) == 2
+        assert await trained(again, updates[2:]) == expected, f"from the checkpoint of {state}"
+    back = together(folder)
+    await back.start()
+    assert await back.load(tmp_path / "far") == 2
+    assert await trained(back, updates[2:]) == expected
+
+
+class Rank:
+    """A rank of either kind that answers at once; `update` misses the groups."""
+
+    def rendezvous_address(self) -> str:
+        return ""
+
+    def connect(self, address: str) -> None: ...
+
+    def update(self, groups: object, version: int, *, values: object = None) -> UpdateReport:
+        raise LostObjectError("the groups went with their node")
+
+    def value(self, groups: object, version: int, kl: float | None) -> tuple[int, list]:
+        return version, [[np.zeros(2, np.float32)]]
+
+    async def train(self, version: int) -> tuple[dict[str, float], float]:
+        await asyncio.sleep(0)
+        return {"value_loss": 1.0}, 1.0
+
+    def load(self, folder: Path) -> int:
+        return 3
+
+
+class Ahead(Rank):
+    """Another rank, whose state is of another version."""
+
+    def load(self, folder: Path) -> int:
+        return 4
+
+
+def faked(config: RunConfig, critic: Rank) -> LearnerWithCritic:
+    group = CriticGroup(lambda: [LocalHandle(critic)], config.timeouts, by_value)
+    ranks = [LocalHandle(Rank())]
+    return LearnerWithCritic(lambda: ranks, config.timeouts, by_value, None, critic=group, folder=Path("x"))
+
+
+async def test_a_critic_that_has_trained_on_what_the_policy_missed_cannot_go_on() -> None:
+    """Both go back to a checkpoint; the step then fails before anything has changed."""
+    group = faked(load_config(["experiment=ppo_gae"]), Rank())
+    with pytest.raises(WorkerDiedError, match="the critic trains on groups that the policy could not get at"):
+        await group.update([])
+
+
+async def test_states_of_two_versions_are_no_checkpoint() -> None:
+    group = faked(load_config(["experiment=ppo_gae"]), Ahead())
+    with pytest.raises(CheckpointError, match="version 3 of the policy and 4 of the critic"):
+        await group.load(Path("x"))
+
+
+async def test_both_groups_are_watched_by_their_roles() -> None:
+    group = faked(load_config(["experiment=ppo_gae"]), Rank())
+    assert [found.role for found in group.groups] == ["learner", "critic"]

@@ -1,0 +1,100 @@
+"""Of an offline job each rank fetches the rows that it takes through the model; totals and shares are those of all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from offline_rows import config_of, rows
+from ranks_in_threads import RanksInThreads, Store
+from transformers import AutoTokenizer
+
+import learner.examples.examples
+from cluster.records.media import MediaReader
+from cluster.records.trajectory import ScoredGroup
+from configs.schema import RunConfig
+from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
+from learner.gradient_step import shares_of_ranks
+from learner.offline.objectives import build_objective
+from learner.policies.logprobs import PLAIN
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+Parts = list[list[SharedExample]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(learner.examples.examples, "fetch_or_miss", store.fetch)
+    return store
+
+
+def fetched(
+    config: RunConfig, num_ranks: int, store: Store, parts: list[list[ScoredGroup]], unlucky: int | None = None
+) -> list[Parts]:
+    """What each rank gets."""
+    row = build_objective(config, PLAIN).row
+    ranks = RanksInThreads(num_ranks, store)
+    return ranks.each(lambda n, meet: ExampleFetcher(config, n, num_ranks, meet, row).fetch(parts), unlucky)
+
+
+def own_rows(part: list[SharedExample], config: RunConfig, rank: int, num_ranks: int) -> list[list[int]]:
+    """The places in a part of the rows of each of its micro-batches."""
+    shares = shares_of_ranks(part, config.learner, num_ranks)[rank]
+    places = {id(example): n for n, example in enumerate(part)}
+    return [[places[id(example)] for example in share if id(example) in places] for share in shares]
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo", "reward_model", "regression"])
+def test_each_rank_has_its_share_whole_and_the_totals_of_all(folder: Path, tokenizer, store: Store, job: str) -> None:
+    config = config_of(folder, job, "learner.tokens_per_microbatch=120")
+    parts = [rows(tokenizer, job, num=7, seed=1), rows(tokenizer, job, num=4, seed=2)]
+    row = build_objective(config, PLAIN).row
+    expected = [fetch_examples(part, row, 1.0) for part in parts]
+    found = fetched(config, 3, store, [store.put(part) for part in parts])
+    for rank, theirs in enumerate(found):
+        for part, whole in zip(theirs, expected, strict=True):
+            assert totals_of(part) == totals_of(whole)
+            shares = own_rows(part, config, rank, 3)
+            assert shares == own_rows(whole, config, rank, 3), "rows are shared out as with all of them at hand"
+            for n in (n for share in shares for n in share):
+                mine = part[n]
+                assert isinstance(mine, Example)
+                for one, other in zip(mine.candidates, whole[n].candidates, strict=True):
+                    np.testing.assert_array_equal(one.sequence.token_ids, other.sequence.token_ids, strict=True)
+                    np.testing.assert_array_equal(one.mask, other.mask, strict=True)
+                    assert one.label == other.label
+    assert not all(isinstance(example, Example) for part in found[0] for example in part)
+
+
+def test_two_ranks_fetch_each_row_once(folder: Path, tokenizer, store: Store) -> None:
+    stored = store.put(rows(tokenizer, "dpo", num=40))
+    total = sum(len(g.group.content) + len(g.reference_logprobs.content) for g in stored)
+    fetched(config_of(folder, "dpo"), 2, store, [stored])
+    assert len(store.num_bytes) == 2 and sum(store.num_bytes.values()) == total
+    assert max(store.num_bytes.values()) < 0.7 * total
+
+
+def test_a_row_that_one_rank_cannot_fetch_is_missed_by_all_of_them(folder: Path, tokenizer, store: Store) -> None:
+    found = fetched(config_of(folder, "sft"), 2, store, [store.put(rows(tokenizer, "sft"))], unlucky=1)
+    assert [str(error) for error in found] == ["learner/1: rows cannot be had"] * 2
+
+
+def test_a_row_of_another_rank_cannot_be_put_into_a_batch(folder: Path, tokenizer, store: Store) -> None:
+    [part], _ = fetched(config_of(folder, "sft"), 2, store, [store.put(rows(tokenizer, "sft"))])
+    outlined = [example for example in part if not isinstance(example, Example)]
+    with pytest.raises(AssertionError, match="an example of another rank"):
+        collate_examples(outlined[:1], MediaReader(timeout_s=1, max_items=1), torch.device("cpu"))

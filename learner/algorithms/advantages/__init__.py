@@ -16,8 +16,7 @@ from learner.algorithms.advantages.inputs import (
 from learner.algorithms.advantages.opo import opo
 from learner.algorithms.advantages.pass_at_k import pass_at_k
 from learner.algorithms.advantages.prompt_stats import prompt_stats, prompt_stats_global_std
-from learner.algorithms.advantages.reinforce import reinforce
-from learner.algorithms.advantages.reinforce_batch import reinforce_batch
+from learner.algorithms.advantages.reinforce import reinforce, reinforce_batch
 from learner.algorithms.advantages.reinforce_pp import reinforce_pp
 from learner.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from learner.algorithms.advantages.rloo import rloo

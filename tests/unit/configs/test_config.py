@@ -354,6 +354,7 @@ def test_presets_state_the_values_of_their_papers() -> None:
         5.0,
     )
     assert (vrl.policy.lora.rank, vrl.policy.lora.alpha, vrl.learner.learning_rate) == (32, 64.0, 3e-4)
+    assert vrl.data.prompt_suffix == "", "the text encoder reads the prompt alone"
     clips = {
         name: load_config(["experiment=glyphs_grpo", f"algorithm={name}"]).algorithm.losses.ppo_clip
         for name in ("flow_grpo", "flow_grpo_fast", "flow_grpo_wan", "dance_grpo")

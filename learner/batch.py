@@ -31,6 +31,7 @@ class LearnerItem:
 
     index: int  # its place among all trajectories of the step
     group: int  # the place of its group in the step
+    sample_id: str  # of the row of the data that its prompt is
     sequence: PolicyRow
     behavior_logprobs: np.ndarray  # float32 [T]
     loss_mask: np.ndarray  # bool [T]: True where a token is trained; these count where a mean is taken
@@ -140,6 +141,7 @@ def _item(
     return LearnerItem(
         index=index,
         group=place,
+        sample_id=group.prompt.sample_id,
         sequence=sequence,
         behavior_logprobs=trajectory.behavior_logprobs[last],
         loss_mask=mask,

@@ -27,6 +27,7 @@ from learner.algorithms.distillation import teacher_advantage
 from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
 from learner.algorithms.kl.base import capped
 from learner.algorithms.moments import RunningMoments
+from learner.algorithms.prompt_history import PromptHistory
 from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
 from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
 from learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
@@ -72,15 +73,17 @@ class Credit:
         self._spread = _spread(config.algorithm)
         self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
         self._moments = RunningMoments()
+        self._history = PromptHistory(config.algorithm.prompt_history_steps)
         self.kl = _coefficient(config.algorithm.kl)
 
     def assign(self, groups: Groups) -> Credited:
-        """Advantages for every item. Changes the running moments, so call it once a step."""
+        """Advantages for every item. Changes the running moments and the history, so call it once a step."""
         items = [item for group in groups for item in group]
         rewards = self._step_rewards(items)
         shaped, clip_fraction = self._shaped(items, rewards)
         shaped_rewards = replace(rewards, values=shaped)
         items = self._spread(items, shaped_rewards, self._earned(items, shaped_rewards), list(map(self._costs, items)))
+        self._remember(items, shaped, rewards.included)
         values = _measure_values(items) if self._config.critic.is_on else {}
         advantages, advantage_clip_fraction = self._finished(items, [self._with_teacher(item) for item in items])
         credited = iter(replace(item, advantages=a) for item, a in zip(items, advantages, strict=True))
@@ -98,17 +101,24 @@ class Credit:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, as JSON."""
-        return {"moments": self._moments.state(), "kl_coef": self.kl.value}
+        return {
+            "moments": self._moments.state(),
+            "kl_coef": self.kl.value,
+            "prompt_history": self._history.state(),
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned. A fixed coefficient stays as it is configured."""
         self._moments.load(state["moments"])
+        self._history.load(state.get("prompt_history", ()))  # a run that kept none goes on with none
         if self._config.kl.controller == "adaptive":
             self.kl.value = state["kl_coef"]
 
     def _step_rewards(self, items: Sequence[LearnerItem]) -> StepRewards:
         names, found = self._components, [item.reward for item in items]
         weights = [for_label(self._weights, self._label_of(item.metadata)) or {} for item in items]
+        prompts = list(dict.fromkeys(item.sample_id for item in items))
+        places = {prompt: n for n, prompt in enumerate(prompts)}
         return StepRewards(
             values=torch.tensor([0.0 if r is None else r.value for r in found], dtype=torch.float64),
             included=torch.tensor([r is not None for r in found]),
@@ -118,7 +128,14 @@ class Credit:
                 [[0.0 if r is None else r.components.get(n, 0.0) for n in names] for r in found], dtype=torch.float64
             ),
             weights=torch.tensor([[w.get(n, 0.0) for n in names] for w in weights], dtype=torch.float64),
+            prompt_ids=torch.tensor([places[item.sample_id] for item in items]),
+            earlier=self._history.of(prompts),
         )
+
+    def _remember(self, items: Sequence[LearnerItem], shaped: Tensor, included: Tensor) -> None:
+        """The step's rewards become earlier ones."""
+        known = included.nonzero().flatten().tolist()
+        self._history.add([items[n].sample_id for n in known], shaped[known].tolist())
 
     def _shaped(self, items: Sequence[LearnerItem], rewards: StepRewards) -> tuple[Tensor, float]:
         """Rewards [N] after shaping, and the share that the clip changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from learner.policies.flow.rows import CONDITION, WHERE
 TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
 MAX_PICTURES = 4096  # whose latents are kept
 
+logger = logging.getLogger(__name__)
+
 
 class FlowProcessor:
     """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once.
@@ -45,9 +48,11 @@ class FlowProcessor:
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = data.prompt_suffix
         self._flow = flow
-        self._takes_negatives = checkpoint.takes_negatives(flow.guidance)
+        self.takes_negatives = checkpoint.takes_negatives(flow.guidance)
         self._media = media
         self._lock = threading.Lock()
+        self._num_cut = 0
+        logging.getLogger(type(self._pipeline).__module__).addFilter(_is_not_about_a_cut_text)
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
@@ -58,7 +63,7 @@ class FlowProcessor:
         """
         self.check(row)
         text = row.question + self._suffix
-        negatives = (self._condition(self._flow.negative_prompt),) if self._takes_negatives else ()
+        negatives = (self._condition(self._flow.negative_prompt),) if self.takes_negatives else ()
         media = (self._condition(text), *negatives)
         spans, metadata = (WHERE,) * len(media), row.metadata
         return Prompt(prompt_id, row.sample_id, text, NO_IDS, NO_IDS, media, spans, row.references, metadata)
@@ -150,6 +155,28 @@ class FlowProcessor:
 
     @torch.no_grad()
     def _encoded(self, text: str) -> ProcessedMedia:
+        limit = self._flow.max_text_tokens
         with self._lock:
-            encoded = self._family.encode(self._pipeline, text, self._flow.max_text_tokens)
+            encoded = self._family.encode(self._pipeline, text, limit)
+            self._report(text, self._family.num_cut(self._pipeline, text, limit))
         return ProcessedMedia(CONDITION, {k: np.ascontiguousarray(t.float().numpy()) for k, t in encoded.items()})
+
+    def _report(self, text: str, num_cut: int) -> None:
+        """Log the first text that is cut, the second, the fourth, the eighth and so on."""
+        if num_cut == 0:
+            return
+        self._num_cut += 1
+        if self._num_cut.bit_count() == 1:
+            logger.warning(
+                "%d texts so far are longer than the text encoder may read, and their ends are left out; the last one "
+                "by %d tokens: %.200r. Set sampler.flow.max_text_tokens=%d or more, if the model takes so many",
+                self._num_cut,
+                num_cut,
+                text,
+                self._flow.max_text_tokens + num_cut,
+            )
+
+
+def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
+    """False for what some pipelines log of each text, also where another encoder reads all of it; see `_report`."""
+    return not record.getMessage().startswith("The following part of your input was truncated")

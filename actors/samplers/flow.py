@@ -46,7 +46,8 @@ class FlowSampler(PictureSampler):
         self._checkpoint = FlowCheckpoint(self._settings.model)
         self._family = self._checkpoint.family
         self._shape = self._checkpoint.latent_shape(self._denoising)
-        self._schedule = self._checkpoint.schedule(self._denoising)
+        ways = (self._denoising, self._denoising.without_noise)
+        self._schedules = {how.num_steps: self._checkpoint.schedule(how) for how in ways}
         self._num_conditions = 2 if self._checkpoint.takes_negatives(self._denoising.guidance) else 1
         dtype = DTYPES[self._settings.dtype]
         self._vae = self._checkpoint.vae(dtype).to(self._device).eval()
@@ -60,7 +61,9 @@ class FlowSampler(PictureSampler):
         self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
     ) -> list[SampledSequence]:
         conditions = self._conditions(prompt, media)
-        how, num = self._denoising.for_group(settings.seed, self._served.number), len(siblings)
+        denoising = self._denoising if settings.temperature > 0 else self._denoising.without_noise
+        how, num = denoising.for_group(settings.seed, self._served.number), len(siblings)
+        schedule = self._schedules[how.num_steps]
         generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
 
         def noise() -> Tensor:
@@ -70,12 +73,12 @@ class FlowSampler(PictureSampler):
             return value.to(self._device).expand(num)
 
         given, *negatives = [{name: t.expand(num, *t.shape[1:]) for name, t in c.items()} for c in conditions]
-        sigmas = self._schedule.sigmas
-        latents = self._rounded(self._schedule.initial_std * noise())
+        sigmas = schedule.sigmas
+        latents = self._rounded(schedule.initial_std * noise())
         is_stochastic = settings.temperature > 0 and how.kernel != "ddim"
         kept, logprobs = [], []
         for i in range(how.num_steps):
-            inputs = (latents, rows(self._schedule.timesteps[i]), given, negatives[0] if negatives else None)
+            inputs = (latents, rows(schedule.timesteps[i]), given, negatives[0] if negatives else None)
             velocity = velocities(self._model, self._family, *inputs, how.guidance)
             step = FlowStep(latents, velocity, *(rows(sigmas[k]) for k in (i, i + 1, 1)))
             is_decision = how.window_start <= i < how.window_end
@@ -104,7 +107,8 @@ class FlowSampler(PictureSampler):
     ) -> SampledSequence:
         """float32 [T + 1, ...], [T] and uint8 [F, H, W, 3] of one sibling."""
         index = np.arange(how.window_start, how.window_end, dtype=np.int32)
-        timesteps, sigmas = self._schedule.timesteps.numpy()[index], self._schedule.sigmas.numpy()
+        schedule = self._schedules[how.num_steps]
+        timesteps, sigmas = schedule.timesteps.numpy()[index], schedule.sigmas.numpy()
         actions = LatentActions(latents.astype(how.dtype), index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
         pictures = tuple(map(png, frames))

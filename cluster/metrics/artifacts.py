@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from cluster.metrics.hub import Samples
     from cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
 
+ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 INDEX = "artifacts.jsonl"
+POSTER_SIDE = 512  # pixels at most
 
 
 class ArtifactWriter:
     """Writes the pictures of the first `per_step` responses of a step, one of each group before the second of any.
 
-    `<folder>/step-000001/<prompt>-<sibling>.png`, or `.mp4` of several frames; `artifacts.jsonl` has a row for each:
-    step, trajectory, prompt, file, sha256, number of frames, reward and components. A run that goes on from `version`
-    takes later rows out.
+    `<folder>/step-000001/<prompt>-<sibling>.png`, or `.mp4` of several frames with its first frame as `.jpg`;
+    `artifacts.jsonl` has a row for each: step, trajectory, prompt, file, sha256, number of frames, reward and
+    components, and the poster of a video. A run that goes on from `version` takes later rows out.
     """
 
     def __init__(
@@ -69,7 +71,12 @@ class ArtifactWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         file = path.relative_to(self._folder).as_posix()
-        return {"file": file, "sha256": hashlib.sha256(content).hexdigest(), "num_frames": len(frames)}
+        row = {"file": file, "sha256": hashlib.sha256(content).hexdigest(), "num_frames": len(frames)}
+        if len(frames) == 1:
+            return row
+        poster = path.with_suffix(".jpg")
+        poster.write_bytes(_poster(frames[0]))
+        return row | {"poster": poster.relative_to(self._folder).as_posix()}
 
 
 class Offered:
@@ -96,6 +103,15 @@ def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:
             shown = av.VideoFrame.from_image(Image.open(io.BytesIO(frame)).convert("RGB"))
             container.mux(stream.encode(shown))
         container.mux(stream.encode())
+    return file.getvalue()
+
+
+def _poster(frame: bytes) -> bytes:
+    file = io.BytesIO()
+    with Image.open(io.BytesIO(frame)) as opened:
+        picture = opened.convert("RGB")
+    picture.thumbnail((POSTER_SIDE, POSTER_SIDE))
+    picture.save(file, "JPEG", quality=90)
     return file.getvalue()
 
 

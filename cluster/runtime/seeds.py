@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
+SEED_BITS = 31
+
 
 def derived_seed(seed: int, name: str) -> int:
-    """A pure function of both arguments: sha256 cut to 31 bits.
+    """A pure function of both arguments: sha256 cut to SEED_BITS.
 
     A sampler that adds the sibling's number to it stays below 2^32.
     """

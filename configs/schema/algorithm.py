@@ -295,19 +295,25 @@ class AlgorithmConfig(Section):
         "cpgd_clip_filter",
         "gdpo",
         "pass_at_k",
+        "prompt_stats",
+        "prompt_stats_global_std",
         "gae",
         "turn_gae",
         "return_to_go",
     ]
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
     within the group; `grpo_global_std`: the same mean, and the std of the step (Flow-GRPO); `rloo`: r - mean of the
-    others; `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step; `gae`: of each token, from the values of
-    `critic`; `turn_gae`: of each turn of an episode, from the same; `return_to_go`: what followed a turn less what
-    followed it in the other siblings."""
+    others; `prompt_stats`: (r - mean) / std of what the prompt had lately, and with `_global_std` the std of the step;
+    `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step; `gae`: of each token, from the values of `critic`;
+    `turn_gae`: of each turn of an episode, from the same; `return_to_go`: what followed a turn less what followed it in
+    the other siblings."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
     """The k of `pass_at_k`."""
+    prompt_history_steps: Annotated[int, Field(ge=0)]
+    """Steps before this one whose rewards of the same row of the data count in the statistics of `prompt_stats` and
+    `prompt_stats_global_std`, whichever weights sampled them; 0 is the step alone."""
     solved_reward: float
     """A response with at least this reward is solved, for `pass_at_k` and `shaping.length_penalty`."""
     gamma: Share

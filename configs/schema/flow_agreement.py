@@ -81,6 +81,17 @@ def _losses_have_what_they_need(config: RunConfig) -> str | None:
     return None
 
 
+def _text_is_dropped_for_guidance(config: RunConfig) -> str | None:
+    dropout, flow = config.warm_start.text_dropout, config.sampler.flow
+    if dropout == 0 or (config.sampler.is_flow and flow.guidance > 1):
+        return None
+    return (
+        f"warm_start.text_dropout={dropout:g} teaches a flow model its negative prompt, and sampler.kind="
+        f"{config.sampler.kind.value} with sampler.flow.guidance={flow.guidance:g} samples without one: set "
+        "warm_start.text_dropout=0, or sampler=flow with a guidance above 1"
+    )
+
+
 def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
     if config.algorithm.loss != "nft" or config.algorithm.losses.nft.max_decay == 0:
         return None
@@ -155,6 +166,7 @@ FLOW_RULES: tuple[Rule, ...] = (
     _window_lies_in_the_schedule,
     _window_has_the_last_step,
     _losses_have_what_they_need,
+    _text_is_dropped_for_guidance,
     _slow_weights_can_be_exchanged,
     _nothing_reads_tokens,
 )

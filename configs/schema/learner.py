@@ -81,3 +81,6 @@ class WarmStartConfig(Section):
     """Steps between two accuracy checks."""
     max_checks_rows: PositiveInt
     """Rows of the validation split in one check."""
+    text_dropout: Annotated[float, Field(ge=0, lt=1)]
+    """Share of the pictures of a flow model that are taught with the negative prompt in place of their own, so that
+    guidance has something to lead away from; needs `sampler.flow.guidance` above 1."""

@@ -81,6 +81,8 @@ class FlowConfig(Section):
     """Of a video; 1 for models of pictures."""
     num_steps: PositiveInt
     """Denoising steps of a picture."""
+    evaluation_steps: Annotated[int, Field(ge=0)]
+    """Denoising steps of a picture at temperature 0, as in evaluations; 0 takes `num_steps`."""
     guidance: Annotated[float, Field(ge=1)]
     """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Its meaning is that of
     `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that take it as an input compute no negative

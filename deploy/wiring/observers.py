@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
+from cluster.metrics.artifacts import ARTIFACTS_FOLDER, ArtifactWriter, Offered, refuse_without_encoder
 from cluster.metrics.hub import Metrics, Samples
 from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from cluster.metrics.report.samples import SampleKeeper
@@ -22,7 +22,6 @@ from cluster.runtime.object_store import fetch
 from configs.schema import RunConfig
 
 CONSOLE_INTERVAL_S = 10.0
-ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 
 
 def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:

@@ -18,7 +18,7 @@ from actors.datasets.rows import Row, RowError
 from actors.processors.chat import ChatProcessor
 from actors.rollout.demonstrations import Demonstrations
 from cluster.records.trajectory import Prompt
-from cluster.runtime.seeds import derived_seed
+from cluster.runtime.seeds import SEED_BITS, derived_seed
 from configs.schema import RunConfig
 from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
 from learner.learner_group import LearnerGroup
@@ -152,17 +152,26 @@ class Pictures:
 
     def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
         self._processor = processor
+        self._text_dropout = config.warm_start.text_dropout
+        if self._text_dropout > 0 and not processor.takes_negatives:
+            raise ValueError(
+                f"warm_start.text_dropout={self._text_dropout:g} teaches the negative prompt, and policy.model="
+                f"{config.policy.model} takes its guidance as an input and none: set warm_start.text_dropout=0"
+            )
         self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
 
     async def taught(self, prompt: Prompt, seed: int) -> PictureExample:
-        return self._example(self._taught, prompt, seed)
+        drawn = derived_seed(seed, "text") / (1 << SEED_BITS)
+        return self._example(self._taught, prompt, seed, without_text=drawn < self._text_dropout)
 
     async def checked(self, prompt: Prompt, seed: int) -> PictureExample:
         return self._example(self._checked, prompt, seed)
 
-    def _example(self, noising: Noising, prompt: Prompt, seed: int) -> PictureExample:
+    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> PictureExample:
+        """`without_text`: with the negative prompt, the second condition."""
         clean = self._processor.clean(prompt, derived_seed(seed, "picture"))
-        return PictureExample(CleanSequence(clean, condition_of(prompt)[:1], noising, seed))
+        conditions = condition_of(prompt)
+        return PictureExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -15,7 +15,7 @@ from learner.policies.base import NO_TOKENS, RowOutline
 
 NOTHING = np.empty(0, dtype=np.float32)
 NO_MASK = np.empty(0, dtype=np.bool_)
-UNKNOWN = ""  # modality and key of what a summary has no room for
+UNKNOWN = ""  # what a summary has no room for
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def _planned(scored: ScoredGroup, index: int, place: int, num_steps: int, *, is_
     return LearnerItem(
         index=index,
         group=place,
+        sample_id=UNKNOWN,
         sequence=RowOutline(num_steps, summary.num_prompt_tokens + num_steps, summary.num_media_tokens, media),
         behavior_logprobs=NOTHING,
         loss_mask=mask,

@@ -26,6 +26,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "grounding": "rewards.functions.grounding:Grounding",
     "http": "rewards.http.client:HttpReward",
     "iou": "rewards.functions.iou:Iou",
+    "jpeg_size": "rewards.functions.jpeg_size:JpegSize",
     "judge": "rewards.models.judge:Judge",
     "keywords": "rewards.functions.answers.keywords:Keywords",
     "language": "rewards.functions.language:Language",

@@ -23,7 +23,9 @@ class TemplateDigits:
     """value = the share of digits of the first reference that the most similar rendered number has at their places.
 
     Similarity is the correlation of grey levels over numbers of as many digits, of some sizes and places. It shares
-    neither weights nor features with the `ocr` reward, so it shows where a policy learns to please that alone.
+    neither weights nor features with the `ocr` reward, so it shows where a policy learns to please that alone. It is no
+    reader of any hand: its numbers are in the font of the task's own data. Bitmap, Hershey and DejaVu digits in their
+    place read 65 to 81 of 100 digits of that data, too few to judge by.
 
     Raises:
         RewardError: the response has no picture, or the reference is no number of one or two digits.

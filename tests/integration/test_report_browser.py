@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from browser import ANSWER_S, CHROMIUM, Browser
 from fake_prometheus import FakePrometheus
+from fakes import make_prompt
 from http_servers import reward_app, serving
-from metrics_data import write_run
+from metrics_data import fetch_value, make_group, write_run
+from PIL import Image
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 from waiting import wait_until
 
+from cluster.metrics.artifacts import ArtifactWriter
 from cluster.metrics.report.report import write_report
+from cluster.records.trajectory import Answers, Generated, Response, Reward
+from cluster.rollout.contact_sheets import ContactSheets
+from cluster.rollout.evaluation import ScoredPrompt
 from deploy.dashboard.prometheus import Prometheus
 from deploy.dashboard.server import make_app
 from deploy.grafana.panels import DASHBOARDS
@@ -63,6 +72,88 @@ def test_it_looks_like_something_in_light_and_dark(browser: Browser, page: str, 
     assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 200
     spread = picture.max(axis=2).astype(int) - picture.min(axis=2)
     assert (spread > 80).sum() > 2000  # the curves' own colours
+
+
+def picture(level: int, side: int) -> bytes:
+    """PNG of a square of one level on black, so that what is drawn can be told by its brightness."""
+    pixels = np.zeros((side, side, 3), dtype=np.uint8)
+    pixels[side // 4 : -side // 4, side // 4 : -side // 4] = level
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that made pictures in two evaluations, darker before and brighter after, and videos in three steps."""
+    folder = tmp_path_factory.mktemp("runs") / "glyphs"
+    write_run(folder, num_steps=4)
+    sheets = ContactSheets(folder / "evaluations", timeout_s=1)
+    for version, level in ((0, 60), (2, 120), (4, 240)):
+        prompts = [
+            ScoredPrompt(
+                prompt := make_prompt(f"test/{n}/write {n}"),
+                [Reward(1.0)] * 2,
+                Generated(None, None, Answers(prompt, (0, 1), (Response("", 1, False, (picture(level, 16),)),) * 2)),
+            )
+            for n in range(8)
+        ]
+        sheets._write("held_out", version, prompts)
+    writer = ArtifactWriter(folder / "artifacts", per_step=2, frame_rate=4, version=0, fetch=fetch_value, timeout_s=1.0)
+    for step in (1, 2, 4):
+        group = make_group("a", [0.25, 1.0])
+        frames = tuple(picture(40 * (n + 1), 64) for n in range(5))
+        trajectories = tuple(
+            replace(t, response=replace(t.response, pictures=frames)) for t in group.group.trajectories
+        )
+        writer.offer(step, [replace(group, group=replace(group.group, trajectories=trajectories))])
+    return folder
+
+
+def test_pictures_of_both_evaluations_stand_side_by_side(browser: Browser, drawn: Path) -> None:
+    page = write_report(drawn).as_uri()
+    browser.open(page)
+    found = browser.evaluate(
+        "[...document.querySelectorAll('img.sheet')].map(i => { const b = i.getBoundingClientRect();"
+        " return [i.closest('figure').querySelector('figcaption').textContent, i.complete, i.naturalWidth,"
+        " i.naturalHeight, Math.round(b.top), b.left, b.width, i.alt.split(': ')[1]]; })"
+    )
+    assert [row[0] for row in found] == ["Version 0", "Version 4"], "the first and the last"
+    (_, *first), (_, *last) = found
+    assert first[0] and first[1] >= 200 and first[1:4] == last[1:4], "equal sheets, at one height"
+    assert first[4] + first[5] <= last[4] and min(first[5], last[5]) > 200
+    assert first[6] == last[6] and first[6].count("write") == 8, "the same prompts in the same order"
+
+    browser.evaluate("document.querySelector('img.sheet').scrollIntoView()")
+    shot = browser.screenshot().astype(int).mean(axis=2)
+    top = browser.evaluate("Math.round(document.querySelector('img.sheet').getBoundingClientRect().top)")
+    halves = [shot[top + 8 : top + 28, int(row[4]) + 8 : int(row[4]) + 28].max() for row in (first, last)]
+    assert halves[0] < 100 < 200 < halves[1], "darker before, brighter after"
+    assert browser.complaints() == [] and browser.requests() == [page]
+
+
+def test_a_video_shows_its_first_frame_and_plays(browser: Browser, drawn: Path) -> None:
+    browser.open(write_report(drawn).as_uri())
+    videos = "[...document.querySelectorAll('video')]"
+    assert browser.evaluate(f"{videos}.length") == 4, "two of the first step, two of the last"
+    assert browser.evaluate("[...document.querySelectorAll('#videos ~ .card h4')].map(h => h.textContent)") == [
+        "Step 1",
+        "Step 4",
+    ]
+    assert browser.evaluate(f"{videos}.every(v => v.poster.startsWith('data:image/jpeg'))")
+    wait_until(lambda: browser.evaluate(f"{videos}.every(v => v.readyState >= 2)"))
+    sizes = browser.evaluate(f"{videos}.map(v => [v.videoWidth, v.videoHeight, v.duration])")
+    assert sizes == [[64, 64, pytest.approx(1.25, abs=0.05)]] * 4
+    browser.evaluate(f"{videos}[0].play() && 0")
+    wait_until(lambda: browser.evaluate(f"{videos}[0].currentTime") > 0.1)
+    assert browser.complaints() == []
+
+
+def test_a_video_that_was_changed_is_refused(drawn: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(drawn, tmp_path / "changed")
+    (changed / "artifacts" / "step-000001" / "a-0.mp4").write_bytes(b"other")
+    with pytest.raises(ValueError, match="put the file of the run back"):
+        write_report(changed)
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])

@@ -20,6 +20,7 @@ from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_f
 from cluster.metrics.report.samples import ReportSample
 from cluster.metrics.report.sheets import Sheet, read_sheets
 from cluster.metrics.report.tables import write_tables
+from cluster.metrics.report.videos import Video, read_videos
 from cluster.metrics.summary import Summary
 from cluster.workers.faults import Fault
 
@@ -77,7 +78,8 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     `summary` takes the place of that in `summary.json`.
     """
     run = read_run_folder(run_folder)
-    text = render_report(run if summary is None else replace(run, summary=summary), read_sheets(run_folder))
+    run = run if summary is None else replace(run, summary=summary)
+    text = render_report(run, read_sheets(run_folder), read_videos(run_folder))
     write_tables(run_folder, run)
     path = run_folder / REPORT_FILE
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -86,7 +88,9 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     return path
 
 
-def render_report(run: RunFolder, sheets: Sequence[Sheet] = ()) -> str:
+def render_report(
+    run: RunFolder, sheets: Sequence[Sheet] = (), videos: Sequence[tuple[int, Sequence[Video]]] = ()
+) -> str:
     """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
     status = run.summary.status if run.summary else _UNFINISHED
     return render(
@@ -95,7 +99,9 @@ def render_report(run: RunFolder, sheets: Sequence[Sheet] = ()) -> str:
         summary=run.summary,
         status=status,
         status_text=_STATUS_TEXTS.get(status, status),
-        sheets=[(sheet, _data_uri(sheet.png)) for sheet in sheets],
+        sheets=[(suite, list(found)) for suite, found in groupby(sheets, key=lambda sheet: sheet.suite)],
+        videos=videos,
+        data_uri=_data_uri,
         before=run.evaluations[0] if run.evaluations else None,
         after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
         facts=_facts(run),
@@ -220,8 +226,8 @@ def _sample_order(sample: ReportSample) -> tuple[bool, int, int]:
     return (sample.period == "early", ("best", "worst", "random").index(sample.kind), -sample.step)
 
 
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+def _data_uri(content: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def _optional(value: float | None) -> str:

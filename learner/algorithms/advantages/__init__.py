@@ -7,11 +7,16 @@ from learner.algorithms.advantages.dr_grpo import dr_grpo
 from learner.algorithms.advantages.gdpo import gdpo
 from learner.algorithms.advantages.grpo import grpo
 from learner.algorithms.advantages.grpo_global_std import grpo_global_std
-from learner.algorithms.advantages.inputs import AdvantageFunction, AdvantageOptions, StepRewards
+from learner.algorithms.advantages.inputs import (
+    AdvantageFunction,
+    AdvantageOptions,
+    EarlierRewards,
+    StepRewards,
+)
 from learner.algorithms.advantages.opo import opo
 from learner.algorithms.advantages.pass_at_k import pass_at_k
-from learner.algorithms.advantages.reinforce import reinforce
-from learner.algorithms.advantages.reinforce_batch import reinforce_batch
+from learner.algorithms.advantages.prompt_stats import prompt_stats, prompt_stats_global_std
+from learner.algorithms.advantages.reinforce import reinforce, reinforce_batch
 from learner.algorithms.advantages.reinforce_pp import reinforce_pp
 from learner.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
 from learner.algorithms.advantages.rloo import rloo
@@ -31,6 +36,16 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "cpgd_clip_filter": cpgd_clip_filter,
     "gdpo": gdpo,
     "pass_at_k": pass_at_k,
+    "prompt_stats": prompt_stats,
+    "prompt_stats_global_std": prompt_stats_global_std,
 }
 
-__all__ = ["ADVANTAGES", "AdvantageFunction", "AdvantageOptions", "GroupStatistics", "StepRewards", "whitened"]
+__all__ = [
+    "ADVANTAGES",
+    "AdvantageFunction",
+    "AdvantageOptions",
+    "EarlierRewards",
+    "GroupStatistics",
+    "StepRewards",
+    "whitened",
+]

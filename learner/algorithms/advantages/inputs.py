@@ -9,6 +9,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class EarlierRewards:
+    """M rewards that prompts of the step had in steps before it."""
+
+    values: Tensor  # float64 [M], shaped
+    prompt_ids: Tensor  # int [M]
+
+
+@dataclass(frozen=True)
 class StepRewards:
     """All N responses of a step. Siblings have equal group ids, wherever they stand.
 
@@ -21,6 +29,8 @@ class StepRewards:
     lengths: Tensor  # int [N], trained tokens
     components: Tensor  # float [N, C], unweighted value of each reward component
     weights: Tensor  # float [N, C], weight of the component in the response's recipe; 0 outside of it
+    prompt_ids: Tensor  # int [N]: two groups of a step may have the same prompt
+    earlier: EarlierRewards
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Denoising:
     window_order: str = "random"  # random | progressive
     window_interval: int = 1  # weight versions between two moves of a progressive window
     num_frames: int = 1  # of a video
+    evaluation_steps: int = 0  # at temperature 0; 0: num_steps
 
     def __post_init__(self) -> None:
         if not 0 <= self.window_start < self.window_end <= self.num_steps:
@@ -66,6 +67,7 @@ class Denoising:
             window_order=config.window_order,
             window_interval=config.window_interval,
             num_frames=config.num_frames,
+            evaluation_steps=config.evaluation_steps,
         )
 
     @property
@@ -78,6 +80,14 @@ class Denoising:
         if self.kernel != "ddim":
             return self
         return replace(self, kernel="sde", window_start=0, window_end=max(1, self.num_steps - 1))
+
+    @property
+    def without_noise(self) -> Denoising:
+        """How pictures that nothing is trained on are made: by the ODE, in steps of their own number."""
+        if self.evaluation_steps in (0, self.num_steps):
+            return self
+        num = self.evaluation_steps
+        return replace(self, num_steps=num, kernel="ddim", window_start=num - 1, window_end=num, window_size=0)
 
     def for_group(self, seed: int, version: int) -> Denoising:
         """With the window of one group.

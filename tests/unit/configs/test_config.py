@@ -365,6 +365,19 @@ def test_presets_state_the_values_of_their_papers() -> None:
         5.0,
     )
     assert (vrl.policy.lora.rank, vrl.policy.lora.alpha, vrl.learner.learning_rate) == (32, 64.0, 3e-4)
+    assert vrl.data.prompt_suffix == "", "the text encoder reads the prompt alone"
+    clips = {
+        name: load_config(["experiment=glyphs_grpo", f"algorithm={name}"]).algorithm.losses.ppo_clip
+        for name in ("flow_grpo", "flow_grpo_fast", "flow_grpo_wan", "dance_grpo")
+    }
+    assert {name: (clip.clip_low, clip.clip_high) for name, clip in clips.items()} == {
+        "flow_grpo": (1e-4, 1e-4),
+        "flow_grpo_fast": (1e-5, 1e-5),
+        "flow_grpo_wan": (1e-3, 1e-3),
+        "dance_grpo": (1e-4, 1e-4),
+    }
+    guard = load_config(["experiment=glyphs_grpo", "algorithm=grpo_guard"]).algorithm
+    assert (guard.losses.grpo_guard.clip_low, guard.losses.grpo_guard.clip_high) == (2e-6, 2e-6)
     nft = load_config(["experiment=glyphs_nft"]).algorithm.losses.nft
     assert (nft.beta, nft.max_advantage) == (1.0, 5.0)
     ppo = load_config(["experiment=ppo_gae"]).algorithm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from flow_model import made_loud
 from flow_run import FlowRun
 from PIL import Image
 
+from actors.datasets.rows import Row
 from actors.datasets.written.glyphs import rendered, write_glyphs
 from actors.processors.flow import FlowProcessor
 from cluster.errors import PromptError, RewardError
+from cluster.records.media import MediaStore
 from cluster.records.trajectory import Response, Reward, ScoredGroup
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
@@ -149,6 +152,21 @@ async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
     assert run.learner.answer_accuracy(checks) > 0.3
 
 
+async def test_a_share_of_the_pictures_is_taught_with_the_negative_prompt(folder: Path) -> None:
+    words = (*GRPO, "sampler.flow.guidance=2", "warm_start.text_dropout=0.25")
+    run = GlyphRun(config(folder, "glyphs_grpo", *words, model="model"))
+    examples, [prompt] = _examples(run.prepared), run.prompts(1)
+    own, negative = prompt.media
+    assert own.key != negative.key
+    taught = [(await examples.taught(prompt, seed)).sequence for seed in range(400)]
+    assert {sequence.media for sequence in taught} == {(own,), (negative,)}
+    share = np.mean([sequence.media == (negative,) for sequence in taught])
+    assert abs(share - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 400)
+    assert (await examples.taught(prompt, 7)).sequence.media == taught[7].media, "the seed decides"
+    checked = [(await examples.checked(prompt, seed)).sequence.media for seed in range(50)]
+    assert set(checked) == {(own,)}, "what is checked is its own prompt"
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -220,9 +238,37 @@ async def test_nft_samples_with_the_slow_copy_and_goes_on_from_a_checkpoint(fold
         ("glyphs_nft", ("learner=deepspeed",), "use learner=fsdp2"),
         ("glyphs_grpo", ("algorithm.loss=grpo_guard",), "set algorithm.old_logprobs=recomputed"),
         ("digits", ("algorithm.loss=nft",), "is for flow models"),
+        ("glyphs_grpo", ("warm_start.text_dropout=0.1",), "guidance=1 samples without one"),
+        ("digits", ("warm_start.text_dropout=0.1",), "set warm_start.text_dropout=0, or sampler=flow"),
         ("digits", ("evaluation.num_samples=4",), "all the same"),
     ],
 )
 def test_what_does_not_fit_is_refused(folder: Path, experiment: str, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([f"experiment={experiment}", *words])
+
+
+def processor(folder: Path, model: Path, *words: str) -> FlowProcessor:
+    own = config(folder, "glyphs_nft", *words)
+    store = MediaStore(lambda medium: medium, 1 << 24)
+    return FlowProcessor(FlowCheckpoint(str(model)), own.data, own.sampler.flow, store)
+
+
+def test_a_text_that_is_cut_is_named_and_others_are_not(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The pipeline's own warnings, one for each encoder of each text, do not appear."""
+    pipeline = logging.getLogger("diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3")
+    pipeline.addHandler(caplog.handler)
+    try:
+        glyphs = processor(folder, folder / "model")
+        for n in range(20):
+            glyphs.prepare(Row(f"row-{n}", f"write {n:02d}", "", ""), f"0/{n}/row-{n}")
+        assert caplog.records == [], "prompts of the task are read whole"
+
+        with_t5 = processor(folder, write_tiny_flow("sd3", folder / "sd3"), "sampler.flow.max_text_tokens=100")
+        for n, length in enumerate((97, 98, 150, 151, 152, 153)):  # letters, beside two tokens around a text
+            with_t5.prepare(Row(f"long-{n}", "a" * length, "", ""), f"0/{n}/long-{n}")
+    finally:
+        pipeline.removeHandler(caplog.handler)
+    messages = [record.getMessage() for record in caplog.records if not record.name.startswith("transformers")]
+    assert [message.split(" texts")[0] for message in messages] == ["1", "2", "4"], messages
+    assert "by 52 tokens: 'aaa" in messages[0] and "max_text_tokens=152 or more" in messages[0]

@@ -31,7 +31,7 @@ from cluster.runtime.placement import NodeResources, plan_placement
 from configs.load import load_config
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.preparation import prepare
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, StepRewards
+from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
 from learner.algorithms.corrections import CORRECTIONS
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.policy_losses import POLICY_LOSSES
@@ -64,7 +64,9 @@ def updated(model: Path, *words: str) -> dict[str, float]:
 def test_advantage(model: Path) -> None:
     values = torch.tensor([1.0, 0.0, 9.0, 5.0, 7.0])
     included = torch.tensor([True, True, True, True, False])
-    rewards = StepRewards(values, included, torch.tensor([0, 0, 0, 1, 1]), *[torch.ones(5)] * 3)
+    groups, nothing = torch.tensor([0, 0, 0, 1, 1]), torch.empty(0)
+    earlier = EarlierRewards(nothing, nothing.long())
+    rewards = StepRewards(values, included, groups, *[torch.ones(5)] * 3, groups, earlier)
     found = ADVANTAGES["median"](rewards, AdvantageOptions("population", 1, 1.0))
     assert found.tolist() == [0.0, -1.0, 8.0, 0.0, 0.0]
     updated(model, "algorithm.advantage=median")

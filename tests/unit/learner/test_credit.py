@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +165,33 @@ def test_the_state_of_a_resumed_run_is_the_old_one(folder, tokenizer) -> None:
     first.kl.observe(3.0, 64)
     second.load(first.state())
     assert second.state() == first.state() and second.kl.value != 0.1
+
+
+def of_rows(groups: list[ScoredGroup], *sample_ids: str) -> list[list[LearnerItem]]:
+    items = fetch_items(groups, 0, 1.0)
+    return [[replace(item, sample_id=name) for item in row] for row, name in zip(items, sample_ids, strict=True)]
+
+
+def test_a_prompt_is_compared_with_its_rewards_of_the_last_steps_and_a_resumed_run_knows_them(
+    folder, tokenizer
+) -> None:
+    words = ["algorithm.advantage=prompt_stats", "algorithm.std=population", "algorithm.prompt_history_steps=2"]
+    config = tiny_config(folder, *words)
+    credit, resumed = Credit(config), Credit(config)
+    rewards = [[0.0, 1.0], [0.5, 0.5], [1.0, 1.0], [0.25, 0.75]]  # of each step, all of one row but the second
+    rows = ["a", "b", "a", "a"]
+    for values, row in zip(rewards[:3], rows[:3], strict=True):
+        last = credit.assign(of_rows([group(prompt(tokenizer, "p"), [[1, 2], [3]], values)], row))
+    known = [0.0, 1.0, 1.0, 1.0]
+    expected = (1 - np.mean(known)) / (np.std(known) + 1e-4)
+    assert [float(i.advantages[0]) for i in last.groups[0]] == pytest.approx([expected] * 2, rel=1e-5)
+
+    resumed.load(json.loads(json.dumps(credit.state())))
+    fourth = of_rows([group(prompt(tokenizer, "p"), [[1, 2], [3]], rewards[3])], rows[3])
+    found = [float(i.advantages[0]) for i in resumed.assign(fourth).groups[0]]
+    known = [1.0, 1.0, 0.25, 0.75]  # the first step is three steps ago
+    assert found == pytest.approx([(r - np.mean(known)) / (np.std(known) + 1e-4) for r in rewards[3]], rel=1e-5)
+    assert [float(i.advantages[0]) for i in credit.assign(fourth).groups[0]] == found
 
 
 def test_a_fixed_coefficient_is_the_configured_one_after_a_resume(folder) -> None:

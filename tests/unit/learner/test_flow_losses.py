@@ -9,7 +9,7 @@ import torch
 from cluster.records.actions import LatentActions
 from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, StepRewards
+from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
 from learner.algorithms.flow_losses import grpo_guard, nft
 from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.policies.flow.noising import CleanSequence, Noising, collate_noised
@@ -81,6 +81,8 @@ def test_a_global_std_divides_all_groups_by_the_same_number() -> None:
         lengths=torch.ones(6),
         components=torch.zeros(6, 0),
         weights=torch.zeros(6, 0),
+        prompt_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
+        earlier=EarlierRewards(torch.zeros(0), torch.zeros(0, dtype=torch.int64)),
     )
     found = ADVANTAGES["grpo_global_std"](rewards, AdvantageOptions("population", 1, 1.0))
     centred = np.array([0.5, -0.5, 0.01, -0.01, 0, 0])

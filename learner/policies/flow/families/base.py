@@ -58,6 +58,10 @@ class FlowFamily(ABC):
         Every prompt has the same shapes.
         """
 
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        """How many tokens of a text `encode` leaves out, even of the encoder that reads most."""
+        return max(0, len(pipeline.tokenizer(text).input_ids) - max_tokens)
+
     @abstractmethod
     def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
         """Of the latents of one picture or video, given the configurations of transformer and VAE.

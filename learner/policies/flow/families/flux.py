@@ -28,6 +28,10 @@ class Flux(PackedFamily):
         embeds, pooled, _ = pipeline.encode_prompt(prompt=[text], prompt_2=None, max_sequence_length=max_tokens)
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
 
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        """By the T5."""
+        return max(0, len(pipeline.tokenizer_2(text).input_ids) - max_tokens)
+
     def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         fit(size, 2 * factor)

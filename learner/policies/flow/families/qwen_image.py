@@ -32,6 +32,11 @@ class QwenImage(PackedFamily):
         mask = pad(embeds.new_ones(embeds.shape[:2]), (0, missing))
         return {"encoder_hidden_states": pad(embeds, (0, 0, 0, missing)), MASK: mask}
 
+    def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
+        """What stands around the text in the pipeline's template counts, but for its beginning, which is left out."""
+        whole = pipeline.prompt_template_encode.format(text)
+        return super().num_cut(pipeline, whole, max_tokens + pipeline.prompt_template_encode_start_idx)
+
     def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
         factor = 2 ** len(vae["temperal_downsample"])
         fit(size, 2 * factor)

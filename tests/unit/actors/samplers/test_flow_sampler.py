@@ -108,6 +108,17 @@ async def test_without_noise_the_pictures_are_those_of_plain_diffusers(folder: P
     assert picture.shape == (32, 32, 3) and np.abs(picture - expected).max() <= 1
 
 
+async def test_evaluations_take_steps_of_their_own_number_and_training_does_not(folder: Path) -> None:
+    [prompt] = encoded_prompts(folder, ["71"])
+    both = await flow_sampler(folder, replace(DENOISING, evaluation_steps=9))
+    plain = {num: await flow_sampler(folder, replace(DENOISING, num_steps=num)) for num in (6, 9)}
+    for temperature, num in ((0.0, 9), (1.0, 6)):
+        settings = replace(SETTINGS, temperature=temperature)
+        found, expected = await sample(both, prompt, settings), await sample(plain[num], prompt, settings)
+        assert [one.pictures for one in found] == [one.pictures for one in expected]
+    assert found[0].actions.latents.shape == expected[0].actions.latents.shape
+
+
 async def test_new_weights_are_taken_as_a_whole_and_stamped(
     folder: Path, prompts: list[Prompt], tmp_path: Path
 ) -> None:

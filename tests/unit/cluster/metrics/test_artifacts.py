@@ -53,6 +53,8 @@ def test_several_frames_are_a_video_that_shows_them(tmp_path: Path) -> None:
     writer(tmp_path, per_step=1).offer(1, [drawn("a", [1.0], num_frames=5)])
     [row] = read_artifacts(tmp_path)
     assert row["file"] == "step-000001/a-0.mp4" and row["num_frames"] == 5
+    with Image.open(tmp_path / row["poster"]) as poster:
+        assert poster.size == (48, 32) and np.asarray(poster).max() <= 6, "the first frame"
     with av.open(str(tmp_path / row["file"])) as container:
         stream = container.streams.video[0]
         assert stream.average_rate == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from configs.schema.algorithm import STEP_WIDE
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, StepRewards
+from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
 from learner.algorithms.advantages.statistics import STD_FLOOR, whitened
 
 OPTIONS = AdvantageOptions(std="unbiased", pass_k=2, solved_reward=1.0)
+NOTHING_EARLIER = EarlierRewards(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))
 GROUP_RELATIVE = sorted(ADVANTAGES.keys() - set(STEP_WIDE))
 
 
@@ -31,6 +33,8 @@ def step(groups: list[list[float]], lengths: list[list[int]] | None = None) -> S
         lengths=torch.tensor(sizes),
         components=torch.tensor(values, dtype=torch.float64)[:, None],
         weights=torch.ones(len(values), 1, dtype=torch.float64),
+        prompt_ids=torch.tensor(ids),
+        earlier=NOTHING_EARLIER,
     )
 
 
@@ -128,6 +132,8 @@ REFERENCES: dict[str, Reference] = {
     "cpgd_clip_filter": reference_clip_filter,
     "gdpo": lambda groups, lengths, std: standardised(by_group(reference_grpo)(groups, lengths, std), std),
     "pass_at_k": by_group(reference_pass_at_k),
+    "prompt_stats": by_group(reference_grpo),  # without earlier rewards; with them: below
+    "prompt_stats_global_std": reference_global_std,
 }
 
 
@@ -148,14 +154,50 @@ def test_an_advantage_equals_its_reference(name: str, std: str) -> None:
         assert found.tolist() == pytest.approx(REFERENCES[name](groups, lengths, std), rel=1e-5, abs=1e-6 * scale)
 
 
+@pytest.mark.parametrize("std", ["population", "unbiased"])
+@pytest.mark.parametrize("name", ["prompt_stats", "prompt_stats_global_std"])
+def test_statistics_of_a_prompt_hold_both_of_its_groups_and_what_it_had_before(name: str, std: str) -> None:
+    """Flow-GRPO's tracker in plain Python: rewards are appended to the list of their prompt, then compared with it."""
+    rng = random.Random(3)
+    groups = [[rng.random() for _ in range(n)] for n in (3, 2, 1, 4)]
+    prompts = ["a", "b", "a", "c"]  # of the groups
+    before = {"a": [0.9, 0.1, 0.4], "c": [0.2]}
+    rewards = step(groups)
+    found = ADVANTAGES[name](
+        dataclasses.replace(
+            rewards,
+            prompt_ids=torch.tensor([0, 0, 0, 1, 1, 0, 2, 2, 2, 2]),
+            earlier=EarlierRewards(torch.tensor([0.9, 0.2, 0.1, 0.4]).double(), torch.tensor([0, 2, 0, 0])),
+        ),
+        AdvantageOptions(std, 2, 1.0),
+    )
+    stats = {name: list(values) for name, values in before.items()}
+    for prompt, group in zip(prompts, groups, strict=True):
+        stats.setdefault(prompt, []).extend(group)
+    everything = [r for group in groups for r in group]
+    expected = [
+        (r - statistics.fmean(stats[prompt]))
+        / (spread(everything if name.endswith("global_std") else stats[prompt], std) + STD_FLOOR)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for r in group
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_group_of_equal_rewards_is_compared_with_what_its_prompt_had_before() -> None:
+    rewards = step([[0.5, 0.5]])
+    better = dataclasses.replace(rewards, earlier=EarlierRewards(torch.zeros(2).double(), torch.tensor([0, 0])))
+    same = dataclasses.replace(rewards, earlier=EarlierRewards(torch.full((2,), 0.5).double(), torch.tensor([0, 0])))
+    assert ADVANTAGES["prompt_stats"](better, OPTIONS).min() > 0.8
+    assert ADVANTAGES["prompt_stats"](same, OPTIONS).tolist() == [0.0, 0.0]
+
+
 def test_gdpo_standardises_each_component_before_the_weighted_sum() -> None:
     """Two components of very different scale count by their weight alone."""
     first, second, weights = [[1.0, 0.0, 0.5], [0.0, 1.0]], [[100.0, 300.0, 200.0], [0.0, 0.0]], (0.25, 2.0)
     rewards = step(first)
     components = torch.tensor([[a, b] for g, h in zip(first, second, strict=True) for a, b in zip(g, h, strict=True)])
-    rewards = StepRewards(
-        rewards.values, rewards.included, rewards.group_ids, rewards.lengths, components, torch.tensor([weights] * 5)
-    )
+    rewards = dataclasses.replace(rewards, components=components, weights=torch.tensor([weights] * 5))
     apart = [by_group(reference_grpo)(part, part, "unbiased") for part in (first, second)]
     total = [weights[0] * a + weights[1] * b for a, b in zip(*apart, strict=True)]
     assert ADVANTAGES["gdpo"](rewards, OPTIONS).tolist() == pytest.approx(standardised(total, "unbiased"), abs=1e-6)
@@ -167,7 +209,8 @@ def test_siblings_are_found_by_id_wherever_they_stand(name: str) -> None:
     groups = [[0.0, 1.0, 0.5], [1.0, 7.0, 9.0, 0.0], [1.0, 0.0]]
     together = step(groups, [[3, 4, 5], [6, 7, 8, 9], [1, 2]])
     order = torch.tensor([3, 0, 7, 4, 8, 1, 5, 2, 6])
-    mixed = StepRewards(**{field: getattr(together, field)[order] for field in vars(together)})
+    of_responses = {name: value for name, value in vars(together).items() if name != "earlier"}
+    mixed = dataclasses.replace(together, **{name: value[order] for name, value in of_responses.items()})
     torch.testing.assert_close(ADVANTAGES[name](mixed, OPTIONS), ADVANTAGES[name](together, OPTIONS)[order])
 
 
@@ -175,9 +218,7 @@ def test_siblings_are_found_by_id_wherever_they_stand(name: str) -> None:
 def test_an_excluded_sibling_changes_nothing_and_gets_nothing(name: str) -> None:
     whole = step([[1.0, 0.0, math.nan, 0.5], [0.0, 1.0]], [[1, 2, 9, 3], [4, 5]])
     included = torch.tensor([True, True, False, True, True, True])
-    found = ADVANTAGES[name](
-        StepRewards(whole.values, included, whole.group_ids, whole.lengths, whole.components, whole.weights), OPTIONS
-    )
+    found = ADVANTAGES[name](dataclasses.replace(whole, included=included), OPTIONS)
     without = ADVANTAGES[name](step([[1.0, 0.0, 0.5], [0.0, 1.0]], [[1, 2, 3], [4, 5]]), OPTIONS)
     torch.testing.assert_close(found[included], without)
     assert found[2] == 0
@@ -202,9 +243,7 @@ def test_a_step_with_nothing_to_compare_has_advantage_zero(name: str, groups: li
 def test_no_included_response_gives_zeros(name: str) -> None:
     whole = step([[1.0, 0.0]])
     nothing = torch.zeros(2, dtype=torch.bool)
-    found = ADVANTAGES[name](
-        StepRewards(whole.values, nothing, whole.group_ids, whole.lengths, whole.components, whole.weights), OPTIONS
-    )
+    found = ADVANTAGES[name](dataclasses.replace(whole, included=nothing), OPTIONS)
     assert found.tolist() == [0.0, 0.0]
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from ray_apart import end_all, free_port
 from waiting import wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 START_S = 60.0
+CREDENTIAL_S = 30  # a job that is queued again does not start before its last credential has expired: 120 s by default
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -95,7 +96,7 @@ def _configuration(folder: Path) -> str:
         f"SlurmctldPort={ports[0]}",
         "SlurmUser=root",
         "SlurmdUser=root",
-        f"AuthInfo=socket={folder / 'munge.socket'}",
+        f"AuthInfo=socket={folder / 'munge.socket'},cred_expire={CREDENTIAL_S}",
         f"StateSaveLocation={folder / 'state'}",
         f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder / 'slurmctld.pid'}",

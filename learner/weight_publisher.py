@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cluster.errors import WeightSyncError
-from cluster.runtime.network import RendezvousStore
+from cluster.runtime.rendezvous import RendezvousStore
 from cluster.weight_sync.manifest import Bucket, Manifest
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, lone_bytes, pack
 

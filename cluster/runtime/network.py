@@ -1,22 +1,19 @@
-"""Where a process can be met: its node's address, and rendezvous stores on sockets bound before they are named."""
+"""The address of this node, and the network interface that has it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-from datetime import timedelta
 
 import psutil
 import ray
-import torch.distributed as dist
 
 _logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # read when a process group is made
 ADDRESS_VARIABLE = "VLLM_HOST_IP"
-PENDING_CONNECTIONS = 128
 
 
 def node_address() -> str:
@@ -51,30 +48,3 @@ def interface_of(address: str) -> str | None:
         if any(found.address == address for found in addresses):
             return name
     return None
-
-
-class RendezvousStore:
-    """A key-value store in which the members of a process group find each other.
-
-    It listens on the node's own address alone, on a port that the kernel chose, so two runs on one host never race for
-    one. Keep the object for as long as members may join.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self.host = node_address()
-        self._socket = socket.create_server((self.host, 0), backlog=PENDING_CONNECTIONS)
-        self.port = int(self._socket.getsockname()[1])
-        self._store = dist.TCPStore(
-            self.host,
-            self.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=self._socket.detach(),
-        )
-
-
-def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Store:
-    """A member's view of the store at `host:port`; keys of other prefixes are out of its sight."""
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    return dist.PrefixStore(prefix, store)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import WeightSyncError
-from cluster.runtime.network import join_store
+from cluster.runtime.rendezvous import join_store
 from cluster.weight_sync.manifest import Bucket, Manifest
 
 

@@ -13,6 +13,7 @@ import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads
 import ray
 from ray._private import services
 
+from cluster.errors import PreflightError
 from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import NodeResources
 from cluster.runtime.placement_groups import cluster_nodes
@@ -21,6 +22,7 @@ from deploy.host.machine import as_node, this_machine
 from deploy.host.run_record import RunMark, RunRecord, marking
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,12 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
     """Start a cluster with the resources of `config` on the loopback address and join it; `ray.shutdown()` ends it.
 
     Its session folder is made in `temp_dir`, by default where Ray makes them.
+
+    Raises:
+        PreflightError: Ray's processes were too slow for Ray's own deadlines.
     """
     node = as_node(this_machine(), config.resources)
-    with _beyond_our_signals():
+    with _beyond_our_signals(), _named_if_too_slow():
         ray.init(
             address="local",
             namespace=config.name,
@@ -97,6 +102,20 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             _node_ip_address=LOOPBACK,
             _temp_dir=None if temp_dir is None else str(temp_dir),
         )
+
+
+@contextmanager
+def _named_if_too_slow() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if TOO_SLOW not in str(error):
+            raise
+        raise PreflightError(
+            "Ray did not start on this machine within 30 s: its processes are slow on busy cores, and at their first "
+            "import from a slow file system. Start again once fewer processes compute here; Ray's logs are in "
+            "/tmp/ray/session_latest/logs"
+        ) from error
 
 
 @contextmanager

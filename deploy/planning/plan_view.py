@@ -35,14 +35,18 @@ def as_table(rows: Sequence[PlanRow], title: str) -> Table:
 
 
 def memory_table(plan: MemoryPlan, device: str) -> Table:
-    """GiB of one worker of every role; parts do not add up to the most, for not all are there at one time."""
+    """GiB of one worker of every role, a column each, which fits 80 characters; parts do not add up to the most, for
+    not all are there at one time.
+    """
     title = f"GiB of one worker, estimated; on {'its GPU' if device == 'cuda' else 'its node'}, and in host memory"
-    table = Table("role", *(part.replace("_", " ") for part in PARTS), "other", "most", "host", title=title)
-    for role, memory in plan.by_role.items():
-        parts = memory.largest
-        other = sum(size for name, size in parts.items() if name not in PARTS)
-        cells = [_gib(parts.get(part, 0)) for part in PARTS]
-        table.add_row(role, *cells, _gib(other), _gib(memory.peak), _gib(sum(memory.host.values())))
+    table = Table("", *plan.by_role, title=title)
+    largest = [memory.largest for memory in plan.by_role.values()]
+    for part in PARTS:
+        table.add_row(part.replace("_", " "), *(_gib(parts.get(part, 0)) for parts in largest))
+    rest = [sum(size for name, size in parts.items() if name not in PARTS) for parts in largest]
+    table.add_row("other", *map(_gib, rest), end_section=True)
+    table.add_row("most", *(_gib(memory.peak) for memory in plan.by_role.values()))
+    table.add_row("host", *(_gib(sum(memory.host.values())) for memory in plan.by_role.values()))
     return table
 
 
@@ -98,4 +102,5 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.3g}" if num_bytes < 1000 * GIB else f"{num_bytes / GIB:.0f}"
+    size = num_bytes / GIB
+    return f"{size:.3g}" if 0.01 <= size < 1000 else f"{size:.0f}"

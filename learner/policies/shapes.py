@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as progress
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from learner.policies.families import family_of
@@ -93,8 +95,20 @@ def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
 
 def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
     """The shape of the model that `policy.tiny` writes, of a copy that is removed again."""
-    with TemporaryDirectory(prefix="mobula-tiny-") as folder:
+    with TemporaryDirectory(prefix="mobula-tiny-") as folder, _no_progress_bar():
         return shape_of(str(write_tiny(name, Path(folder), tie_word_embeddings=tie_word_embeddings)))
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers shows one on stderr for each checkpoint that it writes."""
+    was_enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            progress.enable_progress_bar()
 
 
 def has_config(source: str) -> bool:

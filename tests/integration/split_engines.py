@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
-from cluster.runtime.network import RendezvousStore
+from cluster.runtime.rendezvous import RendezvousStore
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack
 from cluster.weight_sync.weight_sync import WeightSync

@@ -15,8 +15,10 @@ from pathlib import Path
 from ray_apart import end_all, free_port
 from waiting import wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 START_S = 60.0
+END_S = 120.0
+CREDENTIAL_S = 30  # a job that is queued again does not start before its last credential has expired: 120 s by default
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -81,7 +83,11 @@ def two_node_slurm(folder: Path) -> Iterator[Slurm]:
                 )
             time.sleep(1.0)  # munged and slurmctld listen soon; what comes too early tries again
         wait_until(lambda: found.run("sinfo", "-h", "-o", "%T %D") == "idle 2", START_S, found.logs)
-        yield found
+        try:
+            yield found
+        finally:  # what a job runs would outlive slurmd
+            found.run("scancel", "--user=root")
+            wait_until(lambda: found.run("squeue", "-h") == "", END_S, found.logs)
     finally:
         end_all(processes)
 
@@ -95,7 +101,7 @@ def _configuration(folder: Path) -> str:
         f"SlurmctldPort={ports[0]}",
         "SlurmUser=root",
         "SlurmdUser=root",
-        f"AuthInfo=socket={folder / 'munge.socket'}",
+        f"AuthInfo=socket={folder / 'munge.socket'},cred_expire={CREDENTIAL_S}",
         f"StateSaveLocation={folder / 'state'}",
         f"SlurmdSpoolDir={folder}/spool-%n",
         f"SlurmctldPidFile={folder / 'slurmctld.pid'}",

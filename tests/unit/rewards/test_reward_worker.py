@@ -307,3 +307,10 @@ def test_outcomes_of_a_worker_arrive_unchanged() -> None:
     assert {field.name for field in fields(answered)} == {"label", "trajectory_ids", "outcomes", "num_retried"}
     for travels in (pickle, cloudpickle):
         assert travels.loads(travels.dumps(answered)) == answered
+
+
+def test_a_worker_of_rules_loads_no_torch() -> None:
+    """Half a gigabyte of host memory a process, and seconds of its start."""
+    modules = "rewards.pool.worker, cluster.runtime.ray_actors, cluster.records.arrow"
+    check = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import PreflightError
 from cluster.runtime.placement import NodeResources
 from configs.load import load_config
 from deploy.host import session
-from deploy.host.session import expected_nodes, ray_session, run_record
+from deploy.host.session import expected_nodes, ray_session, run_record, start_private
 
 NODE = NodeResources("node", num_cpus=2, num_gpus=0)
 
@@ -135,3 +136,22 @@ def test_the_record_holds_where_the_cluster_is_and_whose_session_it_is(monkeypat
     assert joined.run_folder == Path.cwd() / "some/runs/mine" and joined.mark == found.mark
     assert joined.session_folder is None, "a cluster that others started is not ours to clean up"
     assert private.session_folder == Path(f"/tmp/ray/session_of_us_{os.getpid()}")
+
+
+def test_a_machine_that_is_too_slow_for_ray_is_named_and_other_errors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(message: str) -> FakeRay:
+        fake = FakeRay()
+
+        def init(**options: Any) -> None:
+            raise Exception(message)
+
+        fake.init = init  # type: ignore[method-assign]
+        return fake
+
+    config = load_config(["experiment=digits"])
+    monkeypatch.setattr(session, "ray", refusing("The current node timed out during startup. This could happen ..."))
+    with pytest.raises(PreflightError, match="Start again once fewer processes compute here"):
+        start_private(config, include_dashboard=False)
+    monkeypatch.setattr(session, "ray", refusing("no space left"))
+    with pytest.raises(Exception, match="^no space left$"):
+        start_private(config, include_dashboard=False)

@@ -180,10 +180,11 @@ def test_plan_shows_memory_for_a_cluster_that_is_not_there(tmp_path: Path) -> No
     good = CliRunner().invoke(
         app,
         ["plan", "experiment=own", model, "resources=maye_8", "--nodes", "1x8x141GB:96x2TB"],
-        env={"COLUMNS": "160"},
+        env={"COLUMNS": "80"},
     )
     assert good.exit_code == 0, good.stderr
     assert all(word in good.stdout for word in ("optimizer", "kv cache", "sync", "GPU 0 to 6", "10 workers fit"))
+    assert "…" not in good.stdout, "80 characters suffice"
     bad = CliRunner().invoke(app, ["plan", "experiment=own", model, "resources=two_gpu", "--nodes", "1x2x80GB"])
     assert bad.exit_code == 2
     assert "GiB short (learner/0)" in bad.stderr and "policy.lora.rank=16" in bad.stderr

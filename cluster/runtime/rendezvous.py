@@ -1,0 +1,39 @@
+"""Stores in which the members of a process group meet, on sockets that are bound before they are named."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cluster.runtime.network import node_address
+
+PENDING_CONNECTIONS = 128
+
+
+class RendezvousStore:
+    """A key-value store in which the members of a process group find each other.
+
+    It listens on the node's own address alone, on a port that the kernel chose, so two runs on one host never race for
+    one. Keep the object for as long as members may join.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.host = node_address()
+        self._socket = socket.create_server((self.host, 0), backlog=PENDING_CONNECTIONS)
+        self.port = int(self._socket.getsockname()[1])
+        self._store = dist.TCPStore(
+            self.host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._socket.detach(),
+        )
+
+
+def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Store:
+    """A member's view of the store at `host:port`; keys of other prefixes are out of its sight."""
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.PrefixStore(prefix, store)

@@ -10,13 +10,12 @@ from typing import Any
 
 from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Split, Turn
-from actors.environments.base import EpisodeError, Message, Observation, Reset, observation_hash
+from actors.environments.base import SEEDS_A_SPLIT, EpisodeError, Message, Observation, Reset, observation_hash
 from actors.environments.hosts.pool import EnvironmentPool
 from cluster.errors import DatasetError
 from configs.schema.environment import EnvironmentConfig
 
 ENVIRONMENT = "environment"  # the key of a row's metadata
-SEEDS_A_SPLIT = 1_000_000
 SPLITS = ("train", "validation", "test")
 
 

@@ -113,7 +113,7 @@ def test_an_answered_conversation_has_its_history_and_its_solution(tmp_path: Pat
     [row] = read(tmp_path, row_format, CONVERSATIONS[row_format])
     assert (row.history, row.question) == (CONVERSATION, "2 + 2?")
     assert (row.solution, row.answer) == ("It is 4.", "It is 4.")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
     assert (again.history, again.question, again.solution) == (row.history, row.question, row.solution)
 
 
@@ -132,7 +132,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str) -> None:
     [row] = read(tmp_path, row_format, PAIRS[row_format])
     assert (row.chosen, row.rejected, row.solution) == ("2", "3", "2")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
     assert (again.chosen, again.rejected) == ("2", "3")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -90,6 +91,43 @@ class TwoRounds(vf.Env[TwoRoundsConfig]):
                 await talk.turn(f"That has {len(first.last_reply)} letters. Again.")
 '''
 
+TOOL_TASKSET = '''
+import verifiers.v1 as vf
+
+__all__ = ["Abacus"]
+
+
+class AbacusTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        """The sum of two numbers."""
+        return a + b
+
+
+class AbacusData(vf.TaskData):
+    answer: str = ""
+
+
+class AbacusTask(vf.Task[AbacusData, vf.State]):
+    @classmethod
+    def toolsets(cls, config):
+        return [AbacusTools(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def is_right(self, task, trace) -> float:
+        return float(task.answer == trace.last_reply)
+
+
+class Abacus(vf.Taskset[AbacusTask]):
+    def load(self):
+        for a in range(4):
+            yield AbacusTask(AbacusData(prompt=f"{a} + 4?", answer=str(a + 4)), self.config.task)
+
+
+if __name__ == "__main__":
+    AbacusTools.run()
+'''
+
 pytestmark = [
     pytest.mark.matrix,
     pytest.mark.slow,
@@ -102,6 +140,7 @@ pytestmark = [
 def tasksets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasksets")
     (folder / "mobula_letters.py").write_text(TASKSET)
+    (folder / "mobula_abacus.py").write_text(TOOL_TASKSET)
     return folder
 
 
@@ -144,6 +183,23 @@ def test_a_rollout_without_a_reward_is_a_failure_and_no_reward_of_0(letters: Env
         letters.step(Action("c"))
     assert raised.value.kind == "program_failed"
     letters.reset(seed=0, options={})  # the next episode is not touched
+
+
+def test_tools_of_a_taskset_are_called_in_texts(tasksets: Path) -> None:
+    made = build_environment("verifiers", options(tasksets, taskset={"id": "mobula-abacus"}))
+    try:
+        system, question = made.reset(seed=1, options={}).observation
+        assert (system.role, question) == ("system", Message("user", "1 + 4?"))
+        [tool] = [json.loads(line) for line in system.text.splitlines() if line.startswith("{")]
+        assert tool["description"] == "The sum of two numbers." and set(tool["parameters"]["properties"]) == {"a", "b"}
+        call = json.dumps({"name": tool["name"], "arguments": {"a": 1, "b": 4}})
+        assert made.step(Action(f"<tool_call>{call}</tool_call>")).observation == (Message("user", "5"),)
+        [wrong] = made.step(Action("<tool_call>{oops</tool_call>")).observation
+        assert wrong.text.startswith("error: no call")
+        end = made.step(Action("5"))
+        assert (end.terminated, end.reward) == (True, {"is_right": 1.0})
+    finally:
+        made.close()
 
 
 def test_a_program_that_forgets_its_conversation_is_refused(tasksets: Path) -> None:

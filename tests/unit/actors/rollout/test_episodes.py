@@ -181,6 +181,18 @@ def test_turns_that_were_sampled_among_a_few_tokens_are_scored_among_the_same(be
             assert gap.max() <= 1e-4
 
 
+def test_later_turns_go_before_new_prompts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = [], bench.sampler.sample
+
+    async def noted(prompt: Prompt, media: Any, settings: SamplingSettings, attempt: Attempt, emit: Any) -> Any:
+        asked.append((attempt.request_id.rpartition("/")[2], settings.priority))
+        return await plain(prompt, media, settings, attempt, emit)
+
+    monkeypatch.setattr(bench.sampler, "sample", noted)
+    bench.run(num_samples=1)
+    assert asked == [("0", 0), ("1", -1), ("2", -1)]
+
+
 def test_the_learner_does_not_train_what_the_environment_wrote(group: TrajectoryGroup) -> None:
     [items] = fetch_items([ScoredGroup(group.summary(), group, (Reward(1.0), None))], 0, 5.0)
     assert np.array_equal(items[0].loss_mask, group.trajectories[0].action_mask)

@@ -22,12 +22,16 @@ SPLITS = ("train", "validation", "test")
 def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split:
     """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
 
+    Rows are made before a run has a cluster: those of `environment.host=ray` come from a process of this machine.
+
     Raises:
         DatasetError: the split is unknown, a reset failed, or the environment ignores its seed.
     """
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:
         raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")
+    if config.host == "ray":
+        config = config.model_copy(update={"host": "process"})
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
     try:

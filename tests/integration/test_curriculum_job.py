@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from jobs import Job
+from jobs import SMALL, Job
 
 from cluster.metrics.report.report import write_report
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
@@ -35,7 +35,7 @@ def state_at(job: Job, version: int) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("curriculum")
-    job = Job(folder, WORDS)
+    job = Job(folder, WORDS, small=SMALL[1:])  # the rewards are those of the environment
     try:
         job.overrides = (*WORDS, "num_steps=3")
         job.finish(job.start())

@@ -259,7 +259,7 @@ def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_pat
     """The path of training: rows, a runner with an engine, trajectories."""
     model = TINY["qwen2.5-vl"](tmp_path / "model")
     config = episode_config(
-        model, "environment=verifiers", "environment.host=inline", "environment.num_train=2",
+        model, "environment=verifiers", "environment.name=verifiers", "environment.num_train=2",
         f"environment.options.python={PYTHON}", f"environment.options.import_path=[{tasksets}]",
         "environment.options.env.taskset.id=mobula-letters", "environment.options.num_validation=1",
         "environment.options.num_test=1",

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from rich.console import Console
 
 from actors.environments.base import encoded
+from actors.environments.programs.verifiers_process import VerifiersProcess
 from cluster.errors import PreflightError
 from cluster.replay.trajectory_log import TrajectoryLog
 from configs.load import load_config
@@ -24,6 +25,7 @@ from deploy.tools.policy import compare_samplers
 from deploy.tools.policy.conversations import Conversations
 from deploy.tools.policy.local_policy import LocalPolicy
 from deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
+from deploy.tools.policy.verifiers import VerifiersOptions, play
 from learner.policies.loading import load_model
 from learner.policies.tiny import TINY
 
@@ -222,3 +224,15 @@ def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path:
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="no checkpoint folder"):
         LocalPolicy(config_of(tmp_path / "nothing"))
+
+
+def test_rollouts_of_verifiers_say_what_is_missing() -> None:
+    words = ["data=environment", "rewards=environment"]
+    options = VerifiersOptions("http://127.0.0.1:9/v1", None, num_tasks=1, num_siblings=1, num_concurrent=1)
+    with pytest.raises(PreflightError, match="use environment=verifiers"):
+        play(load_config([*words, "environment=calculator"], is_complete=False).environment, options)
+    config = load_config([*words, "environment=verifiers", "environment.options.python=/none"], is_complete=False)
+    with pytest.raises(PreflightError, match="start `mobula serve-policy`"):
+        play(config.environment, options)
+    with pytest.raises(ValueError, match="make it with `deploy/environment.sh verifiers`"):
+        VerifiersProcess("/none", {}, import_path=(), max_tasks=1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import uvicorn
-from episode_data import engine_settings, episode_config
+from episode_data import engine_settings
 from rich.console import Console
 
 from actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
@@ -258,12 +258,14 @@ def test_a_host_process_that_is_killed_takes_verifiers_with_it(tasksets: Path) -
 def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_path: Path) -> None:
     """The path of training: rows, a runner with an engine, trajectories."""
     model = TINY["qwen2.5-vl"](tmp_path / "model")
-    config = episode_config(
-        model, "environment=verifiers", "environment.name=verifiers", "environment.num_train=2",
-        f"environment.options.python={PYTHON}", f"environment.options.import_path=[{tasksets}]",
-        "environment.options.env.taskset.id=mobula-letters", "environment.options.num_validation=1",
-        "environment.options.num_test=1",
-    )  # fmt: skip
+    words = [
+        "policy=tiny_qwen2_5_vl", f"policy.model={model}", "data=environment", "rewards=environment",
+        "environment=verifiers", f"environment.options.python={PYTHON}", "environment.num_train=2",
+        f"environment.options.import_path=[{tasksets}]", "environment.options.env.taskset.id=mobula-letters",
+        "environment.options.num_validation=1", "environment.options.num_test=1", "data.max_prompt_tokens=400",
+        "data.max_pixels=50176", "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
+    ]  # fmt: skip
+    config = load_config(words)
     store = MediaStore(lambda media: media, 1 << 28)
     chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
     sampler = HuggingFaceSampler(engine_settings(model, chat))
@@ -287,7 +289,7 @@ def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_pat
         assert set(second.rewards) == {"has_letter", "is_short"} and first.rewards == {"reward": 0.0}
         assert second.rewards["has_letter"] == float("b" in second.action)
         between = chat.decode(trajectory.actions.token_ids[first.end : second.start])
-        assert f"That has {len(first.action)} letters. Again." in between
+        assert f"That has {len(first.action.strip())} letters. Again." in between
         mask = np.zeros(trajectory.num_steps, dtype=bool)
         mask[first.start : first.end] = mask[second.start : second.end] = True
         assert np.array_equal(trajectory.action_mask, mask)
@@ -323,7 +325,10 @@ def test_rollouts_against_serve_policy_leave_groups_with_their_rewards(tasksets:
         for trajectory, reward in zip(recorded.group.trajectories, recorded.rewards, strict=True):
             first, second = trajectory.response.turns
             letter = recorded.group.prompt.prompt_id.rpartition("/")[0][-1]
-            scored = {"has_letter": float("ab"[int(letter)] in second.action), "is_short": len(second.action) < 4}
+            scored = {
+                "has_letter": float("ab"[int(letter)] in second.action),
+                "is_short": len(second.action.strip()) < 4,
+            }
             assert reward is not None
             assert dict(reward.components) == {"has_letter": scored["has_letter"], "is_short": scored["is_short"] / 2}
             assert reward.value == sum(reward.components.values())

@@ -8,13 +8,16 @@ NAME ?= digits-$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness train test benchmark clean
+.PHONY: environment harness verifiers train test benchmark clean
 
 environment:
 	@./deploy/environment.sh
 
 harness:
 	@./deploy/environment.sh lmms-eval
+
+verifiers:
+	@./deploy/environment.sh verifiers
 
 train: environment
 	.venv/bin/mobula train $(call unless,experiment,digits) $(call unless,resources,$(PRESET)) \
@@ -27,4 +30,4 @@ benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lmms-eval build *.egg-info
+	rm -rf .venv .venv-uv .venv-lmms-eval .venv-verifiers build *.egg-info

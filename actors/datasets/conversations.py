@@ -9,9 +9,10 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
 
 `content` is a text or a list of parts, `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
-PATH}}` and `{"type": "video", "video": PATH}`. A picture is such a part, or an `<image>` in a text and a path in
-`images`, in order; a video such a part, or a `<video>` in a text and an entry of `videos`: a file, a folder of frames
-or a list of frames. Paths are relative to the folder and may not leave it. A line that cannot be used is skipped and
+PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A picture is such a part, or an
+`<image>` in a text and a path in `images`, in order; a video such a part, or a `<video>` in a text and an entry of
+`videos`: a file, a folder of frames or a list of frames; a sound such a part, or an `<audio>` in a text and an entry of
+`audios`. Paths are relative to the folder and may not leave it. A line that cannot be used is skipped and
 named; only a split without any usable row is an error.
 """
 
@@ -24,20 +25,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.audios import Audio
+from actors.datasets.audios import Audio, AudioInputs
 from actors.datasets.pictures import PictureError
-from actors.datasets.rows import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Skipped, Split, first_few
+from actors.datasets.rows import (
+    AUDIO_PLACEHOLDER,
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    RowError,
+    Skipped,
+    Split,
+    first_few,
+)
 from actors.datasets.videos import Video, VideoInputs
 from cluster.errors import DatasetError, SkippedSample
 
 ROLES = ("system", "user", "assistant")
+PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair; that of a conversation to imitate is CHOSEN."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; `text` holds an `<image>` where a picture stands, a `<video>` where a video does."""
+    """One message; `text` holds `<image>`, `<video>` or `<audio>` where a picture, a video or a sound stands."""
 
     role: str
     text: str
@@ -61,7 +71,7 @@ class Conversation:
     endings: tuple[Ending, ...]
     images: tuple[Path, ...]  # absolute, one for each `<image>` of context and endings, in order
     videos: tuple[Video, ...] = ()  # one for each `<video>`
-    audios: tuple[Audio, ...] = ()  # always none: offline jobs take no sounds
+    audios: tuple[Audio, ...] = ()  # one for each `<audio>`
 
 
 @dataclass
@@ -70,13 +80,20 @@ class Named:
 
     pictures: list[str] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
 
 
 class NoDownloads:
     """Implements `actors.datasets.pictures.Downloads`: nothing is fetched for offline jobs."""
 
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
     def fetch(self, url: str) -> Path:
-        raise PictureError("remote_video", f"{url[:80]!r} is no path: save the video below the data folder and name it")
+        raise PictureError(
+            f"remote_{self._kind}",
+            f"{url[:80]!r} is no path: save the {self._kind} below the data folder and name it",
+        )
 
 
 def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.path") -> Split:
@@ -134,13 +151,14 @@ def _read_row(
         raise RowError("no_question", "no user's message comes before the first answer: add one")
     for ending in endings:
         for turn in ending.turns:
-            if turn.role == "assistant" and (IMAGE_PLACEHOLDER in turn.text or VIDEO_PLACEHOLDER in turn.text):
+            if turn.role == "assistant" and any(placeholder in turn.text for placeholder in PLACEHOLDERS):
                 raise RowError(
-                    "picture_in_answer", "an assistant's message holds a picture or a video: write texts alone"
+                    "picture_in_answer", "an assistant's message holds a picture, a video or a sound: write texts alone"
                 )
     shown = [*context, *endings[0].turns]
+    pictures = _images(fields, folder, shown, named.pictures)
     videos = _videos(fields, folder, shown, named.videos, name)
-    return Conversation(name, context, endings, _images(fields, folder, shown, named.pictures), videos)
+    return Conversation(name, context, endings, pictures, videos, _audios(fields, folder, shown, named.audios, name))
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
@@ -188,7 +206,7 @@ def _answer(given: Any, key: str) -> Turn:
     message = given[0] if isinstance(given, list) and len(given) == 1 else given
     named = Named()
     turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
-    if turn.role != "assistant" or named.pictures or named.videos:
+    if turn.role != "assistant" or named.pictures or named.videos or named.audios:
         raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
     return turn
 
@@ -224,7 +242,13 @@ def _part(part: Any, named: Named) -> str:
         held = given.get("url", given) if isinstance(given, dict) else given
         named.videos.append({"video": held, "fps": part.get("fps")} if isinstance(held, list) else held)
         return VIDEO_PLACEHOLDER
-    raise RowError("bad_message", f"a part of a message is {part!r}: write a `text`, `image_url` or `video` part")
+    if kind in ("audio", "audio_url", "input_audio"):
+        given = part.get(kind, part.get("url"))
+        if given is not None:
+            named.audios.append(given.get("url", given) if isinstance(given, dict) else given)
+            return AUDIO_PLACEHOLDER
+    detail = f"a part of a message is {part!r:.200}: write a `text`, `image_url`, `video` or `audio` part"
+    raise RowError("bad_message", detail)
 
 
 def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[str]) -> tuple[Path, ...]:
@@ -259,7 +283,7 @@ def _videos(
     listed = fields.get("videos", [])
     if not isinstance(listed, list):
         raise RowError("bad_video", f"`videos` is {listed!r:.80}: write a list of files, folders or lists of frames")
-    inputs = VideoInputs(folder, NoDownloads(), takes_absolute=False)
+    inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
     found = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
     num_placeholders = sum(turn.text.count(VIDEO_PLACEHOLDER) for turn in shown)
     if num_placeholders != len(found) or (named and listed):
@@ -268,6 +292,29 @@ def _videos(
             f"the messages have {num_placeholders - len(named)} {VIDEO_PLACEHOLDER} and {len(named)} video parts, "
             f"`videos` names {len(found) if not named else len(listed)} videos: write parts alone, or one "
             f"{VIDEO_PLACEHOLDER} a video",
+        )
+    return found
+
+
+def _audios(
+    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
+) -> tuple[Audio, ...]:
+    """The sounds of a row: those that parts name, or those of `audios`, one for each placeholder.
+
+    Raises:
+        RowError, PictureError: there are more or fewer, or one of them is no sound below the folder.
+    """
+    listed = fields.get("audios", [])
+    if not isinstance(listed, list):
+        raise RowError("bad_audio", f"`audios` is {listed!r:.80}: write a list of files, or of samples with their rate")
+    inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)
+    found = inputs.resolve_audios([*named, *listed], name)
+    num_placeholders = sum(turn.text.count(AUDIO_PLACEHOLDER) for turn in shown)
+    if num_placeholders != len(found) or (named and listed):
+        raise RowError(
+            "placeholder_mismatch",
+            f"the messages have {num_placeholders - len(named)} {AUDIO_PLACEHOLDER} and {len(named)} audio parts, "
+            f"`audios` names {len(listed)} sounds: write parts alone, or one {AUDIO_PLACEHOLDER} a sound",
         )
     return found
 

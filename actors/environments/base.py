@@ -18,6 +18,7 @@ from cluster.errors import MobulaError
 IMAGE_PLACEHOLDER = "<image>"
 ROLES_OF_RESET = ("system", "user")
 ROLES_OF_STEP = ("user", "tool")
+SEEDS_A_SPLIT = 1_000_000  # the seeds of the train, validation and test split begin at 0, 1 and 2 of these
 
 
 class EpisodeError(MobulaError):
@@ -129,6 +130,11 @@ class Demonstrator(Environment, Protocol):
     def demonstrate(self) -> str:
         """The text of a good next turn. Asked after `reset`, and after each `step` that does not end the episode."""
         ...
+
+
+def split_of(seed: int) -> tuple[int, int]:
+    """The number of the split that a seed is of (0 train, 1 validation, 2 test), and its place there."""
+    return divmod(seed, SEEDS_A_SPLIT)
 
 
 def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:

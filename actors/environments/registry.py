@@ -18,6 +18,7 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
     "reasoning_gym": "actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
     "textarena": "actors.environments.adapters.textarena_adapter:TextArena",
     "trl": "actors.environments.adapters.trl_class:TRLClass",
+    "verifiers": "actors.environments.adapters.verifiers_environment:Verifiers",
     "vagen": "actors.environments.adapters.vagen_class:VAGENClass",
 }
 EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs

@@ -10,18 +10,19 @@ from typing import Any
 
 from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Split, Turn
-from actors.environments.base import EpisodeError, Message, Observation, Reset, observation_hash
+from actors.environments.base import SEEDS_A_SPLIT, EpisodeError, Message, Observation, Reset, observation_hash
 from actors.environments.hosts.pool import EnvironmentPool
 from cluster.errors import DatasetError
 from configs.schema.environment import EnvironmentConfig
 
 ENVIRONMENT = "environment"  # the key of a row's metadata
-SEEDS_A_SPLIT = 1_000_000
 SPLITS = ("train", "validation", "test")
 
 
 def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split:
     """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
+
+    Rows are made before a run has a cluster: those of `environment.host=ray` come from a process of this machine.
 
     Raises:
         DatasetError: the split is unknown, a reset failed, or the environment ignores its seed.
@@ -29,6 +30,8 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: b
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:
         raise DatasetError(f"environment.name={config.name} has no split {name!r}: use {', '.join(SPLITS)}")
+    if config.host == "ray":
+        config = config.model_copy(update={"host": "process"})
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
     try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from PIL import Image
 from scipy.signal import resample_poly
 
 from actors.datasets.audios import Audio
+from actors.datasets.writers.base import AudioFile
 from actors.processors.image import open_bounded
 from cluster.errors import MediaError
 from configs.schema.data import AudioConfig, DataConfig
 
-FORMATS = ("WAV", "WAVEX", "FLAC", "MP3", "OGG", "AIFF")  # of libsndfile's, those that hold sound in any use today
+EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
+FORMATS = tuple(EXTENSIONS)  # of libsndfile's, those that hold sound in any use today
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,22 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
         mono = resample_poly(mono, limits.rate, rate).astype(np.float32)
     assert len(mono) == audio.num_samples, "resampling gives as many samples as `_num_samples` says"
     return mono
+
+
+def whole_audio(source: Audio, audio: AudioConfig) -> AudioFile:
+    """The sound as the file that it is, decoded once to see that it can be used.
+
+    Raises:
+        MediaError: the sound cannot be used.
+    """
+    with open_bounded(source, audio.max_file_bytes, "data.audio.max_file_bytes") as file:
+        content = file.read()
+    with _opened(BytesIO(content), source) as sound:
+        own = AudioLimits(audio, sound.samplerate, sound.frames)
+        loaded = LoadedAudio(source, content, _num_samples(sound, source, own))
+        extension = EXTENSIONS[sound.format]
+    decode_audio(loaded, own)
+    return AudioFile(content, Path(str(source)).name, extension)
 
 
 def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending, Turn
-from actors.datasets.rows import AUDIO_PLACEHOLDER
 from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
@@ -48,7 +47,7 @@ class _Whole:
     mask: np.ndarray  # bool [S]
     num_context: int
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos, stands in each span
+    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos before sounds, stands in each span
 
 
 class ConversationProcessor:
@@ -77,7 +76,7 @@ class ConversationProcessor:
         """The row as a group, its media processed and stored.
 
         Raises:
-            MediaError: a picture or video cannot be used.
+            MediaError: a picture, video or sound cannot be used.
             PromptError: the row is too long, has too many media, or its text imitates special tokens.
         """
         self._check(row)
@@ -119,8 +118,6 @@ class ConversationProcessor:
     def _check(self, row: Conversation) -> None:
         self._chat.check_media(row)
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
-            if AUDIO_PLACEHOLDER in turn.text:
-                raise PromptError(f"{row.sample_id} has {AUDIO_PLACEHOLDER}: offline jobs take no sounds")
             self._chat.refuse_imitations(turn.text)
 
     def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[_Pieces, list[_Whole]]:
@@ -171,8 +168,9 @@ class ConversationProcessor:
         ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
-                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures and videos), "
-                f"offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels or data.video.max_tokens"
+                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures, videos and "
+                f"sounds), offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels, "
+                "data.video.max_tokens or data.audio.max_seconds"
             )
         untrained = [np.zeros(len(expansion), dtype=bool) for expansion in expansions]
         mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, untrained)

@@ -10,7 +10,7 @@ import numpy as np
 from actors.environments.base import Action, Observation, Step, checked_rewards
 from actors.environments.bridge import TurnBridge
 from actors.processors.chat import ChatProcessor
-from cluster.records.actions import TokenActions
+from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import MediaHandle, MediaSpan
 from cluster.records.partial_response import SampledSequence, shifted
 from cluster.records.trajectory import EpisodeTurn, FinishReason, Prompt, WeightSpan
@@ -25,6 +25,7 @@ class Episode:
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)  # True where the policy wrote the token
     weight_spans: list[WeightSpan] = field(default_factory=list)
+    kept: KeptSets | None = None  # the tokens among which each one was sampled; None: nothing was cut
     media: list[MediaHandle] = field(default_factory=list)
     media_spans: list[MediaSpan] = field(default_factory=list)
     turns: list[EpisodeTurn] = field(default_factory=list)
@@ -38,10 +39,11 @@ class Episode:
     @property
     def actions(self) -> TokenActions:
         ids = np.array(self.token_ids, dtype=np.int32)
-        return TokenActions(ids, media=tuple(self.media), media_spans=tuple(self.media_spans))
+        return TokenActions(ids, self.kept, tuple(self.media), tuple(self.media_spans))
 
     def add_turn(self, sampled: SampledSequence) -> None:
         assert isinstance(sampled.actions, TokenActions)
+        self._add_kept(sampled.actions.kept, sampled.num_tokens)
         self.weight_spans += shifted(sampled.weight_spans, self.num_steps)
         self.token_ids += sampled.actions.token_ids.tolist()
         self.logprobs += sampled.logprobs.tolist()
@@ -51,11 +53,18 @@ class Episode:
         """Tokens that the policy did not write: they have the version of the turn before."""
         if not len(ids):
             return
+        self._add_kept(None, len(ids))
         last = self.weight_spans[-1]
         self.weight_spans[-1] = replace(last, end=last.end + len(ids))
         self.token_ids += list(ids)
         self.logprobs += [0.0] * len(ids)
         self.mask += [False] * len(ids)
+
+    def _add_kept(self, more: KeptSets | None, num_steps: int) -> None:
+        if self.kept is None and more is None:
+            return
+        before = KeptSets.uncut(self.num_steps) if self.kept is None else self.kept
+        self.kept = before.followed_by(KeptSets.uncut(num_steps) if more is None else more)
 
     def note_step(self, begin: int, action: Action, step: Step) -> None:
         """Record what the turn that began at `begin` led to."""

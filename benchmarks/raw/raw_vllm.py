@@ -17,9 +17,8 @@ from cluster.roles import SamplingSettings
 from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import PlacedWorker
 from configs.schema import RunConfig
-from deploy.wiring.build import sampling_settings
 from deploy.wiring.preparation import Prepared
-from deploy.wiring.rollouts import engine_settings  # "the same engine settings" must not become a copy that drifts
+from deploy.wiring.rollouts import engine_settings, sampling_settings  # a copy of these would drift
 from deploy.wiring.spawner import engine_environment
 
 PROCESSOR_CACHE_GB = 4.0  # vLLM's own default

@@ -21,13 +21,18 @@ MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
 class KeptSets:
     """The tokens among which each step was sampled, where sampling cuts the distribution (top-k, top-p, min-p)."""
 
-    counts: np.ndarray  # int32 [T], at least 1 each
+    counts: np.ndarray  # int32 [T]; 0 says that nothing was cut in that step
     ids: np.ndarray  # int32 [sum of `counts`]: one set after the other
 
     @classmethod
     def of(cls, is_kept: np.ndarray) -> KeptSets:
         """From a bool [T, V] array."""
         return cls(is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32))
+
+    @classmethod
+    def uncut(cls, num_steps: int) -> KeptSets:
+        """Of steps that were sampled among all tokens, or not sampled, beside steps that have sets."""
+        return cls(np.zeros(num_steps, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
     def between(self, start: int, end: int) -> KeptSets:
         """The sets of the steps [start, end)."""

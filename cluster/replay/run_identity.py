@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from configs.schema.environment import EnvironmentConfig
 from configs.schema.run import RunConfig
 
 # Each of them changes which row has which place in the order.
@@ -21,6 +22,7 @@ ORDER_KEYS = (
 def run_identity(config: RunConfig) -> dict[str, Any]:
     """The dotted keys that must not change between the parts of one run, with their values as JSON."""
     supervised = config.algorithm.supervised
+    environment = config.environment
     teacher, teachers = config.algorithm.distillation.teacher, config.algorithm.distillation.teachers
     return {
         "seed": config.seed,
@@ -29,10 +31,20 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
         "data.kind": config.data.kind.value,
         "data.path": str(config.data.path),
         **{f"data.{key}": value for key, value in config.data.model_dump(mode="json", include=set(ORDER_KEYS)).items()},
+        **(_episodes(environment) if environment.is_on else {}),
         "learner.backend": config.learner.backend,
         "resources.dtype": config.resources.dtype,
         **({"algorithm.distillation.teacher": teacher} if teacher else {}),
         **({"algorithm.distillation.teachers": teachers} if teachers else {}),
         **({"algorithm.supervised": [supervised.path, supervised.max_tokens]} if supervised.is_on else {}),
         **({"offline.job": config.offline.job} if config.offline.is_on else {}),
+    }
+
+
+def _episodes(environment: EnvironmentConfig) -> dict[str, Any]:
+    """Which seed and which stage has which place in the order."""
+    return {
+        "environment.name": environment.name,
+        "environment.num_train": environment.num_train,
+        "environment.curriculum.stages": [dict(stage) for stage in environment.curriculum.stages],
     }

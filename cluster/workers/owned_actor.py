@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
+from cluster.errors import DeadlineError, PreflightError, WorkerDiedError, as_raised_by_role
 
 
 class OwnedActor:
@@ -19,6 +19,11 @@ class OwnedActor:
     """
 
     def __init__(self, role: type, *args: Any, name: str, num_cpus: float) -> None:
+        """Raises: PreflightError: this process has joined no cluster."""
+        if not ray.is_initialized():  # Ray would start a cluster with its own settings, open to the network
+            raise PreflightError(
+                f"{name} is to run in a Ray actor, and this command has no cluster: set environment.host=process"
+            )
         self._name = name
         paths = os.pathsep.join(path for path in sys.path if path)  # where modules of the user's are found
         env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}

@@ -219,10 +219,10 @@ def _episodes_fit(config: RunConfig) -> str | None:
             f"{environment.name} makes whole prompts: set data.prompt_suffix=''"
         )
     sampler = config.sampler
-    if sampler.is_cut or sampler.first_token_temperature > 0 or sampler.stop_strings:
+    if sampler.first_token_temperature > 0 or sampler.stop_strings:
         return (
-            f"environment.name={environment.name} samples every turn among all tokens until its end: set "
-            "sampler.top_p=1 sampler.top_k=0 sampler.min_p=0 sampler.first_token_temperature=0 sampler.stop_strings=[]"
+            f"environment.name={environment.name} samples every turn at one temperature until its end: set "
+            "sampler.first_token_temperature=0 sampler.stop_strings=[]"
         )
     return None
 

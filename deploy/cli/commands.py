@@ -21,7 +21,7 @@ from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
 from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
-from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
+from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
 from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
@@ -485,6 +485,7 @@ app.command()(play)
 app.command()(rollout)
 app.command()(serve_environment)
 app.command()(serve_policy)
+app.command()(verifiers)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

@@ -1,4 +1,4 @@
-"""`mobula play`, `rollout`, `serve-environment`, `serve-policy`: environments, and policies outside a run."""
+"""Environments by themselves and policies outside a run: play, rollout, serve-environment, serve-policy, verifiers."""
 
 from __future__ import annotations
 
@@ -121,3 +121,25 @@ def serve_policy(
         options = serving.ServeOptions(host, port, read_token(token_env, token_file), capture, siblings)
         console = terminal(soft_wrap=True)
         serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))
+
+
+def verifiers(
+    endpoint: Annotated[str, typer.Option(metavar="URL", help="What `mobula serve-policy` says: http://HOST:PORT/v1.")],
+    overrides: Overrides = None,
+    tasks: Annotated[int, typer.Option(min=1, help="So many of the first tasks; again from the first one on.")] = 8,
+    siblings: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Play a verifiers environment against `mobula serve-policy`, which keeps its calls as trajectories."""
+    from configs.load import load_config
+
+    with explained("sessions that have ended are kept"):
+        words = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
+        config = load_config(words, is_complete=False)
+        from deploy.tools.policy import verifiers as rolling
+        from deploy.tools.serve_rewards import read_token
+
+        options = rolling.VerifiersOptions(endpoint, read_token(token_env, token_file), tasks, siblings, concurrency)
+        raise typer.Exit(rolling.roll(config, options, terminal(soft_wrap=True)))

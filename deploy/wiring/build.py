@@ -24,7 +24,7 @@ from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
 from cluster.replay.run_identity import run_identity
-from cluster.roles import Rollouts, SamplingSettings
+from cluster.roles import Rollouts
 from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from cluster.rollout.in_flight import InFlightRequests
@@ -46,7 +46,7 @@ from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
-from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool
+from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
 from deploy.wiring.spawner import Spawner
 from deploy.wiring.warm_start import warm_start
 from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
@@ -294,23 +294,6 @@ async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
     await warm_start(prepared, learner)
     await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
-
-
-def sampling_settings(config: RunConfig) -> SamplingSettings:
-    """How training samples."""
-    sampler = config.sampler
-    return SamplingSettings(
-        num_samples=config.algorithm.samples_per_prompt,
-        temperature=sampler.temperature,
-        max_tokens=sampler.max_tokens,
-        seed=config.seed,
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
-        min_p=sampler.min_p,
-        first_token_temperature=sampler.first_token_temperature,
-        keeps_sets=sampler.is_cut,
-        stop_strings=sampler.stop_strings,
-    )
 
 
 def _chunk_tokens(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
 from actors.samplers.base import EngineSettings
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.hub import Metrics
+from cluster.roles import SamplingSettings
 from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
@@ -29,6 +30,23 @@ from learner.policies.lora import AdapterPush
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
+
+
+def sampling_settings(config: RunConfig) -> SamplingSettings:
+    """How training samples."""
+    sampler = config.sampler
+    return SamplingSettings(
+        num_samples=config.algorithm.samples_per_prompt,
+        temperature=sampler.temperature,
+        max_tokens=sampler.max_tokens,
+        seed=config.seed,
+        top_p=sampler.top_p,
+        top_k=sampler.top_k,
+        min_p=sampler.min_p,
+        first_token_temperature=sampler.first_token_temperature,
+        keeps_sets=sampler.is_cut,
+        stop_strings=sampler.stop_strings,
+    )
 
 
 def rollout_pool(

@@ -36,6 +36,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),
     "transformers": ("learner/*", "actors/*", "rewards/models/*"),
     "math_verify": ("rewards/functions/*",),
+    "verifiers": ("actors/environments/programs/*",),  # which runs in a Python of its own
 }
 
 

@@ -18,7 +18,7 @@ from actors.environments.base import Action, Reset, Step
 from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
 from learner.policies.tiny import TINY
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 
 class Patchy(Scripted):
@@ -40,9 +40,10 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_
     words = [
         "policy=tiny_qwen2_5_vl", "resources=laptop", "sampler=huggingface", "data=environment", "rewards=environment",
         f"policy.model={model}", f"folder={tmp_path}", f"environment.name={__name__}:Patchy", "environment.host=ray",
-        "environment.step_timeout_s=2", "environment.retries=0", "environment.num_train=1",
-        "environment.num_validation=1", "environment.num_test=4", "data.max_prompt_tokens=400", "data.max_pixels=50176",
-        "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
+        "environment.start_timeout_s=300", "environment.reset_timeout_s=120", "environment.step_timeout_s=5",
+        "environment.retries=0", "environment.num_train=1", "environment.num_validation=1", "environment.num_test=4",
+        "data.max_prompt_tokens=400", "data.max_pixels=50176", "sampler.max_images_per_prompt=8",
+        "sampler.max_tokens=6",
     ]  # fmt: skip
     options = ["--episodes", "4", "--batch-size", "4", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "64"]
     options += ["--seed", "3", "--output", str(tmp_path / "seen")]
@@ -52,7 +53,7 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=580,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "seen" / JSON_FILE).read_text())

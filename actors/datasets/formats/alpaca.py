@@ -14,10 +14,10 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_given,
     first_of,
-    held,
     others,
     present,
     text_of,
@@ -78,7 +78,7 @@ def _history(pairs: Any) -> list[Turn]:
     return turns
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     turns = list(row.history)
     system = turns.pop(0).text if turns and turns[0].role == "system" else None
     roles = [turn.role for turn in turns]
@@ -93,7 +93,7 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
         record["system"] = system
     if turns:
         record["history"] = [[turns[i].text, turns[i + 1].text] for i in range(0, len(turns), 2)]
-    return {**record, "answer": row.answer, **held(images, videos), **row.metadata}
+    return {**record, "answer": row.answer, **media.columns(), **row.metadata}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

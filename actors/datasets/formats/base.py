@@ -35,14 +35,28 @@ class Draft:
 
 
 @dataclass(frozen=True)
+class StoredMedia:
+    """The media of a row, as a file that was written names them."""
+
+    images: list[Any]
+    videos: list[Any]
+    audios: list[Any]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of a record; there is none for media that the row has not."""
+        held = {"images": self.images, "videos": self.videos, "audios": self.audios}
+        return {column: files for column, files in held.items() if files}
+
+
+@dataclass(frozen=True)
 class RowFormat:
     """One schema of records. `columns` are its column names, for the check of `data.columns`."""
 
     columns: tuple[str, ...]
     read: Callable[[Record], Draft]
     """Raises: RowError: a column is missing or holds something else."""
-    write: Callable[[Row, list[Any], list[Any]], dict[str, Any]]
-    """A row, its pictures and its videos as the target names them -> a record that `read` makes the same row of."""
+    write: Callable[[Row, StoredMedia], dict[str, Any]]
+    """A row, its media as the target names them -> a record that `read` makes the same row of."""
 
 
 def finish(
@@ -174,11 +188,6 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
     return str(value)
-
-
-def held(images: list[Any], videos: list[Any]) -> dict[str, list[Any]]:
-    """The columns of a record's media; there is none for media that the row has not."""
-    return {**({"images": images} if images else {}), **({"videos": videos} if videos else {})}
 
 
 def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:

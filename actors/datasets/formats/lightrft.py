@@ -18,9 +18,9 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_of,
-    held,
     in_front,
     only_one,
     others,
@@ -80,7 +80,7 @@ def read(record: Record) -> Draft:
     return in_front(draft)
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     if row.rejected is not None:
         raise ValueError(
             f"{row.sample_id} is a preference pair, which LightRFT's prompts have no place for: write messages"
@@ -90,7 +90,7 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     prompt: Any = [*turns, {"role": "user", "content": row.question}] if turns else row.question
     record = {"id": row.sample_id, "prompt": prompt, "reference": row.answer, "extra_info": metadata}
-    return {**record, **held(images, videos), **({} if label is None else {"label": label})}
+    return {**record, **media.columns(), **({} if label is None else {"label": label})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

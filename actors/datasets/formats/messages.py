@@ -15,10 +15,10 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_given,
     first_of,
-    held,
     others,
     plain,
     present,
@@ -67,7 +67,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
     record: dict[str, Any] = {
         "id": row.sample_id,
@@ -78,7 +78,7 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     for column, value in (("chosen", row.chosen), ("rejected", row.rejected)):
         if value is not None:
             record[column] = value
-    return {**record, **held(images, videos), **({"metadata": row.metadata} if row.metadata else {})}
+    return {**record, **media.columns(), **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

@@ -17,9 +17,9 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_of,
-    held,
     others,
     plain,
     present,
@@ -49,7 +49,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     if row.history or row.rejected is not None:
         raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
     record: dict[str, Any] = {
@@ -58,8 +58,8 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
         "answer": row.answer,
         "solution": row.solution,
     }
-    media = {**({"image": images} if images else {}), **held([], videos)}
-    return {**record, **media, **({"metadata": row.metadata} if row.metadata else {})}
+    columns = {("image" if column == "images" else column): files for column, files in media.columns().items()}
+    return {**record, **columns, **({"metadata": row.metadata} if row.metadata else {})}
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

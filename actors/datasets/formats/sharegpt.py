@@ -15,10 +15,10 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_given,
     first_of,
-    held,
     others,
     present,
     text_of,
@@ -63,7 +63,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     turns = list(row.history)
     record: dict[str, Any] = {"id": row.sample_id}
     if turns and turns[0].role == "system":
@@ -75,7 +75,7 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
         record["chosen"] = _turn("assistant", row.chosen or "")
         record["rejected"] = _turn("assistant", row.rejected)
     record |= {"conversations": said, "answer": row.answer}
-    return {**record, **held(images, videos), **row.metadata}
+    return {**record, **media.columns(), **row.metadata}
 
 
 def _turn(role: str, text: str) -> dict[str, str]:

@@ -16,9 +16,9 @@ from actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
+    StoredMedia,
     audios_of,
     first_of,
-    held,
     only_one,
     others,
     plain,
@@ -59,7 +59,7 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
+def write(row: Row, media: StoredMedia) -> dict[str, Any]:
     if row.rejected is not None:
         raise ValueError(f"{row.sample_id} is a preference pair, which verl's schema has no place for: write messages")
     metadata = dict(row.metadata)
@@ -67,7 +67,7 @@ def write(row: Row, images: list[Any], videos: list[Any]) -> dict[str, Any]:
     return {
         "data_source": str(metadata.pop("data_source", "")),
         "prompt": [*turns, {"role": "user", "content": row.question}],
-        **held(images, videos),
+        **media.columns(),
         "reward_model": {"style": "rule", "ground_truth": metadata.pop("ground_truth", row.answer)},
         "extra_info": {**metadata, "id": row.sample_id},
     }

@@ -1,8 +1,9 @@
 """WebDataset shards: tar files in which the members of one sample follow each other and share the name up to a dot.
 
 `000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its pictures in order, `000012.mp4` (or
-`000012.0.mp4`, ...) its videos; a GIF is a video if `video` is in its name, `000012.video.gif`. A text member such as
-`000012.question.txt` or `000012.answer` is the column `question.txt` or `answer`.
+`000012.0.mp4`, ...) its videos, `000012.wav` (or `000012.0.flac`, ...) its sounds; a GIF is a video if `video` is in
+its name, `000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column
+`question.txt` or `answer`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cluster.errors import DatasetError
 
 PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv")
-OTHER_MEDIA = ("wav", "flac", "mp3")
+SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif")
 
 
 def open_webdataset(opened: Opened) -> Table:
@@ -70,23 +71,23 @@ class ShardTable:
         record: dict[str, object] = {}
         pictures: list[EncodedFile] = []
         videos: list[EncodedFile] = []
+        audios: list[EncodedFile] = []
         for member in range(self._first[place], self._first[place + 1]):
             extension = self._extensions[self._kinds[member]]
             last = extension.rpartition(".")[2].lower()
-            if last in OTHER_MEDIA:
-                raise RowError(
-                    "unsupported_media", f"the sample has a .{extension}, and pictures and videos alone are read"
-                )
             content = os.pread(self._descriptors[self._shards[place]], self._sizes[member], self._starts[member])
             if last in VIDEOS or "video" in extension.lower().split("."):
                 videos.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
+            elif last in SOUNDS:
+                audios.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
             elif last in PICTURES:
                 pictures.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
             elif last == "json":
                 record.update(parse_object(content, f".{extension} of the sample"))
             else:
                 record[extension] = _text(content, extension)
-        return {**record, **({"images": pictures} if pictures else {}), **({"videos": videos} if videos else {})}
+        media = {"images": pictures, "videos": videos, "audios": audios}
+        return {**record, **{column: files for column, files in media.items() if files}}
 
     def name(self, place: int) -> str:
         """Samples are numbered in their shard."""

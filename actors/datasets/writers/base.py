@@ -38,7 +38,16 @@ class VideoFile:
     extension: str
 
 
-MediaFile = PictureFile | VideoFile
+@dataclass(frozen=True)
+class AudioFile:
+    """A whole sound file, where it came from, and the end that its name gets."""
+
+    content: bytes
+    name: str
+    extension: str
+
+
+MediaFile = PictureFile | VideoFile | AudioFile
 
 
 class Writer(Protocol):
@@ -50,6 +59,10 @@ class Writer(Protocol):
 
     def videos(self, files: list[VideoFile]) -> list[Any]:
         """The same for its videos."""
+        ...
+
+    def audios(self, files: list[AudioFile]) -> list[Any]:
+        """The same for its sounds."""
         ...
 
     def write(self, record: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""JSONL and JSON files, with pictures and videos in the folders `images` and `videos` beside them, each once."""
+"""JSONL and JSON files, with media in the folders `images`, `videos` and `sounds` beside them, each once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
+from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
-PICTURES, VIDEOS = "images", "videos"
+PICTURES, VIDEOS, SOUNDS = "images", "videos", "sounds"
 
 
 class JsonLinesWriter:
@@ -28,6 +28,9 @@ class JsonLinesWriter:
 
     def videos(self, files: list[VideoFile]) -> list[str]:
         return [self._stored(file, VIDEOS) for file in files]
+
+    def audios(self, files: list[AudioFile]) -> list[str]:
+        return [self._stored(file, SOUNDS) for file in files]
 
     def write(self, record: dict[str, Any]) -> None:
         if not self._is_empty:

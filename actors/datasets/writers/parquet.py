@@ -1,4 +1,4 @@
-"""Parquet files with pictures and videos in them, in row groups that a reader holds in memory without effort."""
+"""Parquet files with media in them, in row groups that a reader holds in memory without effort."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
+from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
 GROUP_RECORDS = 1000
 GROUP_BYTES = 16 << 20  # of media
@@ -31,6 +31,9 @@ class ParquetWriter:
         return self._held(files)
 
     def videos(self, files: list[VideoFile]) -> list[dict[str, Any]]:
+        return self._held(files)
+
+    def audios(self, files: list[AudioFile]) -> list[dict[str, Any]]:
         return self._held(files)
 
     def write(self, record: dict[str, Any]) -> None:

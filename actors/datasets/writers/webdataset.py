@@ -1,4 +1,4 @@
-"""WebDataset shards: a record and its pictures and videos as members that follow each other."""
+"""WebDataset shards: a record and its pictures, videos and sounds as members that follow each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import MediaFile, PictureFile, VideoFile
+from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
 SHARD_SAMPLES = 1000
 
@@ -30,6 +30,11 @@ class ShardWriter:
 
     def videos(self, files: list[VideoFile]) -> list[Any]:
         """As `images`, behind which it is called. The name of a member says that it is a video."""
+        self._media += files
+        return []
+
+    def audios(self, files: list[AudioFile]) -> list[Any]:
+        """As `videos`, behind which it is called."""
         self._media += files
         return []
 

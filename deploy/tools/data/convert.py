@@ -12,16 +12,19 @@ from typing import Any
 from rich.console import Console
 
 from actors.datasets.formats import FORMATS
+from actors.datasets.formats.base import StoredMedia
 from actors.datasets.open_split import open_split
 from actors.datasets.rows import Row, RowError, Skipped
 from actors.datasets.writers import WRITERS
 from actors.datasets.writers.base import PictureFile, Writer
+from actors.processors.audio import whole_audio
 from actors.processors.image import decode_image, read_image
 from actors.processors.video import VideoLimits
 from actors.processors.video_file import whole_video
 from cluster.errors import PreflightError, SkippedSample
 from configs.groups import groups, own_values
 from configs.schema import RunConfig
+from configs.schema.data import AudioConfig
 from deploy.wiring.preparation import ensure_data
 
 NUM_NAMED = 20
@@ -77,7 +80,7 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
         try:
             row = rows[place]
             sample = row.sample_id
-            writer.write(_record(row, limits, writer, row_format))
+            writer.write(_record(row, limits, config.data.audio, writer, row_format))
         except SkippedSample as error:
             skipped.append(Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error)))
             if len(skipped) > most:
@@ -88,17 +91,18 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
     return len(rows) - len(skipped), skipped
 
 
-def _record(row: Row, limits: VideoLimits, writer: Writer, row_format: str) -> dict[str, Any]:
+def _record(row: Row, limits: VideoLimits, audio: AudioConfig, writer: Writer, row_format: str) -> dict[str, Any]:
     """The row as a record of the format; its media are stored once all of them are whole."""
-    if row.audios:
-        raise ValueError(f"{row.sample_id} has sounds, which are not written: convert files without them")
     files = []
     for picture in row.images:
         content = read_image(picture, limits.frame)
         decode_image(content, picture, limits.frame)
         files.append(PictureFile(content, Path(str(picture)).name))
     videos = [whole_video(video, limits) for video in row.videos]
-    return FORMATS[row_format].write(row, writer.images(files), writer.videos(videos))
+    audios = [whole_audio(sound, audio) for sound in row.audios]
+    return FORMATS[row_format].write(
+        row, StoredMedia(writer.images(files), writer.videos(videos), writer.audios(audios))
+    )
 
 
 def _say(console: Console, line: str, skipped: Sequence[Skipped]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import uvicorn
@@ -12,7 +13,6 @@ from rich.console import Console
 
 from actors.environments.base import Message
 from cluster.errors import PreflightError, SkippedSample
-from cluster.roles import SamplingSettings
 from configs.errors import ConfigError
 from configs.groups import groups
 from configs.load import load_config
@@ -22,6 +22,7 @@ from deploy.tools.environments.page_play import make_page
 from deploy.tools.environments.terminal_play import play, watch
 from deploy.tools.policy.local_policy import LocalPolicy
 from deploy.tools.serve_rewards import listen
+from deploy.wiring.rollouts import sampling_settings
 
 LOOPBACK = "127.0.0.1"
 
@@ -77,11 +78,8 @@ async def _run(
 
 async def _said(policy: LocalPolicy, messages: Sequence[Message]) -> str:
     """Raises: ValueError: the conversation cannot be put to the model."""
-    sampler = policy.config.sampler
-    settings = SamplingSettings(
-        1, sampler.temperature, sampler.max_tokens, policy.config.seed + len(messages), top_p=sampler.top_p,
-        top_k=sampler.top_k, min_p=sampler.min_p,
-    )  # fmt: skip
+    config = policy.config
+    settings = replace(sampling_settings(config), num_samples=1, seed=config.seed + len(messages), keeps_sets=False)
     try:
         return (await policy.answer(messages, settings)).text
     except SkippedSample as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from configs.schema import RunConfig
 from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, TranscriptWriter
 from deploy.wiring.build import Inference
 from deploy.wiring.preparation import Prepared, require_model
+from deploy.wiring.rollouts import sampling_settings
 
 MEDIA_IN_MEMORY = 256
 
@@ -137,16 +138,13 @@ async def _episodes(
 def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> SamplingSettings:
     """How one episode is sampled."""
     sampler = config.sampler
-    return SamplingSettings(
+    return replace(
+        sampling_settings(config),
         num_samples=1,
-        temperature=sampler.temperature,
-        max_tokens=sampler.max_tokens,
         seed=seed,
         top_p=sampler.top_p if options.top_p is None else options.top_p,
         top_k=sampler.top_k if options.top_k is None else options.top_k,
-        min_p=sampler.min_p,
-        first_token_temperature=sampler.first_token_temperature,
-        stop_strings=sampler.stop_strings,
+        keeps_sets=False,
     )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,24 +14,25 @@ from uuid import uuid4
 import uvicorn
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.environments.base import IMAGE_PLACEHOLDER, EpisodeError, Message
+from actors.environments.base import EpisodeError
+from actors.environments.chat_api import answer_of, events_of, message_of
 from cluster.errors import PreflightError, SkippedSample
 from cluster.records.trajectory import Reward
 from cluster.roles import SamplingSettings
-from configs.schema import RunConfig
+from configs.schema import RunConfig, SamplerKind
 from deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
 from deploy.tools.policy.local_policy import LocalPolicy
 from deploy.tools.serve_rewards import is_loopback, listen
+from deploy.wiring.rollouts import sampling_settings
 from rewards.http.request_gate import RequestGate
 
 MAX_REQUEST_BYTES = 64 << 20
 READ_S = 60.0
 RETRY_AFTER_S = 1
 MAX_SEED = 2**31 - 1
-DATA_URL = "data:"
 
 Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
 
@@ -63,7 +61,7 @@ class ChatBody(BaseModel):
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
     stop: str | list[str] | None = None
     n: Literal[1] = 1
-    stream: Literal[False] = False
+    stream: bool = False
     tools: None = None
     user: str | None = None
 
@@ -140,7 +138,7 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
         await policy.close()
 
     app = FastAPI(title="Mobula policy", lifespan=life, docs_url=None, redoc_url=None)
-    name = policy.config.policy.model
+    model = policy.config.policy.model
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> Response:
@@ -150,14 +148,18 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def complete(body: ChatBody, session: Session = None) -> Response:
         try:
-            messages = [_message(message) for message in body.messages]
-            settings = _settings(policy.config, body)
-            completion = await conversations.complete(session or body.user, messages, settings)
+            messages = [message_of(message.role, message.content) for message in body.messages]
+            name = session or body.user
+            settings = settings_of(policy.config, body, is_kept=name is not None)
+            completion = await conversations.complete(name, messages, settings)
         except UnknownSessionError as error:
             return _error(404, str(error), "unknown_session")
         except (SkippedSample, EpisodeError, ValueError) as error:
             return _error(400, str(error), "invalid_request_error")
-        return JSONResponse(_reply(name, completion))
+        reply = _reply(model, completion)
+        if body.stream:
+            return StreamingResponse(events_of(reply), media_type="text/event-stream")
+        return JSONResponse(reply)
 
     @app.post("/v1/sessions")
     async def open_session(body: SessionBody) -> Response:
@@ -178,7 +180,7 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "mobula"}]})
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "mobula"}]})
 
     @app.get("/health")
     async def health() -> Response:
@@ -187,19 +189,12 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
     return app
 
 
-def _settings(config: RunConfig, body: ChatBody) -> SamplingSettings:
-    """The request's, and where it says nothing those of `sampler`."""
-    sampler = config.sampler
-    given = SamplingSettings(
-        num_samples=1,
-        temperature=sampler.temperature,
-        max_tokens=sampler.max_tokens,
-        seed=config.seed,
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
-        min_p=sampler.min_p,
-        stop_strings=sampler.stop_strings,
-    )
+def settings_of(config: RunConfig, body: ChatBody, *, is_kept: bool) -> SamplingSettings:
+    """The request's, and where it says nothing those of `sampler`; `is_kept` says that the call becomes a trajectory.
+
+    Raises:
+        ValueError: a trajectory of these settings cannot be recorded.
+    """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     asked = {
         "temperature": body.temperature,
@@ -209,31 +204,16 @@ def _settings(config: RunConfig, body: ChatBody) -> SamplingSettings:
         "top_k": body.top_k,
         "stop_strings": stop or None,
     }
-    return replace(given, **{key: value for key, value in asked.items() if value is not None})
-
-
-def _message(given: ChatMessage) -> Message:
-    """Raises: ValueError: a part is of another kind, or a picture is no data: URL."""
-    if given.content is None or isinstance(given.content, str):
-        return Message(given.role, given.content or "")
-    parts = [_part(part) for part in given.content]
-    return Message(given.role, "".join(text for text, _ in parts), tuple(p for _, own in parts for p in own))
-
-
-def _part(part: Mapping[str, Any]) -> tuple[str, Sequence[bytes]]:
-    if part.get("type") == "text":
-        return str(part.get("text", "")), ()
-    if part.get("type") != "image_url":
-        raise ValueError(f"a part of type {part.get('type')!r} is not known: use text or image_url")
-    url = part.get("image_url")
-    url = str(url.get("url", "")) if isinstance(url, Mapping) else str(url)
-    head, comma, content = url.partition(",")
-    if not comma or not head.startswith(DATA_URL) or not head.endswith(";base64"):
-        raise ValueError(f"a picture is at {url[:60]!r}: send data:image/png;base64,..., nothing is fetched")
-    try:
-        return IMAGE_PLACEHOLDER, (base64.b64decode(content, validate=True),)
-    except binascii.Error as error:
-        raise ValueError(f"a picture is no base64 ({error})") from error
+    given = {key: value for key, value in asked.items() if value is not None}
+    settings = replace(sampling_settings(config), num_samples=1, **given)
+    is_cut = settings.top_p < 1 or settings.top_k > 0 or settings.min_p > 0
+    if is_kept and is_cut and config.sampler.kind is SamplerKind.VLLM and settings.top_k == 0:
+        raise ValueError(
+            f"top_p={settings.top_p:g} cuts the distribution, and sampler.kind=vllm reports what it keeps, which a "
+            "trajectory needs, only where their number has a bound: send top_k as well, start the server with "
+            "sampler=huggingface, or call without a session"
+        )
+    return replace(settings, keeps_sets=is_kept and is_cut)
 
 
 def _reply(model: str, completion: Completion) -> dict[str, Any]:
@@ -244,20 +224,11 @@ def _reply(model: str, completion: Completion) -> dict[str, Any]:
         for token, logprob in pairs
     ]
     num_prompt, num_new = len(completion.prompt_ids), len(completion.token_ids)
+    answer = answer_of(model, completion.text, is_cut=completion.is_cut)
+    [choice] = answer["choices"]
+    choice |= {"logprobs": {"content": content}, "token_ids": completion.token_ids}
     return {
-        "id": f"chatcmpl-{uuid4().hex}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": completion.text},
-                "finish_reason": "length" if completion.is_cut else "stop",
-                "logprobs": {"content": content},
-                "token_ids": completion.token_ids,
-            }
-        ],
+        **answer,
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
         "prompt_token_ids": completion.prompt_ids,
         "is_continued": completion.is_continued,

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from cluster.errors import PreflightError
 from rewards.offline.sources.jsonl import Batch
-from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS
+from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, VIDEO_KEYS
 from rewards.offline.sources.records import (
     MAX_NAMED_LINES,
     BrokenRecordError,
@@ -25,7 +25,7 @@ from rewards.offline.sources.records import (
 BATCH_ROWS, BATCH_BYTES = 4096, 32 << 20  # of one batch, at most
 BUFFER_BYTES = 1 << 20  # that is read of a column at a time
 TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
-_PICTURES = (*PROMPT_KEYS, *RESPONSE_KEYS)
+_PICTURES = (*PROMPT_KEYS, *VIDEO_KEYS, *RESPONSE_KEYS)
 _COLUMNS = ("id", "prompt", "response", "reference", "metadata", *_PICTURES)
 # of cluster.records.arrow.SCHEMA: column -> field of a record
 _TRAJECTORY_COLUMNS = {

@@ -1,10 +1,11 @@
-"""The pictures of a record: what it names them by, and the files behind the names."""
+"""The pictures of a record, frames of videos included: what it names them by, and the files behind the names."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,82 @@ from typing import Any
 from cluster.errors import RewardError
 
 PROMPT_KEYS = ("image", "images")
+VIDEO_KEYS = ("video", "videos")
+FRAME_KEYS = ("frames", "video")  # under which a mapping holds frames
+FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 RESPONSE_KEYS = ("response_image", "response_images")
 MAX_BYTES = 64 << 20  # of one file
 NUM_AT_HAND = 64  # files that one process keeps: the responses to one prompt follow each other
 _URL = "data:"
+VIDEO = "video"
 
-Named = str | bytes
+
+@dataclass(frozen=True)
+class VideoFileName:
+    """A video that a record names as one file: which frames of it a run would show is not known here."""
+
+    name: str
+
+
+Named = str | bytes | VideoFileName
 """A path, a data URL, or the file itself as Parquet holds it."""
+
+
+def named_frames(values: Mapping[str, Any]) -> tuple[Named, ...]:
+    """The frames of the videos that a record names: of each a list of pictures, or a mapping with one."""
+    found: list[Named] = []
+    for value in (values.get(key) for key in VIDEO_KEYS):
+        videos = value if isinstance(value, list | tuple) and not _are_frames(value) else [value]
+        for video in videos:
+            found += _frames(video)
+    return tuple(found)
+
+
+def _frames(video: Any) -> Sequence[Named]:
+    if video is None:
+        return ()
+    if isinstance(video, Mapping):
+        held = next((video[key] for key in FRAME_KEYS if video.get(key) is not None), None)
+        if held is not None:
+            return _frames(held)
+    if isinstance(video, list | tuple) and _are_frames(video):
+        return [_named(frame) for frame in video]
+    named = video.get("path") or video.get("source") or "held in the record" if isinstance(video, Mapping) else video
+    return [VideoFileName(named if isinstance(named, str) else "held in the record")]
+
+
+def _are_frames(items: Sequence[Any]) -> bool:
+    return bool(items) and all(_is_frame(item) for item in items)
+
+
+def _is_frame(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return not any(key in item for key in FRAME_KEYS) and (
+            isinstance(item.get("bytes"), bytes) or _is_frame(item.get("path"))
+        )
+    return isinstance(item, bytes) or (
+        isinstance(item, str) and (item.startswith("data:image/") or item.lower().endswith(FRAME_SUFFIXES))
+    )
 
 
 def named_pictures(values: Mapping[str, Any], keys: Sequence[str]) -> tuple[Named, ...]:
     """The pictures that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
     found: list[Named] = []
     for value in (values.get(key) for key in keys):
-        found += [_named(item) for item in (value if isinstance(value, list | tuple) else [value]) if item is not None]
+        items = value if isinstance(value, list | tuple) else [value]
+        found += [_named(item) for item in items if item is not None and not _is_sound(item)]
     return tuple(found)
+
+
+def _is_sound(value: Any) -> bool:
+    """Of a recorded trajectory; reward functions are given none."""
+    return isinstance(value, Mapping) and value.get("modality") == "audio"
 
 
 def _named(value: Any) -> Named:
     if isinstance(value, Mapping):  # as data sets keep pictures in Parquet
+        if value.get("modality") == VIDEO:  # of a recorded trajectory
+            return VideoFileName(str(value.get("source")))
         value = value.get("bytes") or value.get("path") or value.get("source")
     return value if isinstance(value, str | bytes) else str(value)
 
@@ -46,9 +104,15 @@ class PictureFiles:
         """The files, in order.
 
         Raises:
-            RewardError: one cannot be read, is too large, or a data URL holds none.
+            RewardError: one cannot be read, is too large, or a data URL holds none; or it is a video in one file.
         """
-        return tuple(name if isinstance(name, bytes) else self._content(name) for name in named)
+        for name in named:
+            if isinstance(name, VideoFileName):
+                raise RewardError(
+                    f"the video {name.name[:200]!r} is one file, and which of its frames were shown is not known: "
+                    'name its frames, "videos": [["0.png", "1.png"]]'
+                )
+        return tuple(name if isinstance(name, bytes) else self._content(str(name)) for name in named)
 
     def _content(self, name: str) -> bytes:
         return _decoded(name) if name.startswith(_URL) else self._read(name)

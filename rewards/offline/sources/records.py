@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_pictures
+from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_frames, named_pictures
 
 MAX_NAMED_LINES = 20
 
@@ -117,7 +117,7 @@ def with_everything(record: Record, values: Mapping[str, Any]) -> Record:
     metadata = values.get("metadata") or {}
     record.everything = Everything(
         parsed(metadata) if isinstance(metadata, str) else metadata,
-        named_pictures(values, PROMPT_KEYS),
+        (*named_pictures(values, PROMPT_KEYS), *named_frames(values)),
         named_pictures(values, RESPONSE_KEYS),
     )
     return record

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
+import torch
 from clips import noise_frames, write_clip
 from PIL import Image
 from typer.testing import CliRunner
@@ -18,15 +20,21 @@ from actors.datasets.rows import count_by_reason
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor, TooLongError
 from cluster.errors import DatasetError, PromptError
-from cluster.records.media import MediaStore
+from cluster.records.media import MediaReader, MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.cli import app
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.batch import collate
+from learner.policies.loading import load_model
+from learner.policies.logprobs import Distribution
+from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
+from learner.policies.token import TokenPolicy
+from learner.policies.trained import row_of
 
 USER = {"role": "user", "content": "2 + 2?"}
 ASKED = {"role": "user", "content": "<image>"}
 WATCHED = {"role": "user", "content": "<video>"}
+HEARD = {"role": "user", "content": "<audio>"}
 FOUR = {"role": "assistant", "content": "4"}
 
 
@@ -121,6 +129,13 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("conversation", {"messages": [WATCHED, FOUR], "videos": "x.mp4"}, "bad_video"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": [[]]}, "bad_video"),
         ("conversation", {"messages": [USER, {"role": "assistant", "content": "<video>"}]}, "picture_in_answer"),
+        ("conversation", {"messages": [HEARD, FOUR]}, "placeholder_mismatch"),
+        ("conversation", {"messages": [HEARD, FOUR], "audios": ["x.wav"]}, "missing_file"),
+        ("conversation", {"messages": [HEARD, FOUR], "audios": ["../x.wav"]}, "outside_folder"),
+        ("conversation", {"messages": [HEARD, FOUR], "audios": ["http://x/y.wav"]}, "remote_audio"),
+        ("conversation", {"messages": [HEARD, FOUR], "audios": "x.wav"}, "bad_audio"),
+        ("conversation", {"messages": [HEARD, FOUR], "audios": [[0.1, 0.2]]}, "bad_audio"),
+        ("conversation", {"messages": [USER, {"role": "assistant", "content": "<audio>"}]}, "picture_in_answer"),
         ("pair", {"messages": [USER], "chosen": "4"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),
@@ -309,3 +324,36 @@ def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfi
 
 
 VIDEOS = ("sampler.max_videos_per_prompt=1", "data.video.fps=4")
+
+
+def test_sounds_stand_where_their_placeholders_do_and_are_trained_around(tmp_path: Path) -> None:
+    model = write_tiny("qwen2-audio", tmp_path / "model", seed=1)
+    samples = np.random.default_rng(0).normal(0, 0.1, 6000).astype(np.float32)
+    soundfile.write(tmp_path / "a.wav", samples, 16_000)
+    part = {"type": "audio", "audio": "a.wav"}
+    by_parts = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "Which?"}]}, FOUR]}
+    beside = {"messages": [{"role": "user", "content": "<audio>Which?"}, FOUR], "audios": ["a.wav"]}
+    later = {"messages": [USER, FOUR, {"role": "user", "content": "<audio>?"}, FOUR], "audios": ["a.wav"]}
+    listed = {"array": samples.tolist(), "sampling_rate": 16_000}
+    inline = {"messages": [{"role": "user", "content": "<audio>Which?"}, FOUR], "audios": [listed]}
+    rows = read_conversations(written(tmp_path, by_parts, beside, later, inline), "train", "conversation").rows
+    words = ["experiment=sft", "policy=tiny_qwen2_audio", f"policy.model={model}", "data.path=x"]
+    made = processor(load_config([*words, "sampler.max_audios_per_prompt=1"]))
+    groups = [made.prepare(row, f"0/{n}").group for n, row in enumerate(rows)]
+    prompts = [group.prompt for group in groups]
+    assert [handle.modality for handle in prompts[0].media] == ["audio"]
+    assert prompts[0].media == prompts[1].media and np.array_equal(prompts[0].expanded_ids, prompts[1].expanded_ids)
+    assert np.array_equal(prompts[0].expanded_ids, prompts[3].expanded_ids), "samples are a sound as a file is"
+    assert made.check(rows[0]) == len(prompts[0].expanded_ids) + groups[0].trajectories[0].num_steps
+    [span] = prompts[2].media_spans
+    assert span.start >= len(prompts[2].expanded_ids), "it is heard after the first answer"
+    trained = groups[2].trajectories[0].action_mask
+    assert trained.any() and not trained[span.start - len(prompts[2].expanded_ids) :][: span.end - span.start].any()
+    policy = TokenPolicy(load_model(str(model), torch.float32, "sdpa").eval(), load_config(words).learner)
+    sequences = [row_of(group.prompt, group.trajectories[0].actions) for group in groups]
+    with torch.no_grad():
+        batch = collate(sequences, MediaReader(timeout_s=5, max_items=8), torch.device("cpu"))
+        logprobs = policy(batch, Distribution(1.0, ())).logprobs
+    assert logprobs.isfinite().all() and torch.allclose(logprobs[0], logprobs[1])
+    with pytest.raises(PromptError, match="max_audios_per_prompt is 0"):
+        processor(load_config(words)).prepare(rows[0], "0/0")

@@ -152,13 +152,17 @@ def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:
         add(tar, "s2.txt", b"Say 3.")
         add(tar, "s2.answer", b"3")
         add(tar, "s3.json", b'{"question": ')
-        add(tar, "s4.json", b'{"question": "q", "answer": "a"}')
-        add(tar, "s4.wav", b"sound")
+        add(tar, "s4.json", b'{"question": "<audio><audio>?", "answer": "a"}')
+        add(tar, "s4.0.wav", b"sound")
+        add(tar, "s4.1.flac", b"other")
     split = read_split(tmp_path, "train", "webdataset", columns={"question": "txt"})
-    assert [(row.question, row.answer) for row in split.rows] == [("<image><image>Which?", "7.50"), ("Say 3.", "3")]
+    assert [(row.question, row.answer) for row in split.rows] == [
+        ("<image><image>Which?", "7.50"), ("Say 3.", "3"), ("<audio><audio>?", "a"),
+    ]  # fmt: skip
     assert [picture.content for picture in split.rows[0].images] == pictures
-    assert count_by_reason(split.skipped) == {"broken_json": 1, "unsupported_media": 1}
-    assert [skipped.sample for skipped in split.skipped] == ["train.tar:3", "train.tar:4"]
+    assert [sound.content for sound in split.rows[2].audios] == [b"sound", b"other"]
+    assert count_by_reason(split.skipped) == {"broken_json": 1}
+    assert [skipped.sample for skipped in split.skipped] == ["train.tar:3"]
 
 
 def test_a_sample_of_a_shard_has_the_videos_beside_it(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from actors.datasets.downloads import DownloadLimits, PictureDownloads
 from actors.datasets.formats import FORMATS
+from actors.datasets.formats.base import StoredMedia
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import PictureError
 from actors.datasets.rows import Row, Turn, count_by_reason
@@ -76,7 +77,7 @@ def test_what_a_format_writes_it_reads_again(tmp_path: Path, row_format: str) ->
     wanted = Row(
         "id-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), metadata={"label": "x", "n": 3}
     )
-    written = FORMATS[row_format].write(wanted, ["a.png"], [])
+    written = FORMATS[row_format].write(wanted, StoredMedia(["a.png"], [], []))
     [row] = read(tmp_path, row_format, json.loads(json.dumps(written)))
     metadata = {key: value for key, value in row.metadata.items() if key != "data_source"}
     assert (row.question, row.answer, row.images) == (wanted.question, wanted.answer, wanted.images)
@@ -112,7 +113,7 @@ def test_an_answered_conversation_has_its_history_and_its_solution(tmp_path: Pat
     [row] = read(tmp_path, row_format, CONVERSATIONS[row_format])
     assert (row.history, row.question) == (CONVERSATION, "2 + 2?")
     assert (row.solution, row.answer) == ("It is 4.", "It is 4.")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
     assert (again.history, again.question, again.solution) == (row.history, row.question, row.solution)
 
 
@@ -131,14 +132,14 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str) -> None:
     [row] = read(tmp_path, row_format, PAIRS[row_format])
     assert (row.chosen, row.rejected, row.solution) == ("2", "3", "2")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, [], []))
+    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
     assert (again.chosen, again.rejected) == ("2", "3")
 
 
 @pytest.mark.parametrize("row_format", ["question", "verl", "lightrft"])
 def test_a_preference_pair_is_not_written_where_it_has_no_place(row_format: str) -> None:
     with pytest.raises(ValueError, match="preference pair"):
-        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), [], [])
+        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), StoredMedia([], [], []))
 
 
 def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:

@@ -7,15 +7,19 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import ray
 from episode_data import episode_config
 from PIL import Image
 
 from actors.environments.base import Action, EpisodeError
 from actors.environments.hosts.pool import EnvironmentPool
+from actors.environments.hosts.ray_actor import RayEnvironment
 from actors.environments.rows import environment_split
-from cluster.errors import DatasetError
+from cluster.errors import DatasetError, PreflightError
 from configs.load import load_config
 from configs.schema.environment import EnvironmentConfig
+
+CALCULATOR = {"pictures": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
 
 
 def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
@@ -75,6 +79,15 @@ def test_rows_carry_seed_and_hash_and_splits_share_no_seed() -> None:
     assert {row.metadata["environment"]["seed"] for row in train}.isdisjoint(
         row.metadata["environment"]["seed"] for row in test
     )
+
+
+def test_rows_for_ray_actors_are_made_before_there_is_a_cluster() -> None:
+    asked = config(host="ray").model_copy(update={"num_train": 1, "name": "calculator", "options": CALCULATOR})
+    [row] = environment_split(asked, "train", takes_pictures=True).rows
+    assert row.question and not ray.is_initialized()
+    with pytest.raises(PreflightError, match="environment.host=process"):
+        RayEnvironment("calculator", CALCULATOR, num_cpus=0, start_timeout_s=5, reset_timeout_s=5, step_s=5)
+    assert not ray.is_initialized()
 
 
 def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,10 +82,11 @@ class Bench:
         attempt: Attempt = FIRST,
         report: Callable[[Sequence[TokenChunk]], None] = lambda chunks: None,
         note_failure: Callable[[str], None] = lambda kind: None,
+        **sampling: Any,
     ) -> TrajectoryGroup:
         async def run() -> TrajectoryGroup:
             runner, prompt = self.prompt(*overrides)
-            settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7)
+            settings = SamplingSettings(num_samples, TEMPERATURE, max_tokens, seed=7, **sampling)
             try:
                 return await runner.generate(prompt, settings, attempt, report=report, note_failure=note_failure)
             finally:
@@ -156,6 +158,39 @@ def test_the_learner_scores_every_turn_as_it_was_sampled(bench: Bench, group: Tr
         gap = np.abs(row[: trajectory.num_steps] - trajectory.behavior_logprobs)[trajectory.action_mask]
         assert gap.mean() <= 1e-5
         assert gap.max() <= 1e-4
+
+
+def test_turns_that_were_sampled_among_a_few_tokens_are_scored_among_the_same(bench: Bench) -> None:
+    cut = bench.run(top_p=0.6, top_k=5, keeps_sets=True)
+    travelled = pickle.loads(pickle.dumps(cut))
+    recorded = from_batch(to_batch(cut, [Reward(1.0), None])).group
+    policy = TokenPolicy(
+        load_model(str(bench.model), torch.float32, "sdpa").eval(), episode_config(bench.model).learner
+    )
+    for found in (cut, travelled, replace(recorded, prompt=cut.prompt)):
+        rows = [row_of(found.prompt, trajectory.actions) for trajectory in found.trajectories]
+        batch = collate(rows, MediaReader(timeout_s=5, max_items=64), torch.device("cpu"))
+        with torch.no_grad():
+            logprobs = policy(batch, Distribution(TEMPERATURE, bench.chat.media_token_ids)).logprobs.numpy()
+        for row, trajectory in zip(logprobs, found.trajectories, strict=True):
+            assert isinstance(trajectory.actions, TokenActions) and trajectory.actions.kept is not None
+            counts = trajectory.actions.kept.counts
+            assert (counts[trajectory.action_mask] >= 1).all() and counts[trajectory.action_mask].max() <= 5
+            assert (counts[~trajectory.action_mask] == 0).all(), "what the environment wrote is cut by nothing"
+            gap = np.abs(row[: trajectory.num_steps] - trajectory.behavior_logprobs)[trajectory.action_mask]
+            assert gap.max() <= 1e-4
+
+
+def test_later_turns_go_before_new_prompts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, plain = [], bench.sampler.sample
+
+    async def noted(prompt: Prompt, media: Any, settings: SamplingSettings, attempt: Attempt, emit: Any) -> Any:
+        asked.append((attempt.request_id.rpartition("/")[2], settings.priority))
+        return await plain(prompt, media, settings, attempt, emit)
+
+    monkeypatch.setattr(bench.sampler, "sample", noted)
+    bench.run(num_samples=1)
+    assert asked == [("0", 0), ("1", -1), ("2", -1)]
 
 
 def test_the_learner_does_not_train_what_the_environment_wrote(group: TrajectoryGroup) -> None:

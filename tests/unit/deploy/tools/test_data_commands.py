@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from clips import noise_frames, write_clip
 from data_rows import read_split
 from PIL import Image
@@ -18,6 +19,7 @@ from typer.testing import CliRunner, Result
 from actors.datasets.formats import FORMATS
 from actors.datasets.readers import READERS
 from actors.datasets.writers import WRITERS
+from actors.processors.audio import AudioLimits, decode_audio, load_audio
 from actors.processors.image import ImageLimits, decode_image, read_image
 from actors.processors.video import VideoLimits, decode_video, load_video
 from configs.load import load_config
@@ -100,6 +102,36 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path, target: 
             found, expected = (load_video(each, limits) for each in (video, wanted))
             assert found.clip == expected.clip
             np.testing.assert_array_equal(*(decode_video(each, limits) for each in (found, expected)))
+
+
+@pytest.mark.parametrize("target", ["jsonl", "parquet", "verl", "messages", "lightrft", "alpaca", "webdataset"])
+def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path, target: str) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    samples = np.random.default_rng(0).normal(0, 0.1, (500, 2)).astype(np.float32)
+    soundfile.write(data / "a.flac", samples, 22_050)
+    (data / "cut.wav").write_bytes(b"no sound")
+    rows = [
+        {"id": "file", "question": "<audio>Which?", "answer": "7", "audio": "a.flac"},
+        {"id": "array", "question": "<audio>and <audio>?", "answer": "8",
+         "audios": [{"array": samples[:, 0].tolist(), "sampling_rate": 8000}, "a.flac"]},
+        {"id": "bad", "question": "<audio>Which?", "answer": "7", "audio": "cut.wav"},
+        {"id": "text", "question": "1 + 1?", "answer": "2"},
+    ]  # fmt: skip
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
+    result = run("convert", str(tmp_path / "out"), "--to", target, *words)
+    assert result.exit_code == 0, result.output
+    assert "skipped: bad_media 1" in result.output and "cut.wav" in result.output
+    before, after = read_split(data), read_split(tmp_path / "out", "train", target)
+    assert [row.sample_id for row in after.rows] == ["file", "array", "text"]
+    limits = AudioLimits(load_config(["experiment=digits"]).data.audio, 16_000, 16_000)
+    for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
+        assert new.question == old.question
+        for sound, wanted in zip(new.audios, old.audios, strict=True):
+            found, expected = (load_audio(each, limits) for each in (sound, wanted))
+            assert found.content == expected.content, "a file is written as it is"
+            np.testing.assert_array_equal(*(decode_audio(each, limits) for each in (found, expected)))
 
 
 def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from rich.console import Console
 
 from actors.environments.base import encoded
+from actors.environments.programs.verifiers_process import VerifiersProcess
 from cluster.errors import PreflightError
 from cluster.replay.trajectory_log import TrajectoryLog
 from configs.load import load_config
@@ -23,7 +24,8 @@ from configs.schema import RunConfig
 from deploy.tools.policy import compare_samplers
 from deploy.tools.policy.conversations import Conversations
 from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.tools.policy.serve_policy import make_app
+from deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
+from deploy.tools.policy.verifiers import VerifiersOptions, play
 from learner.policies.loading import load_model
 from learner.policies.tiny import TINY
 
@@ -129,12 +131,55 @@ def test_a_changed_history_is_a_conversation_of_its_own(served: Served) -> None:
     assert client.post("/v1/sessions/changed/finish", json={"reward": 1.0}).json() == {"trajectories": 3}
 
 
+def test_a_cut_call_of_a_session_keeps_the_tokens_it_was_sampled_among(served: Served, model: Path) -> None:
+    client, folder, policy = served
+    for session in ("cut-a", "cut-b"):
+        client.post("/v1/sessions", json={"session": session, "task": "cut"}).raise_for_status()
+        messages = [user("Which digit?")]
+        first = ask(client, messages, session, top_p=0.7, top_k=4, temperature=1.0)
+        messages += [answer_of(first), user("And this?")]
+        second = ask(client, messages, session, temperature=1.0)
+        assert second["is_continued"]
+        client.post(f"/v1/sessions/{session}/finish", json={"reward": 1.0}).raise_for_status()
+    log = TrajectoryLog(folder / "trajectories", timeout_s=5)
+    [recorded] = [g for step in log.steps() for g in log.read(step) if g.group.prompt.prompt_id.startswith("cut/")]
+    for trajectory in recorded.group.trajectories:
+        kept, first_turn = trajectory.actions.kept, trajectory.response.turns[0]
+        cut = kept.counts[first_turn.start : first_turn.end]
+        assert cut.min() >= 1 and cut.max() <= 4
+        assert not kept.counts[first_turn.end :].any(), "the second call was cut by nothing"
+        sets = np.split(kept.ids, kept.counts.cumsum()[:-1])
+        assert all(own in among for own, among in zip(trajectory.actions.token_ids[: len(cut)], sets, strict=False))
+
+
+def test_a_cut_that_vllm_cannot_report_is_refused_in_a_session_alone(model: Path) -> None:
+    words = ["policy=tiny_qwen2_5_vl", "sampler=vllm", "resources=laptop", f"policy.model={model}", "data=digits"]
+    config = load_config(words, is_complete=False)
+    body = ChatBody(messages=[ChatMessage(role="user", content="x")], top_p=0.9)
+    with pytest.raises(ValueError, match="send top_k as well"):
+        settings_of(config, body, is_kept=True)
+    assert not settings_of(config, body, is_kept=False).keeps_sets
+    assert settings_of(config, body.model_copy(update={"top_k": 8}), is_kept=True).keeps_sets
+
+
+def test_a_streamed_call_has_the_same_answer(served: Served) -> None:
+    client, _, _ = served
+    whole = ask(client, [user("Which digit?")])
+    body = {"messages": [user("Which digit?")], "max_tokens": 5, "temperature": 0.9, "seed": 3, "stream": True}
+    reply = client.post("/v1/chat/completions", json=body)
+    *chunks, end = [part.removeprefix("data: ") for part in reply.text.split("\n\n") if part]
+    first, last, usage = map(json.loads, chunks)
+    assert end == "[DONE]" and first["choices"][0]["delta"] == whole["choices"][0]["message"]
+    assert first["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+    assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    assert usage["usage"] == whole["usage"] and first["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
         ({"messages": []}, 422, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 422, "role"),
-        ({"messages": [{"role": "user", "content": "x"}], "stream": True}, 422, "stream"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 422, "tools"),
         ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
         ({"messages": [{"role": "user", "content": "word " * 400}]}, 400, "data.max_prompt_tokens"),
@@ -179,3 +224,15 @@ def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path:
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="no checkpoint folder"):
         LocalPolicy(config_of(tmp_path / "nothing"))
+
+
+def test_rollouts_of_verifiers_say_what_is_missing() -> None:
+    words = ["data=environment", "rewards=environment"]
+    options = VerifiersOptions("http://127.0.0.1:9/v1", None, num_tasks=1, num_siblings=1, num_concurrent=1)
+    with pytest.raises(PreflightError, match="use environment=verifiers"):
+        play(load_config([*words, "environment=calculator"], is_complete=False).environment, options)
+    config = load_config([*words, "environment=verifiers", "environment.options.python=/none"], is_complete=False)
+    with pytest.raises(PreflightError, match="start `mobula serve-policy`"):
+        play(config.environment, options)
+    with pytest.raises(ValueError, match="make it with `deploy/environment.sh verifiers`"):
+        VerifiersProcess("/none", {}, import_path=(), max_tasks=1)

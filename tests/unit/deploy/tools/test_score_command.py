@@ -204,6 +204,9 @@ def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_pat
         {"id": "path", "response": "x", "image": "pictures/a.png"},
         {"id": "two", "response": "x", "images": [str(tmp_path / "pictures/a.png"), "data:image/png;base64,QUJD"]},
         {"id": "drawn", "response": "x", "response_images": ["pictures/a.png"]},
+        {"id": "clip", "response": "x", "videos": [["pictures/a.png", "pictures/a.png"]], "image": "pictures/a.png"},
+        {"id": "frames", "response": "x", "video": {"frames": ["pictures/a.png"], "fps": 4}},
+        {"id": "film", "response": "x", "video": "pictures/a.mp4"},
         {"id": "none", "response": "x"},
         {"id": "gone", "response": "x", "image": "pictures/b.png"},
         {"id": "no URL", "response": "x", "image": "data:,A"},
@@ -212,16 +215,26 @@ def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_pat
         {"id": "hangs", "response": "hang"},
     ]
     words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 60, "--processes", 1]
-    held = [{"response": "x", "image": {"bytes": b"1234567", "path": "c.png"}}]
+    clip = [{"bytes": b"12", "path": "0.png"}, {"bytes": b"123", "path": "1.png"}]
+    held = [{"response": "x", "image": {"bytes": b"1234567", "path": "c.png"}, "videos": [clip]}]
     pq.write_table(pa.Table.from_pylist(held), tmp_path / "r.parquet")
-    expected = {"path": 5.0, "two": 8.0, "drawn": 1000.0, "none": 0.0, "m1": 0.0, "m2": 0.0}
-    for path, found in ((write_jsonl(tmp_path / "rows.jsonl", rows), expected), (tmp_path / "r.parquet", {None: 7.0})):
+    expected = {
+        "path": 5.0,
+        "two": 8.0,
+        "drawn": 1000.0,
+        "clip": 15.0,
+        "frames": 5.0,
+        "none": 0.0,
+        "m1": 0.0,
+        "m2": 0.0,
+    }
+    for path, found in ((write_jsonl(tmp_path / "rows.jsonl", rows), expected), (tmp_path / "r.parquet", {None: 12.0})):
         done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
         assert done.exit_code == 0, done.output
         results = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
         totals = {row["id"]: row["reward"]["recipe"].get("total_reward") for row in results}
         assert {name: total for name, total in totals.items() if total is not None} == found
-        unscored = {"pictures: failed": 2, "seen: timed_out": 1} if len(found) > 1 else {}
+        unscored = {"pictures: failed": 3, "seen: timed_out": 1} if len(found) > 1 else {}
         assert json.loads((tmp_path / "r.json").read_text())["unscored"] == unscored
 
 

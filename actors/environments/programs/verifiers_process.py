@@ -1,0 +1,131 @@
+"""VerifiersProcess: verifiers in its own Python, which plays tasks against an endpoint that it is given."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, ClassVar
+from uuid import uuid4
+
+PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
+KEY = "MOBULA_POLICY_KEY"  # the environment variable that the program reads the endpoint's key from
+Outcome = Mapping[str, Any]
+"""`rewards` by name, `is_truncated` and `num_turns` of an episode; or `error`, why it has no reward."""
+
+
+class VerifiersProcess:
+    """Plays any number of tasks at a time. It ends with this process, for it reads until its stdin ends.
+
+    Raises:
+        ValueError: there is no such Python, or the environment of verifiers cannot be loaded.
+    """
+
+    _shared: ClassVar[dict[str, VerifiersProcess]] = {}
+    _making: ClassVar[Lock] = Lock()
+
+    def __init__(
+        self,
+        python: str,
+        env: Mapping[str, Any],
+        *,
+        import_path: Sequence[str],
+        max_tasks: int,
+        model: str = "policy",
+        key: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not Path(python).is_file():
+            raise ValueError(
+                f"environment.options.python={python} is no Python with verifiers: make it with "
+                "`deploy/environment.sh verifiers`, or name another one"
+            )
+        ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ours |= {"PYTHONPATH": os.pathsep.join(import_path)} if import_path else {}
+        self._process = subprocess.Popen(
+            [python, "-P", str(PROGRAM), json.dumps({"env": env, "max_tasks": max_tasks})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=ours | ({KEY: key} if key else {}),
+            encoding="utf-8",
+            bufsize=1,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._common = {"model": model, "sampling": dict(sampling or {})}
+        self._playing: dict[str, Future[Outcome]] = {}
+        self._lock = Lock()
+        first = self._stdout.readline()
+        if not first:
+            raise ValueError(
+                f"verifiers ended with {self._process.wait()} before it had loaded environment.options.env={env}: see "
+                "what it wrote to the log"
+            )
+        self.num_tasks: int = json.loads(first)["num_tasks"]
+        Thread(target=self._read, daemon=True, name="verifiers outcomes").start()
+
+    @classmethod
+    def shared(
+        cls, python: str, env: Mapping[str, Any], *, import_path: Sequence[str], max_tasks: int
+    ) -> VerifiersProcess:
+        """The one of this process for these arguments; a new one if there is none or it has ended."""
+        key = json.dumps([python, env, list(import_path), max_tasks], sort_keys=True)
+        with cls._making:
+            found = cls._shared.get(key)
+            if found is None or not found.is_alive:
+                found = cls._shared[key] = cls(python, env, import_path=import_path, max_tasks=max_tasks)
+            return found
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def play(self, task: int, base_url: str, headers: Mapping[str, str]) -> tuple[str, Future[Outcome]]:
+        """Begin a task against the endpoint at `base_url`; the episode's id, and what comes of it."""
+        name, outcome = uuid4().hex, Future[Outcome]()
+        with self._lock:
+            self._playing[name] = outcome
+        self._write({"id": name, "task": task, "base_url": base_url, "headers": dict(headers), **self._common})
+        return name, outcome
+
+    def cancel(self, name: str) -> None:
+        """End an episode; its outcome does not come."""
+        with self._lock:
+            self._playing.pop(name, None)
+        self._write({"id": name, "is_cancelled": True})
+
+    def close(self, *, grace_s: float = 5.0) -> None:
+        """End the process with all that it plays."""
+        if self._process.poll() is None:
+            self._stdin.close()
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        """A process that is gone is found by `_read`, which ends what it played."""
+        with self._lock:
+            try:
+                self._stdin.write(f"{json.dumps(line)}\n")
+            except (BrokenPipeError, ValueError):
+                if outcome := self._playing.pop(line["id"], None):
+                    outcome.set_result({"error": "the process of verifiers has ended"})
+
+    def _read(self) -> None:
+        for line in self._stdout:
+            said = json.loads(line)
+            with self._lock:
+                outcome = self._playing.pop(said.pop("id"), None)
+            if outcome is not None:
+                outcome.set_result(said)
+        code = self._process.wait()
+        with self._lock:
+            left, self._playing = list(self._playing.values()), {}
+        for outcome in left:
+            outcome.set_result({"error": f"the process of verifiers ended with {code}"})

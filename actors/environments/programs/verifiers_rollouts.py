@@ -1,0 +1,91 @@
+"""Rollouts of a verifiers environment: a line of JSON on stdin is an episode, a line on stdout is what came of it.
+
+It runs in the environment that `deploy/environment.sh verifiers` makes, by its path, and imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verifiers.v1 import Env, Episode, EvalClientConfig, ModelContext, SamplingConfig, Task
+from verifiers.v1.env import RunSlot
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+KEY = "MOBULA_POLICY_KEY"  # the environment variable with the endpoint's key
+
+Say = Callable[[Mapping[str, Any]], object]
+
+
+async def serve(options: Mapping[str, Any], say: Say) -> None:
+    """Say how many tasks there are, then play what is asked for until stdin ends."""
+    env = load_environment(resolve_env_config(options["env"]))
+    tasks = list(env.taskset.take(options["max_tasks"]))
+    playing: dict[str, asyncio.Task[None]] = {}
+    async with env.serving():
+        say({"num_tasks": len(tasks)})
+        lines = await _stdin()
+        while line := await lines.readline():
+            asked = json.loads(line)
+            name = asked["id"]
+            if asked.get("is_cancelled"):
+                if name in playing:
+                    playing[name].cancel()
+                continue
+            playing[name] = asyncio.create_task(_play(env, tasks[asked["task"]], asked, say))
+            playing[name].add_done_callback(lambda _, name=name: playing.pop(name))
+        left = list(playing.values())
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+async def _play(env: Env, task: Task, asked: Mapping[str, Any], say: Say) -> None:
+    client = EvalClientConfig(base_url=asked["base_url"], headers=asked["headers"], api_key_var=KEY)
+    context = ModelContext(model=asked["model"], client=client, sampling=SamplingConfig(**asked["sampling"]))
+    try:
+        outcome = outcome_of(await env.run_slot(RunSlot(task), context))
+    except Exception as error:  # of the environment's own code
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+    say({"id": asked["id"], **outcome})
+
+
+def outcome_of(episode: Episode) -> dict[str, Any]:
+    """The rewards of the one agent that is trained, or why there are none."""
+    found = [*episode.errors, *(trace.last_error for trace in episode.traces)]
+    errors = [f"{error.type}: {error.message}" for error in found if error is not None]
+    if errors or not episode.ok:
+        return {"error": "; ".join(errors) or "the episode is not ok, and says no error"}
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(trained) != 1:
+        names = ", ".join(trace.agent.name for trace in trained)
+        return {"error": f"{len(trained)} trainable agents ({names}): one is supported, of one run"}
+    [trace] = trained
+    unscored = [name for name, reward in trace.rewards.items() if reward is None]
+    if unscored or not trace.rewards:
+        return {"error": f"there is no reward {', '.join(unscored)}".strip()}
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    return {"rewards": parts, "is_truncated": trace.is_truncated, "num_turns": trace.num_turns}
+
+
+async def _stdin() -> asyncio.StreamReader:
+    reader = asyncio.StreamReader(limit=1 << 24)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    return reader
+
+
+def main() -> None:
+    """Play what is asked for. The one argument is JSON: `env` as verifiers' configuration has it, and `max_tasks`."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # what an environment prints goes to the log
+    sys.path.append(str(Path(__file__).parent))  # mobula_chat
+    asyncio.run(serve(json.loads(sys.argv[1]), lambda said: lines.write(f"{json.dumps(said)}\n")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""A real environment of verifiers in its own Python: its calls become turns of training, or sessions of an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from episode_data import engine_settings
+from rich.console import Console
+
+from actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
+from actors.environments.hosts.pool import EnvironmentPool
+from actors.environments.hosts.process import ProcessEnvironment
+from actors.environments.registry import build_environment
+from actors.environments.rows import environment_split
+from actors.processors.chat import ChatProcessor
+from actors.rollout.episodes import EpisodeRunner
+from actors.rollout.media_batcher import MediaBatcher
+from actors.samplers.huggingface import HuggingFaceSampler
+from cluster.records.media import MediaReader, MediaStore
+from cluster.records.partial_response import Attempt
+from cluster.records.trajectory import FinishReason, TrajectoryGroup
+from cluster.replay.trajectory_log import TrajectoryLog
+from cluster.roles import SamplingSettings
+from configs.load import load_config
+from deploy.tools.policy import verifiers
+from deploy.tools.policy.conversations import Conversations
+from deploy.tools.policy.local_policy import LocalPolicy
+from deploy.tools.policy.serve_policy import make_app
+from deploy.tools.serve_rewards import listen
+from learner.policies.tiny import TINY
+
+PYTHON = Path(__file__).parents[2] / ".venv-verifiers" / "bin" / "python"
+TASKSET = '''
+import asyncio
+import verifiers.v1 as vf
+
+__all__ = ["Letters", "TwoRounds"]
+
+
+class LettersData(vf.TaskData):
+    letter: str = ""
+
+
+class LettersTask(vf.Task[LettersData, vf.State]):
+    @vf.reward
+    async def has_letter(self, task, trace) -> float:
+        if task.letter == "c":
+            raise RuntimeError("this task cannot be scored")
+        if task.letter == "d":
+            await asyncio.sleep(600)
+        return float(task.letter in trace.last_reply)
+
+    @vf.reward(weight=0.5)
+    async def is_short(self, task, trace) -> float:
+        return float(len(trace.last_reply) < 4)
+
+
+class Letters(vf.Taskset[LettersTask]):
+    def load(self):
+        for letter in "abcdef":
+            data = LettersData(prompt=f"Say {letter}.", system_prompt="Be brief.", letter=letter)
+            yield LettersTask(data, self.config.task)
+
+
+class TwoRoundsConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+    forgets: bool = False
+
+
+class TwoRounds(vf.Env[TwoRoundsConfig]):
+    """Asks twice, the second time with what was said at first; with `forgets`, without it."""
+
+    async def run(self, task, agents):
+        if self.config.forgets:
+            await agents.agent.run(task)
+            await agents.agent.run(task)
+            return
+        async with agents.agent.interaction(task) as talk:
+            first = await talk.turn()
+            if not first.terminated:
+                await talk.turn(f"That has {len(first.last_reply)} letters. Again.")
+'''
+
+TOOL_TASKSET = '''
+import verifiers.v1 as vf
+
+__all__ = ["Abacus"]
+
+
+class AbacusTools(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        """The sum of two numbers."""
+        return a + b
+
+
+class AbacusData(vf.TaskData):
+    answer: str = ""
+
+
+class AbacusTask(vf.Task[AbacusData, vf.State]):
+    @classmethod
+    def toolsets(cls, config):
+        return [AbacusTools(vf.ToolsetConfig())]
+
+    @vf.reward
+    async def is_right(self, task, trace) -> float:
+        return float(task.answer == trace.last_reply)
+
+
+class Abacus(vf.Taskset[AbacusTask]):
+    def load(self):
+        for a in range(4):
+            yield AbacusTask(AbacusData(prompt=f"{a} + 4?", answer=str(a + 4)), self.config.task)
+
+
+if __name__ == "__main__":
+    AbacusTools.run()
+'''
+
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not PYTHON.exists(), reason="verifiers has no environment here: `make verifiers`"),
+]
+
+
+@pytest.fixture(scope="module")
+def tasksets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasksets")
+    (folder / "mobula_letters.py").write_text(TASKSET)
+    (folder / "mobula_abacus.py").write_text(TOOL_TASKSET)
+    return folder
+
+
+def options(tasksets: Path, **env: Any) -> dict[str, Any]:
+    agent = {"runtime": {"type": "subprocess"}, "harness": {"id": "mobula-chat"}}
+    return {
+        "python": str(PYTHON), "import_path": [str(tasksets)], "max_turns": 4, "max_tasks": 100,
+        "num_validation": 1, "num_test": 1, "env": {"taskset": {"id": "mobula-letters"}, "agent": agent, **env},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def letters(tasksets: Path) -> Iterator[Environment]:
+    made = build_environment("verifiers", options(tasksets))
+    yield made
+    made.close()
+
+
+def test_an_episode_is_a_rollout_with_the_rewards_of_its_rubric(letters: Environment) -> None:
+    start = letters.reset(seed=1, options={})
+    assert start.observation == (Message("system", "Be brief."), Message("user", "Say b."))
+    step = letters.step(Action("well, b"))
+    assert step == ((Message("user", "That has 7 letters. Again."),), 0.0, False, False, {})
+    end = letters.step(Action("b"))
+    assert (end.observation, end.reward, end.terminated, end.truncated) == (
+        (), {"has_letter": 1.0, "is_short": 0.5}, True, False,
+    )  # fmt: skip
+
+
+def test_splits_have_tasks_of_their_own_and_an_episode_may_be_left(letters: Environment) -> None:
+    seeds = [0, 3, 4, SEEDS_A_SPLIT, SEEDS_A_SPLIT + 1, 2 * SEEDS_A_SPLIT]
+    asked = [letters.reset(seed=seed, options={}).observation[-1].text for seed in seeds]
+    assert asked == ["Say a.", "Say d.", "Say a.", "Say e.", "Say e.", "Say f."]
+
+
+def test_a_rollout_without_a_reward_is_a_failure_and_no_reward_of_0(letters: Environment) -> None:
+    letters.reset(seed=2, options={})
+    letters.step(Action("c"))
+    with pytest.raises(EpisodeError, match="this task cannot be scored") as raised:
+        letters.step(Action("c"))
+    assert raised.value.kind == "program_failed"
+    letters.reset(seed=0, options={})  # the next episode is not touched
+
+
+def test_tools_of_a_taskset_are_called_in_texts(tasksets: Path) -> None:
+    made = build_environment("verifiers", options(tasksets, taskset={"id": "mobula-abacus"}))
+    try:
+        system, question = made.reset(seed=1, options={}).observation
+        assert (system.role, question) == ("system", Message("user", "1 + 4?"))
+        [tool] = [json.loads(line) for line in system.text.splitlines() if line.startswith("{")]
+        assert tool["description"] == "The sum of two numbers." and set(tool["parameters"]["properties"]) == {"a", "b"}
+        call = json.dumps({"name": tool["name"], "arguments": {"a": 1, "b": 4}})
+        assert made.step(Action(f"<tool_call>{call}</tool_call>")).observation == (Message("user", "5"),)
+        [wrong] = made.step(Action("<tool_call>{oops</tool_call>")).observation
+        assert wrong.text.startswith("error: no call")
+        end = made.step(Action("5"))
+        assert (end.terminated, end.reward) == (True, {"is_right": 1.0})
+    finally:
+        made.close()
+
+
+def test_a_program_that_forgets_its_conversation_is_refused(tasksets: Path) -> None:
+    made = build_environment("verifiers", options(tasksets, forgets=True))
+    try:
+        made.reset(seed=0, options={})
+        with pytest.raises(EpisodeError, match="does not continue the one before") as raised:
+            made.step(Action("a"))
+        assert raised.value.kind == "conversation_branched"
+    finally:
+        made.close()
+
+
+async def test_a_rollout_that_hangs_costs_its_episode(tasksets: Path) -> None:
+    words = ["environment=verifiers", "data=environment", "rewards=environment", "environment.step_timeout_s=20"]
+    config = load_config(words, is_complete=False).environment
+    pool = EnvironmentPool(config.model_copy(update={"options": options(tasksets)}), takes_pictures=True)
+    try:
+        with pytest.raises(EpisodeError) as raised:
+            async with pool.session() as session:
+                await session.reset(3)
+                await session.step(Action("d"))
+                await session.step(Action("d"))
+        assert raised.value.kind == "timed_out"
+        async with pool.session() as session:
+            await session.reset(0)
+            await session.step(Action("a"))
+            assert (await session.step(Action("a"))).reward == {"has_letter": 1.0, "is_short": 0.5}
+    finally:
+        pool.close()
+
+
+def test_an_environment_that_cannot_be_loaded_is_refused(tasksets: Path) -> None:
+    with pytest.raises(ValueError, match="before it had loaded"):
+        build_environment("verifiers", options(tasksets, taskset={"id": "there-is-none"}))
+    with pytest.raises(ValueError, match="leave none to train on"):
+        build_environment("verifiers", {**options(tasksets), "num_test": 5})
+
+
+def test_a_host_process_that_is_killed_takes_verifiers_with_it(tasksets: Path) -> None:
+    host = ProcessEnvironment(
+        "verifiers", options(tasksets), start_timeout_s=180, reset_timeout_s=60, step_s=60
+    )  # fmt: skip
+    try:
+        assert host.reset(seed=0, options={}).observation[-1].text == "Say a."
+        children = Path(f"/proc/{host._process.pid}/task/{host._process.pid}/children").read_text().split()
+        assert children
+    finally:
+        host.close()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "verifiers outlives the environment"
+        time.sleep(0.1)
+
+
+def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_path: Path) -> None:
+    """The path of training: rows, a runner with an engine, trajectories."""
+    model = TINY["qwen2.5-vl"](tmp_path / "model")
+    words = [
+        "policy=tiny_qwen2_5_vl", f"policy.model={model}", "data=environment", "rewards=environment",
+        "environment=verifiers", f"environment.options.python={PYTHON}", "environment.num_train=2",
+        f"environment.options.import_path=[{tasksets}]", "environment.options.env.taskset.id=mobula-letters",
+        "environment.options.num_validation=1", "environment.options.num_test=1", "data.max_prompt_tokens=400",
+        "data.max_pixels=50176", "sampler.max_images_per_prompt=8", "sampler.max_tokens=6",
+    ]  # fmt: skip
+    config = load_config(words)
+    store = MediaStore(lambda media: media, 1 << 28)
+    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
+    sampler = HuggingFaceSampler(engine_settings(model, chat))
+    reader = MediaBatcher(MediaReader(timeout_s=5, max_items=64))
+
+    async def generate() -> TrajectoryGroup:
+        await sampler.start()
+        runner = EpisodeRunner(config.environment, chat, sampler, reader, model=str(model), max_images=8)
+        prompt = chat.prepare(row, "0/0/x")
+        try:
+            return await runner.generate(prompt, SamplingSettings(2, 0.8, 5, seed=7), Attempt("r"))
+        finally:
+            runner.close()
+            await sampler.close()
+
+    row = environment_split(config.environment, "train", takes_pictures=True).rows[1]
+    group = asyncio.run(generate())
+    for trajectory in group.trajectories:
+        first, second = trajectory.response.turns
+        assert trajectory.finish_reason is FinishReason.TERMINATED and not trajectory.response.failure
+        assert set(second.rewards) == {"has_letter", "is_short"} and first.rewards == {"reward": 0.0}
+        assert second.rewards["has_letter"] == float("b" in second.action)
+        between = chat.decode(trajectory.actions.token_ids[first.end : second.start])
+        assert f"That has {len(first.action.strip())} letters. Again." in between
+        mask = np.zeros(trajectory.num_steps, dtype=bool)
+        mask[first.start : first.end] = mask[second.start : second.end] = True
+        assert np.array_equal(trajectory.action_mask, mask)
+
+
+def test_rollouts_against_serve_policy_leave_groups_with_their_rewards(tasksets: Path, tmp_path: Path) -> None:
+    model = TINY["qwen2.5-vl"](tmp_path / "model")
+    words = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=6", f"policy.model={model}"]
+    policy = LocalPolicy(load_config([*words, "data=digits", "data.max_prompt_tokens=300"], is_complete=False))
+    conversations = Conversations(policy, tmp_path / "seen", num_siblings=2)
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(make_app(policy, conversations), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    config = load_config(
+        ["environment=verifiers", "data=environment", "rewards=environment", f"environment.options.python={PYTHON}",
+         f"environment.options.import_path=[{tasksets}]", "environment.options.env.taskset.id=mobula-letters"],
+        is_complete=False,
+    )  # fmt: skip
+    endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    said = StringIO()
+    try:
+        asked = verifiers.VerifiersOptions(endpoint, None, num_tasks=3, num_siblings=2, num_concurrent=3)
+        assert verifiers.roll(config, asked, Console(file=said, width=200)) == 0
+    finally:
+        server.should_exit = True
+        thread.join(60)
+    assert "this task cannot be scored" in said.getvalue()
+    log = TrajectoryLog(tmp_path / "seen" / "trajectories", timeout_s=5)
+    groups = [group for step in log.steps() for group in log.read(step)]
+    assert len(groups) == 2, "tasks a and b; c has no reward"
+    for recorded in groups:
+        for trajectory, reward in zip(recorded.group.trajectories, recorded.rewards, strict=True):
+            first, second = trajectory.response.turns
+            letter = recorded.group.prompt.prompt_id.rpartition("/")[0][-1]
+            scored = {
+                "has_letter": float("ab"[int(letter)] in second.action),
+                "is_short": len(second.action.strip()) < 4,
+            }
+            assert reward is not None
+            assert dict(reward.components) == {"has_letter": scored["has_letter"], "is_short": scored["is_short"] / 2}
+            assert reward.value == sum(reward.components.values())
+            assert trajectory.action_mask.sum() == second.end - second.start + first.end - first.start

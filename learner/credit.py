@@ -295,7 +295,8 @@ def _by_values(
         paid = token_rewards(0.0, cost, item.loss_mask)
         for (_, end), reward in zip(turns_of(item.loss_mask), turns, strict=False):
             paid[end - 1] += reward
-        response = TokenValues(paid, item.values, item.loss_mask, item.is_truncated)
+        goes_on = item.is_truncated and config.bootstrap_truncated
+        response = TokenValues(paid, item.values, item.loss_mask, goes_on)
         found = formula(response, discount, config.gae_lambda)
         arrays = (found.advantages.astype(np.float32), found.returns.astype(np.float32))
         credited.append(replace(item, advantages=arrays[0], returns=arrays[1]))

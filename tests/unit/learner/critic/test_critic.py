@@ -176,7 +176,8 @@ def test_a_return_that_is_not_finite_moves_nothing_and_is_counted(folder, tokeni
     assert [difference(b, copied(model)) for b, model in zip(before, models, strict=True)] == [0, 0]
 
 
-def test_advantages_of_an_update_are_those_of_gae_over_the_critics_values(folder, tokenizer) -> None:
+@pytest.mark.parametrize("bootstraps", [True, False])
+def test_advantages_of_an_update_are_those_of_gae_over_the_critics_values(folder, tokenizer, bootstraps) -> None:
     """Reference in plain Python: two turns, a response that was cut off, and a KL that tokens pay for."""
     scored = group(prompt(tokenizer, "a"), [[1, 2, 3, 4], [5, 6]], [1.0, 0.5])
     scored = changed(scored, 0, action_mask=np.array([True, False, True, True]))
@@ -185,9 +186,11 @@ def test_advantages_of_an_update_are_those_of_gae_over_the_critics_values(folder
     references = [t.behavior_logprobs - gap for t, gap in zip(scored.group.trajectories, gaps, strict=True)]
     scored = dataclasses.replace(scored, reference_logprobs=references)
     words = ("algorithm.kl.coef=0.5", "resources.reference.num_workers=1", "algorithm.gamma=0.9")
+    words = (*words, f"algorithm.bootstrap_truncated={bootstraps}")
     learner = connected(folder, *words, "algorithm.gae_lambda=0.8", "algorithm.shaping.whiten=false")
     first, second = items_of(learner, [scored])
-    cases = [(first, [0, 2, 3], 1.0, gaps[0], 0.0), (second, [0, 1], 0.5, gaps[1], float(second.values[-1]))]
+    cut = float(second.values[-1]) if bootstraps else 0.0
+    cases = [(first, [0, 2, 3], 1.0, gaps[0], 0.0), (second, [0, 1], 0.5, gaps[1], cut)]
     for item, places, reward, gap, end in cases:
         values = [*(float(item.values[t]) for t in places), end]
         rewards = [-0.5 * float(gap[t]) for t in places]

@@ -322,9 +322,9 @@ class AlgorithmConfig(Section):
     """Decay of later temporal differences in `gae` and `turn_gae`: 1 is the return less the value, 0 the next
     difference alone."""
     bootstrap_truncated: bool
-    """What would have followed a response or an episode that was cut at its limit: the critic's value of its last state,
-    or with false nothing, where the limit is a part of the task. Without a cost of time, a policy that is paid the
-    value of its last state learns to avoid ends rather than to reach the goal."""
+    """What a response or an episode that was cut at its limit would still have earned: the critic's value of its last
+    state, or with false nothing, where the limit is a part of the task. Without a cost of time, a policy that is paid
+    the value of its last state learns to avoid ends rather than to reach the goal."""
     turn_discount: Share
     """Discount of a reward by the number of turns between it and the turn that is credited, in `turn_gae` and
     `return_to_go`; 1 is none."""

@@ -103,10 +103,7 @@ def test_dpo_is_the_papers_loss_over_plain_transformers(folder: Path, tokenizer,
 @pytest.mark.parametrize("job", JOBS)
 def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder, tokenizer, job: str, tmp_path) -> None:
     groups = [rows(tokenizer, job, seed=seed) for seed in range(3)]
-    """The whole is padded, and its parts are packed."""
-    sizes = (("100000", "false"), ("60", "true"))
-    words = [(f"learner.tokens_per_microbatch={most}", f"learner.packing={packs}") for most, packs in sizes]
-    whole, split = (connected(config_of(folder, job, *own)) for own in words)
+    whole, split = (connected(config_of(folder, job, f"learner.tokens_per_microbatch={n}")) for n in (100_000, 60))
     start = weights(whole)
     for version in (1, 2):
         metrics = [learner.update(groups[version], version).metrics for learner in (whole, split)]
@@ -121,6 +118,13 @@ def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder,
     assert resumed.load(tmp_path) == 2
     resumed.update(groups[0], 3)
     assert largest_difference(weights(resumed), weights(whole)) == 0
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
+def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(folder: Path, tokenizer, job: str) -> None:
+    words = ("learner.packing=true", "learner.tokens_per_microbatch=90")
+    padded, packed = (connected(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in ((), words))
+    assert packed.metrics == pytest.approx(padded.metrics, rel=1e-3, abs=1e-4)
 
 
 def test_labels_order_a_pair_and_not_places(folder: Path, tokenizer) -> None:

@@ -168,8 +168,8 @@ class FlowProcessor:
         self._num_cut += 1
         if self._num_cut.bit_count() == 1:
             logger.warning(
-                "texts that are longer than the text encoders read, and whose ends are left out: %d so far, the last one "
-                "by %d tokens: %.200r. Set sampler.flow.max_text_tokens=%d or more, if the model takes so many",
+                "texts that are longer than the text encoders read, and whose ends are left out: %d so far, the last "
+                "one by %d tokens: %.200r. Set sampler.flow.max_text_tokens=%d or more, if the model takes so many",
                 self._num_cut,
                 num_cut,
                 text,

@@ -168,8 +168,8 @@ class FlowProcessor:
         self._num_cut += 1
         if self._num_cut.bit_count() == 1:
             logger.warning(
-                "%d texts so far are longer than the text encoder may read, and their ends are left out; the last one "
-                "by %d tokens: %.200r. Set sampler.flow.max_text_tokens=%d or more, if the model takes so many",
+                "texts that are longer than the text encoders read, and whose ends are left out: %d so far, the last "
+                "one by %d tokens: %.200r. Set sampler.flow.max_text_tokens=%d or more, if the model takes so many",
                 self._num_cut,
                 num_cut,
                 text,
@@ -178,5 +178,6 @@ class FlowProcessor:
 
 
 def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
-    """False for what some pipelines log of each text, also where another encoder reads all of it; see `_report`."""
+    """False for what some pipelines log of each text and encoder, also where another one reads all of it; see
+    `_report`, which says where none does."""
     return not record.getMessage().startswith("The following part of your input was truncated")

@@ -9,7 +9,7 @@ from diffusers import DiffusionPipeline
 from flow_run import WORDS, write_texts
 from jobs import Job
 
-from cluster.metrics.report.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 2
@@ -29,11 +29,12 @@ def score(request, **options):
 '''
 
 
-def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
+def finished(tmp_path: Path, preset: str) -> RunFolder:
+    """Of a short run on the resources of `preset`."""
     reward, texts = tmp_path / "redness.py", write_texts(tmp_path / "texts")
     reward.write_text(REWARD, encoding="utf-8")
     own = (f"data.path={texts}", f"policy.model={tmp_path / 'model'}", f"num_steps={NUM_STEPS}")
-    own += ("resources=laptop_overlapped", "resources.reference.num_workers=0", "evaluation.num_prompts=4")
+    own += (f"resources={preset}", "resources.reference.num_workers=0", "evaluation.num_prompts=4")
     own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
     words = tuple(word for word in WORDS if not word.startswith("resources."))
     job = Job(tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456"))
@@ -47,3 +48,16 @@ def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> Non
     assert not found.skipped
     pipeline = DiffusionPipeline.from_pretrained(job.run_folder / "policy")
     assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
+    return found
+
+
+def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
+    finished(tmp_path, "laptop_overlapped")
+
+
+@pytest.mark.matrix
+def test_a_flow_model_is_trained_on_the_device_that_its_samplers_sleep_on(tmp_path: Path) -> None:
+    """Samplers and learner take turns, so a step waits for its whole batch and follows the last push."""
+    found = finished(tmp_path, "laptop_colocated")
+    assert found.summary.restarts == 0 and found.summary.weight_syncs == NUM_STEPS + 1
+    assert all(step.staleness.keys() == {0} for step in found.steps)

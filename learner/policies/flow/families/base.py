@@ -59,7 +59,7 @@ class FlowFamily(ABC):
         """
 
     def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
-        """How many tokens of a text `encode` leaves out, even of the encoder that reads most."""
+        """How many tokens of a text no encoder reads, by the one that reads most."""
         return max(0, len(pipeline.tokenizer(text).input_ids) - max_tokens)
 
     @abstractmethod

@@ -37,10 +37,11 @@ class StableDiffusion3(FlowFamily):
         return {"encoder_hidden_states": embeds, "pooled_projections": pooled}
 
     def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
-        """By the T5; without one, by a CLIP, whose limit is its own."""
-        if pipeline.tokenizer_3 is None:
-            return super().num_cut(pipeline, text, pipeline.tokenizer.model_max_length)
-        return max(0, len(pipeline.tokenizer_3(text).input_ids) - max_tokens)
+        """By T5 or CLIP, whichever reads more of the text; the limit of a CLIP is its own, and a T5 may be left out."""
+        by_clip = super().num_cut(pipeline, text, pipeline.tokenizer.model_max_length)
+        if by_clip == 0 or pipeline.tokenizer_3 is None:
+            return by_clip
+        return min(by_clip, max(0, len(pipeline.tokenizer_3(text).input_ids) - max_tokens))
 
     def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)

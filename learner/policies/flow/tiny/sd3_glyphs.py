@@ -10,7 +10,7 @@ from diffusers import AutoencoderTiny, FlowMatchEulerDiscreteScheduler, SD3Trans
 from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer
+from learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
 
 SIDE, PATCH = 16, 4  # pixels
 CLIP_SIZE, HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS = 32, 64, 3, 4
@@ -21,11 +21,10 @@ SCALE = 0.1  # of latents in the decoder, whose tanh is a straight line there
 def write_tiny_sd3_glyphs(folder: Path, *, seed: int = 0) -> Path:
     """Write a pipeline of 0.6 M parameters into `folder`, for pictures of 16 x 16, and return `folder`.
 
-    It comes without a T5, as Stable Diffusion 3 may: its prompts are short, and two CLIPs read them whole.
     Its text encoders are frozen, so they are made to tell prompts apart: weights are drawn large. Blocks and output of
     the transformer begin at 0, as in Scalable Diffusion Models with Transformers, arXiv:2212.09748.
     """
-    clip = clip_tokenizer()
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
     clip.model_max_length = CLIP_TOKENS
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -37,8 +36,8 @@ def write_tiny_sd3_glyphs(folder: Path, *, seed: int = 0) -> Path:
             tokenizer=clip,
             text_encoder_2=_loud_clip(clip),
             tokenizer_2=clip,
-            text_encoder_3=None,
-            tokenizer_3=None,
+            text_encoder_3=t5_encoder(t5, HIDDEN_SIZE),
+            tokenizer_3=t5,
         )
     pipeline.save_pretrained(folder)
     return folder

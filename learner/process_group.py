@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cluster.runtime.rendezvous import RendezvousStore, join_store
+from cluster.weight_sync.rendezvous import RendezvousStore, join_store
 
 PREFIX = "learner"
 GLOO = "/gloo/transport/"  # in what gloo says, whose errors have no type of their own

@@ -31,12 +31,15 @@ from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 WIDTH, NUM_BLOCKS, NUM_HEADS = 768, 8, 24
 SETTINGS = (
     "resources=laptop",
-    "policy.tiny=none",
     "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=4",
     "algorithm.kl.coef=0.01",
     "sampler.max_tokens=64",
     "sampler.kv_cache_bytes=67108864",
+    "sampler.max_num_batched_tokens=512",
+    "sampler.max_model_len=128",
+    "sampler.max_images_per_prompt=1",
+    "data.max_pixels=3136",  # of a digit: what the estimate is made for is what the run meets
     "learner.learning_rate=1e-6",
     "warm_start.num_steps=0",
     "evaluation.num_prompts=8",
@@ -46,9 +49,12 @@ SETTINGS = (
     "timeouts.update_s=900",
     "metrics.num_report_samples=6",
 )
+SINGLE = ("learner=single", "resources.learner.num_workers=1")
+WIDE = ("policy.tiny=none",)
 VARIANTS = {
-    "fsdp2, two ranks": ("learner=fsdp2",),
-    "single": ("learner=single", "resources.learner.num_workers=1"),
+    "tiny model": SINGLE,  # a process and its libraries are nearly all that there is
+    "single": (*WIDE, *SINGLE),
+    "fsdp2, two ranks": (*WIDE, "learner=fsdp2"),
 }
 QUICK_VARIANTS = ("single",)
 NUM_STEPS = 2
@@ -65,8 +71,10 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """One run a variant; of each role the largest worker counts."""
     names = QUICK_VARIANTS if effort == QUICK else tuple(VARIANTS)
     with scratch_folder() as folder:
-        model = _write_model(folder / "model")
-        found = {name: _one_run([*SETTINGS, *VARIANTS[name], f"policy.model={model}"], overrides) for name in names}
+        wide, found = _write_model(folder / "wide"), {}
+        for name in names:
+            model = wide if set(WIDE) <= set(VARIANTS[name]) else folder / "tiny"
+            found[name] = _one_run([*SETTINGS, *VARIANTS[name], f"policy.model={model}"], overrides)
     return _findings(found)
 
 

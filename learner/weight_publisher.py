@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from cluster.errors import WeightSyncError
-from cluster.runtime.rendezvous import RendezvousStore
 from cluster.weight_sync.manifest import Bucket, Manifest
+from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, lone_bytes, pack
 
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import WeightSyncError
-from cluster.runtime.rendezvous import join_store
 from cluster.weight_sync.manifest import Bucket, Manifest
+from cluster.weight_sync.rendezvous import join_store
 
 
 @dataclass(frozen=True)

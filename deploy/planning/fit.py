@@ -14,7 +14,7 @@ from learner.policies.shapes import ModelShape
 
 USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
 GIB = 2**30
-DRIVER_PROCESS = 700 * 2**20  # host memory of the driver with its libraries
+DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Every number follows from the configuration and the checkpoint's config.json. What an estimate does not hold: reward
 models (their components name checkpoints of their own), and memory that a library takes for itself beyond the
-constants below. Nothing here has been compared with a GPU yet.
+constants below. Some 400 MiB of a process with torch are pages of libraries, which the processes of a node share and
+which are counted for each. Nothing here has been compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -35,14 +36,13 @@ CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
 GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
 GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
-PROCESS = {  # host memory of a process with its libraries, before it holds anything of the run
-    "learner": 700 * MIB,
-    "critic": 700 * MIB,
-    "rollout": 1100 * MIB,
-    "reference": 600 * MIB,
-    "reward": 300 * MIB,
-    "processor": 500 * MIB,
+PROCESS = {  # host memory of a process with its libraries, measured with a model of half a million parameters on CPU
+    "learner": 1030 * MIB,
+    "vllm": 1220 * MIB,
+    "torch": 970 * MIB,  # transformers on it: scorers, processor workers, samplers that are no vLLM, reward models
+    "plain": 135 * MIB,  # reward functions that compute with neither
 }
+TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 
 Parts = Mapping[str, int]
 
@@ -83,7 +83,21 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
         case _:
             found = WorkerMemory(_phases({}))
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
-    return WorkerMemory(_with_context(config, found.device), {"process": processes * PROCESS[kind], **found.host})
+    return WorkerMemory(
+        _with_context(config, found.device), {"process": processes * _process(config, role), **found.host}
+    )
+
+
+def _process(config: RunConfig, role: str) -> int:
+    """Host memory of one process of `role` before it holds anything of the run."""
+    kind = role.partition(".")[0]
+    if kind == "rollout":
+        return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
+    if kind == "reward":
+        service = role.partition(".")[2] or role
+        has_models = any(c.service == service and c.function in TORCH_REWARDS for c in config.rewards.components)
+        return PROCESS["torch" if has_models else "plain"]
+    return PROCESS["learner" if kind in ("learner", "critic") else "torch"]
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -122,12 +136,15 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         training["critic"] = critic + critic_moments
     share = config.resources.learner.num_workers if config.learner.backend != "single" else 1
     checkpoint = ceil(3 * FLOAT32 * num_trained / share)
-    host = {"checkpoint": checkpoint, "activations": offloaded}
+    writes_alone = config.resources.device == "cpu" and config.algorithm.max_staleness == 0
+    host = {"activations": offloaded, **({} if writes_alone else {"checkpoint": checkpoint})}
     # Every rank loads the whole model into host memory and moves it to its device; only then it is sharded.
     whole = FLOAT32 * shape.num_parameters
     loading = {"weights": whole}
     staging = _staging(config, shape) + min(GATHER_BYTES, 2 * whole)
     sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
+    if writes_alone:  # the copy of the state is on disk before the engines have sampled the next step
+        sync["checkpoint"] = checkpoint
     if config.resources.device == "cuda":
         host["loading"] = max(0, whole - checkpoint)
     if not config.resources.colocated:
@@ -136,6 +153,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
     sync.pop("optimizer")  # it is moved before engines wake up
     away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
+    away |= {"checkpoint": checkpoint} if writes_alone else {}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)
 
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cluster.runtime.rendezvous import RendezvousStore, join_store
+from cluster.weight_sync.rendezvous import RendezvousStore, join_store
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The collectives of a process group, by `resources.device`."""

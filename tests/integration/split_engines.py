@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
-from cluster.runtime.rendezvous import RendezvousStore
 from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack
 from cluster.weight_sync.weight_sync import WeightSync
 

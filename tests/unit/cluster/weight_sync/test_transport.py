@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError, WeightSyncError
-from cluster.runtime.rendezvous import RendezvousStore
 from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from deploy.planning.fit import GIB, plan_memory
 from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.planning.plan_view import refuse_shortfalls
 from deploy.planning.remedies import changed, remedies
-from deploy.planning.workers import SAMPLING, SYNC, TRAINING, trained_parameters, worker_memory
+from deploy.planning.workers import SAMPLING, SYNC, TORCH_REWARDS, TRAINING, trained_parameters, worker_memory
 from deploy.tools.doctor import this_machine as doctor
+from rewards.functions import BUILT_IN
 
+REPOSITORY = Path(__file__).parents[4]
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
 
 
@@ -73,6 +76,31 @@ def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
     assert engine.device[SAMPLING]["kv_cache"] == 5_000_000_000
     assert "sync" not in engine.device[SAMPLING]
     assert engine.device[SYNC]["sync"] == 2 * shape_7b().largest_tensor  # larger than weight_sync.bucket_bytes
+
+
+def test_the_copy_of_a_checkpoint_is_gone_before_a_synchronous_run_trains_on_cpu() -> None:
+    shape = qwen(hidden=1024, layers=8)
+    words = ("resources=laptop", "learner=single", "resources.learner.num_workers=1")
+    waits = worker_memory(config(*words, "algorithm.max_staleness=0"), shape, "learner")
+    overlaps = worker_memory(config(*words, "algorithm.max_staleness=1"), shape, "learner")
+    copy = 12 * shape.num_parameters
+    assert waits.device[SYNC]["checkpoint"] == copy == overlaps.host["checkpoint"]
+    assert "checkpoint" not in waits.device[TRAINING] and "checkpoint" not in waits.host
+    assert waits.peak + sum(waits.host.values()) < overlaps.peak + sum(overlaps.host.values())
+
+
+def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_it() -> None:
+    def process(*words: str) -> int:
+        return worker_memory(config("resources=laptop", *words), qwen(hidden=1024, layers=8), "reward").host["process"]
+
+    rest = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+    judged = f"rewards.components=[{{name: good, function: reward_model, options: {{}}, weight: 1.0, {rest}}}]"
+    assert process() < 200 * 2**20 < process(judged)
+    modules = {name: factory.partition(":")[0] for name, factory in BUILT_IN.items()}
+    texts = {name: (REPOSITORY / f"{module.replace('.', '/')}.py").read_text() for name, module in modules.items()}
+    assert set(TORCH_REWARDS) == {
+        name for name, text in texts.items() if re.search("^import torch", text, re.MULTILINE)
+    }
 
 
 def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from cluster.runtime.network import LOOPBACK
-from cluster.runtime.rendezvous import RendezvousStore, join_store
+from cluster.weight_sync.rendezvous import RendezvousStore, join_store
 
 
 @pytest.fixture

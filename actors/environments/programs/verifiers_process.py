@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -78,6 +79,7 @@ class VerifiersProcess:
             found = cls._shared.get(key)
             if found is None or not found.is_alive:
                 found = cls._shared[key] = cls(python, env, import_path=import_path, max_tasks=max_tasks)
+                atexit.register(found.close)
             return found
 
     @property

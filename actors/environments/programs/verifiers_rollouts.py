@@ -19,6 +19,9 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 KEY = "MOBULA_POLICY_KEY"  # the environment variable with the endpoint's key
 
+LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
+"""What of `Trace.stop_condition` says that verifiers cut the rollout. An answer that was cut is a turn like others."""
+
 Say = Callable[[Mapping[str, Any]], object]
 
 
@@ -70,7 +73,7 @@ def outcome_of(episode: Episode) -> dict[str, Any]:
     if unscored or not trace.rewards:
         return {"error": f"there is no reward {', '.join(unscored)}".strip()}
     parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    return {"rewards": parts, "is_truncated": trace.is_truncated, "num_turns": trace.num_turns}
+    return {"rewards": parts, "is_truncated": trace.stop_condition in LIMITS, "num_turns": trace.num_turns}
 
 
 async def _stdin() -> asyncio.StreamReader:

@@ -15,13 +15,12 @@ from PIL import Image
 
 from cluster.metrics.files import write_atomically
 from cluster.metrics.report.samples import Fetch
+from cluster.metrics.report.videos import INDEX, read_artifacts
 
 if TYPE_CHECKING:
     from cluster.metrics.hub import Samples
     from cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
 
-ARTIFACTS_FOLDER = "artifacts"  # of the run folder
-INDEX = "artifacts.jsonl"
 POSTER_SIDE = 512  # pixels at most
 
 
@@ -126,13 +125,6 @@ def refuse_without_encoder() -> None:
             "metrics.artifacts_per_step writes videos with PyAV, which is not installed: pip install mobula[video], or "
             "set metrics.artifacts_per_step=0"
         )
-
-
-def read_artifacts(folder: Path) -> list[dict[str, object]]:
-    """The rows of artifacts.jsonl; empty if there is none."""
-    path = folder / INDEX
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
 
 
 def _in_turn(groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, int]]:

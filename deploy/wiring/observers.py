@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cluster.metrics.artifacts import ARTIFACTS_FOLDER, ArtifactWriter, Offered, refuse_without_encoder
+from cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
 from cluster.metrics.hub import Metrics, Samples
 from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from cluster.metrics.report.samples import SampleKeeper
+from cluster.metrics.report.videos import ARTIFACTS_FOLDER
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.console import ConsoleSink
 from cluster.metrics.sinks.estimate import EstimateSink

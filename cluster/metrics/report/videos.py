@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.metrics.artifacts import ARTIFACTS_FOLDER, INDEX, read_artifacts
-
+ARTIFACTS_FOLDER = "artifacts"  # of the run folder
+INDEX = "artifacts.jsonl"  # in it: a row for each picture or video
 MAX_VIDEOS = 4  # of a step
 MAX_BYTES = 4 << 20  # of a video in the report; of a larger one only the file is named
 
@@ -23,6 +24,13 @@ class Video:
     sha256: str
     poster: bytes  # JPEG of the first frame
     mp4: bytes | None
+
+
+def read_artifacts(folder: Path) -> list[dict[str, object]]:
+    """The rows of artifacts.jsonl; empty if there is none."""
+    path = folder / INDEX
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:

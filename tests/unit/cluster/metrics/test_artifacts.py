@@ -14,7 +14,8 @@ import pytest
 from metrics_data import fetch_value, make_group
 from PIL import Image
 
-from cluster.metrics.artifacts import INDEX, ArtifactWriter, Offered, read_artifacts
+from cluster.metrics.artifacts import ArtifactWriter, Offered
+from cluster.metrics.report.videos import INDEX, read_artifacts
 from cluster.records.trajectory import ScoredGroup
 
 

@@ -1,10 +1,9 @@
-"""Files for Kubernetes, Slurm, Docker and the cluster launcher: valid, and in step with presets and commands.
-
-The RayJob was checked against KubeRay's CRD when it was written (docs/operations.md says how); here its pods are.
-"""
+"""Files for Kubernetes, Slurm, Docker and the cluster launcher: valid, and in step with presets and commands."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import shlex
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -25,6 +25,9 @@ KUBERNETES = DEPLOY / "kubernetes"
 SBATCH = DEPLOY / "slurm" / "mobula.sbatch"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 VERSION = "1.31"
+CRD = (
+    Path(__file__).parent / "kuberay_1_7_0_rayjob.json.gz"
+)  # schema of ray.io/v1 RayJob, descriptions and status left out
 
 
 def read(path: Path) -> Any:
@@ -81,6 +84,32 @@ def test_pods_share_a_volume_have_shared_memory_and_the_time_to_end() -> None:
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
     assert cluster["authOptions"]["mode"] == "token"
+
+
+def refusing_unknown(schema: Any) -> Any:
+    """The same schema, in which a field that it does not name is an error; Kubernetes drops such fields."""
+    if isinstance(schema, list):
+        return [refusing_unknown(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: refusing_unknown(part) for key, part in schema.items()}
+    has_fields = found.get("type") == "object" and isinstance(found.get("properties"), dict)
+    return {"additionalProperties": False, **found} if has_fields else found
+
+
+@pytest.fixture(scope="module")
+def crd() -> jsonschema.Draft7Validator:
+    return jsonschema.Draft7Validator(refusing_unknown(json.loads(gzip.decompress(CRD.read_bytes()))))
+
+
+@pytest.mark.parametrize("overlay", ["eight_gpu_split", "multi_node"])
+def test_a_job_fits_the_schema_of_kuberay(overlay: str, crd: jsonschema.Draft7Validator) -> None:
+    job = patched(overlay)
+    assert [error.message for error in crd.iter_errors(job)] == []
+    job["spec"]["shutdownAfterJobFinish"] = True  # an s is missing
+    job["spec"]["backoffLimit"] = "three"
+    found = {error.message for error in crd.iter_errors(job)}
+    assert len(found) == 2 and any("'shutdownAfterJobFinish' was unexpected" in message for message in found)
 
 
 def test_pods_and_the_volume_are_valid() -> None:

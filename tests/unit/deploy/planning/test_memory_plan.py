@@ -94,7 +94,7 @@ def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_i
         return worker_memory(config("resources=laptop", *words), qwen(hidden=1024, layers=8), "reward").host["process"]
 
     rest = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
-    judged = f"rewards.components=[{{name: good, function: reward_model, options: {{}}, weight: 1.0, {rest}}}]"
+    judged = f"rewards.components=[{{name: accuracy, function: reward_model, options: {{}}, weight: 1.0, {rest}}}]"
     assert process() < 200 * 2**20 < process(judged)
     modules = {name: factory.partition(":")[0] for name, factory in BUILT_IN.items()}
     texts = {name: (REPOSITORY / f"{module.replace('.', '/')}.py").read_text() for name, module in modules.items()}

@@ -22,7 +22,7 @@ WORDS = (
     "environment.num_validation=4", "environment.num_test=8", "environment.curriculum.kind=success",
     f"environment.curriculum.stages={STAGES}", "environment.curriculum.episodes=24",
     "environment.curriculum.success=0.05", "warm_start.num_steps=40", "warm_start.num_rows=48",
-    "checkpoints.interval_steps=1",
+    "checkpoints.interval_steps=1", "checkpoints.keep=6",
 )  # fmt: skip
 
 

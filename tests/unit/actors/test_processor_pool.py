@@ -135,10 +135,11 @@ async def test_a_row_that_comes_again_is_not_processed_again_nor_what_rows_share
     shared = rows(*(f"p{place} logo" for place in range(8)))
     source = PromptSource(shared, pool, seed=0, split_name="train")
     first = await asyncio.to_thread(asked, source, 8)
-    again = await asyncio.to_thread(asked, source, 8)
+    again = await asyncio.to_thread(asked, source, 40)
     counts = Counter(worker.processed)
-    assert {counts[f"p{place}"] for place in range(8)} == {1}
-    assert counts["logo"] <= 1 + pool.num_ahead  # while they were under way none knew of the others
+    # While they were under way none knew of the others, those of the next epoch among them.
+    assert 8 <= sum(counts[f"p{place}"] for place in range(8)) <= 8 + pool.num_ahead < 48
+    assert counts["logo"] <= 1 + pool.num_ahead
     assert len({id(p.media[1].reference) for p in (*first, *again)}) == 1
     assert store.num_bytes_unique == 8 * 9
     await pool.pool.close()

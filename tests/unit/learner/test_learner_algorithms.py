@@ -164,8 +164,8 @@ def test_interpolated_log_probs_depend_on_the_age_of_a_token(folder, scores) -> 
 
 def test_epochs_are_further_optimizer_steps(folder, scores) -> None:
     learner, counts = connected(folder, "algorithm.num_epochs=3", "algorithm.num_minibatches=2"), []
-    step = learner._step
-    learner._step = lambda *args: counts.append(1) or step(*args)
+    step = learner._step.on_sum
+    learner._step.on_sum = lambda *args: counts.append(1) or step(*args)
     metrics = learner.update(scores, 1).metrics
     assert len(counts) == 6 and metrics["skipped"] == 0
     assert metrics["logprob_gap_max"] < 1e-5, "measured before the first step alone"

@@ -26,8 +26,8 @@ def pixels(content: bytes) -> np.ndarray:
     return np.asarray(Image.open(BytesIO(content)))
 
 
-# Those that need a server or a class of the user's have tests of their own.
-OTHERS = ("none", "openenv", "trl", "vagen")
+# Those that need a server, a class of the user's or a Python of their own have tests of their own.
+OTHERS = ("none", "openenv", "trl", "vagen", "verifiers")
 
 
 @pytest.mark.parametrize("option", [name for name in groups()["environment"] if name not in OTHERS])

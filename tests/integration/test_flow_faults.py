@@ -9,11 +9,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked
 from waiting import wait_until
 
 from cluster.metrics.report.run_folder import read_run_folder
+from cluster.records.actions import LatentActions
 from cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
@@ -71,7 +73,9 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
     assert len(trained) == len(set(trained)) == NUM_STEPS * PROMPTS_PER_STEP
     places = sorted((int(epoch), int(place)) for epoch, place, _ in (name.split("/", maxsplit=2) for name in trained))
     assert [place for epoch, place in places if epoch == 0] == list(range(sum(epoch == 0 for epoch, _ in places)))
-    assert all(group.group.trajectories[0].response.pictures for group in log.read(NUM_STEPS))
+    drawn = [t.actions for group in log.read(NUM_STEPS) for t in group.group.trajectories]
+    assert all(isinstance(actions, LatentActions) and np.isfinite(actions.latents).all() for actions in drawn)
+    assert all(np.ptp(actions.latents) > 0 for actions in drawn)
 
 
 def reach(job: Job, process: subprocess.Popen[str], step: int) -> None:

@@ -1,6 +1,4 @@
-"""A flow run in which a sampler, a learner rank and at last the driver are killed trains every prompt once, and its
-replay gives the same weights.
-"""
+"""A flow run in which a sampler, a learner rank and at last the driver are killed trains every prompt once."""
 
 from __future__ import annotations
 

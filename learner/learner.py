@@ -49,7 +49,7 @@ from learner.policies.flow.policy import Replay
 from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
-from learner.ranks.process_group import COLLECTIVES, RankRendezvous
+from learner.ranks.process_group import RankRendezvous
 from learner.residence import Residence
 from learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from learner.shares import StepFetcher, all_ranks
@@ -97,14 +97,7 @@ class Learner:
         model.train()
         recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._outgoing = PolicyWeights(model, self._config)
-        if self._config.learner.backend != "single":
-            self._rendezvous.join(
-                init_method,
-                rank=self._rank,
-                world_size=self._world_size,
-                backend=COLLECTIVES[self._config.resources.device],
-                timeout_s=self._config.timeouts.update_s,
-            )
+        self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
         self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
         self._policy = self._backend.wrap(as_policy(model, self._config))
         self._optimizer = self._backend.optimizer()

@@ -99,7 +99,7 @@ def load_state(
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Go on with the random numbers of this rank; one that the checkpoint did not have keeps its own."""
+    """Set the random state of this rank to the saved one; a rank without a saved state keeps its current one."""
     if _rng_file(folder, rank).is_file():
         torch.set_rng_state(torch.load(_rng_file(folder, rank), weights_only=True))
 

@@ -257,13 +257,7 @@ def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], name
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         raise RowError("bad_images", f"`images` is {listed!r}: write a list of paths")
     names = [*named, *listed]
-    num_placeholders = sum(turn.text.count(IMAGE_PLACEHOLDER) for turn in shown)
-    if num_placeholders != len(names) or (named and listed):
-        raise RowError(
-            "placeholder_mismatch",
-            f"the messages have {num_placeholders - len(named)} {IMAGE_PLACEHOLDER} and {len(named)} picture parts, "
-            f"`images` names {len(listed)} pictures: write parts alone, or one {IMAGE_PLACEHOLDER} a picture",
-        )
+    _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "picture", len(named), len(listed))
     for name in names:
         if "://" in name or name.startswith("data:"):
             raise RowError(
@@ -285,14 +279,8 @@ def _videos(
         raise RowError("bad_video", f"`videos` is {listed!r:.80}: write a list of files, folders or lists of frames")
     inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
     found = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
-    num_placeholders = sum(turn.text.count(VIDEO_PLACEHOLDER) for turn in shown)
-    if num_placeholders != len(found) or (named and listed):
-        raise RowError(
-            "placeholder_mismatch",
-            f"the messages have {num_placeholders - len(named)} {VIDEO_PLACEHOLDER} and {len(named)} video parts, "
-            f"`videos` names {len(found) if not named else len(listed)} videos: write parts alone, or one "
-            f"{VIDEO_PLACEHOLDER} a video",
-        )
+    # A list of frames is one video: what is listed counts as it was resolved.
+    _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed) if named else len(found))
     return found
 
 
@@ -309,14 +297,25 @@ def _audios(
         raise RowError("bad_audio", f"`audios` is {listed!r:.80}: write a list of files, or of samples with their rate")
     inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)
     found = inputs.resolve_audios([*named, *listed], name)
-    num_placeholders = sum(turn.text.count(AUDIO_PLACEHOLDER) for turn in shown)
-    if num_placeholders != len(found) or (named and listed):
+    _refuse_mismatch(shown, AUDIO_PLACEHOLDER, "audios", "audio", len(named), len(listed))
+    return found
+
+
+def _refuse_mismatch(
+    shown: Sequence[Turn], placeholder: str, column: str, medium: str, num_named: int, num_listed: int
+) -> None:
+    """`num_named` parts of messages and `num_listed` entries of `column` hold media, for which placeholders stand.
+
+    Raises:
+        RowError: there are more or fewer placeholders, or both parts and entries.
+    """
+    num_placeholders = sum(turn.text.count(placeholder) for turn in shown)
+    if num_placeholders != num_named + num_listed or (num_named and num_listed):
         raise RowError(
             "placeholder_mismatch",
-            f"the messages have {num_placeholders - len(named)} {AUDIO_PLACEHOLDER} and {len(named)} audio parts, "
-            f"`audios` names {len(listed)} sounds: write parts alone, or one {AUDIO_PLACEHOLDER} a sound",
+            f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {medium} parts, "
+            f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`",
         )
-    return found
 
 
 def _picture_path(folder: Path, name: str) -> Path:

@@ -1,7 +1,8 @@
-"""Files that are either the old one or the new one, never half of one."""
+"""Files of a run, written in one step, and read only if they are what was written."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -15,3 +16,19 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+def read_verified(path: Path, sha256: str, index: str) -> bytes:
+    """The content of `path`, whose digest the file `index` names.
+
+    Raises:
+        ValueError: it differs from what was written.
+    """
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise ValueError(
+            f"{path} has the SHA-256 {digest}, and {sha256} was written: put the file of the run back, or remove its "
+            f"row from {index}"
+        )
+    return content

@@ -32,7 +32,7 @@ class SupervisedRows:
         self._ahead: tuple[int, asyncio.Task[list[ScoredGroup]]] | None = None
 
     async def of(self, version: int) -> Sequence[ScoredGroup]:
-        """The rows of the step that makes `version`: the one after an earlier one, or one that is repeated.
+        """The rows of the step that makes `version`. Steps come in order; a step that came before may be repeated.
 
         Raises:
             DatasetError: no row of the data set is usable.

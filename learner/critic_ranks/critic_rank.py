@@ -16,7 +16,7 @@ from learner.credit import Credit
 from learner.critic.critic import FOLDER, Critic
 from learner.critic.rows import Values
 from learner.policies.loading import load_policy_model
-from learner.ranks.process_group import COLLECTIVES, RankRendezvous
+from learner.ranks.process_group import RankRendezvous
 from learner.shares import StepFetcher, all_ranks
 from learner.state import StateWriter, load_algorithm, load_random_state
 
@@ -59,14 +59,7 @@ class CriticRank:
         """Load the critic, meet the other ranks and share it out among them."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
-        if self._config.learner.backend != "single":
-            self._rendezvous.join(
-                init_method,
-                rank=self._rank,
-                world_size=self._world_size,
-                backend=COLLECTIVES[self._config.resources.device],
-                timeout_s=self._config.timeouts.update_s,
-            )
+        self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
         self._critic.connect()
 
     def begin(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""How learner ranks find each other."""
+"""How the ranks of a model that is trained find each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cluster.weight_sync.rendezvous import RendezvousStore, join_store
+from configs.schema import RunConfig
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The collectives of a process group, by `resources.device`."""
@@ -15,7 +16,7 @@ GLOO = "/gloo/transport/"  # in what gloo says, whose errors have no type of the
 
 
 class RankRendezvous:
-    """One learner rank's way into the default process group. Rank 0 holds the store in which all ranks meet."""
+    """One rank's way into the default process group. Rank 0 holds the store in which all ranks meet."""
 
     def __init__(self) -> None:
         self._store: RendezvousStore | None = None
@@ -31,6 +32,13 @@ class RankRendezvous:
         store = join_store(host, int(port), PREFIX, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+    def join_as_configured(self, address: str, config: RunConfig, *, rank: int, world_size: int) -> None:
+        """`join` with the collectives of `resources.device`; `learner.backend=single` has no process group."""
+        if config.learner.backend == "single":
+            return
+        backend, timeout_s = COLLECTIVES[config.resources.device], config.timeouts.update_s
+        self.join(address, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
 
 def is_peer_lost(error: Exception) -> bool:

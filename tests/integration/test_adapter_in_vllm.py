@@ -16,7 +16,7 @@ from learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
-LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the language model alone, unless it is told to
+LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the language model alone
 
 
 def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cluster.metrics.files import read_verified
 
 EVALUATIONS_FOLDER = "evaluations"  # of the run folder
 SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
@@ -41,11 +42,6 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
 
 
 def _sheet(folder: Path, row: dict[str, object]) -> Sheet:
-    png = (folder / str(row["file"])).read_bytes()
-    digest = hashlib.sha256(png).hexdigest()
-    if digest != row["sha256"]:
-        raise ValueError(
-            f"{folder / str(row['file'])} has the SHA-256 {digest}, and {row['sha256']} was written: put the file of "
-            f"the run back, or remove its row from {SHEETS_FILE}"
-        )
+    digest = str(row["sha256"])
+    png = read_verified(folder / str(row["file"]), digest, SHEETS_FILE)
     return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)  # type: ignore[union-attr]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cluster.metrics.files import read_verified
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 INDEX = "artifacts.jsonl"  # in it: a row for each picture or video
@@ -42,22 +42,17 @@ def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:
     rows = [row for row in read_artifacts(run_folder / ARTIFACTS_FOLDER) if "poster" in row]
     steps = sorted({int(str(row["step"])) for row in rows})
     chosen = steps if len(steps) == 1 else [steps[0], steps[-1]] if steps else []
-    return [(step, _videos(run_folder, [row for row in rows if row["step"] == step])) for step in chosen]
-
-
-def _videos(run_folder: Path, rows: Sequence[dict[str, object]]) -> list[Video]:
-    return [_video(run_folder, row) for row in rows[:MAX_VIDEOS]]
+    found: list[tuple[int, list[Video]]] = []
+    for step in chosen:
+        of_step = [row for row in rows if row["step"] == step]
+        found.append((step, [_video(run_folder, row) for row in of_step[:MAX_VIDEOS]]))
+    return found
 
 
 def _video(run_folder: Path, row: dict[str, object]) -> Video:
     folder = run_folder / ARTIFACTS_FOLDER
-    mp4 = (folder / str(row["file"])).read_bytes()
-    digest = hashlib.sha256(mp4).hexdigest()
-    if digest != row["sha256"]:
-        raise ValueError(
-            f"{folder / str(row['file'])} has the SHA-256 {digest}, and {row['sha256']} was written: put the file of "
-            f"the run back, or remove its row from {INDEX}"
-        )
+    digest = str(row["sha256"])
+    mp4 = read_verified(folder / str(row["file"]), digest, INDEX)
     reward = row["reward"]
     return Video(
         file=f"{ARTIFACTS_FOLDER}/{row['file']}",

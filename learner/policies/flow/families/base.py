@@ -59,7 +59,7 @@ class FlowFamily(ABC):
         """
 
     def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
-        """How many tokens of a text no encoder reads, by the one that reads most."""
+        """Tokens at the end of a text that even the encoder with the longest limit leaves out."""
         return max(0, len(pipeline.tokenizer(text).input_ids) - max_tokens)
 
     @abstractmethod

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from io import BytesIO
 from pathlib import Path
 
 import pytest
-import ray
 from episode_data import episode_config
 from PIL import Image
 
 from actors.environments.base import Action, EpisodeError
 from actors.environments.hosts.pool import EnvironmentPool
-from actors.environments.hosts.ray_actor import RayEnvironment
 from actors.environments.rows import environment_split
-from cluster.errors import DatasetError, PreflightError
+from cluster.errors import DatasetError
 from configs.load import load_config
 from configs.schema.environment import EnvironmentConfig
 
-CALCULATOR = {"pictures": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
+BEFORE_A_CLUSTER = """
+from pathlib import Path
+import ray
+from episode_data import episode_config
+from actors.environments.hosts.ray_actor import RayEnvironment
+from actors.environments.rows import environment_split
+from cluster.errors import PreflightError
+
+options = {"pictures": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
+asked = episode_config(Path("model"), "environment.host=ray").environment
+asked = asked.model_copy(update={"num_train": 1, "name": "calculator", "options": options})
+[row] = environment_split(asked, "train", takes_pictures=True).rows
+assert row.question and not ray.is_initialized()
+print("made")
+try:
+    RayEnvironment("calculator", options, num_cpus=0, start_timeout_s=5, reset_timeout_s=5, step_s=5)
+except PreflightError as error:
+    assert "environment.host=process" in str(error)
+    print("refused")
+assert not ray.is_initialized()
+"""
 
 
 def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
@@ -82,12 +103,12 @@ def test_rows_carry_seed_and_hash_and_splits_share_no_seed() -> None:
 
 
 def test_rows_for_ray_actors_are_made_before_there_is_a_cluster() -> None:
-    asked = config(host="ray").model_copy(update={"num_train": 1, "name": "calculator", "options": CALCULATOR})
-    [row] = environment_split(asked, "train", takes_pictures=True).rows
-    assert row.question and not ray.is_initialized()
-    with pytest.raises(PreflightError, match="environment.host=process"):
-        RayEnvironment("calculator", CALCULATOR, num_cpus=0, start_timeout_s=5, reset_timeout_s=5, step_s=5)
-    assert not ray.is_initialized()
+    """In a process of its own: other tests of this session have connected to Ray."""
+    child = [sys.executable, "-c", BEFORE_A_CLUSTER]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(child, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.split() == ["made", "refused"], done.stderr
 
 
 def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:

@@ -15,6 +15,7 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
     "miniwob": "actors.environments.tasks.miniwob.task:MiniWoB",
     "openenv": "actors.environments.adapters.openenv:OpenEnv",
     "pixel_maze": "actors.environments.tasks.pixel_maze:PixelMaze",
+    "program": "actors.environments.adapters.program:Program",
     "reasoning_gym": "actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
     "textarena": "actors.environments.adapters.textarena_adapter:TextArena",
     "trl": "actors.environments.adapters.trl_class:TRLClass",

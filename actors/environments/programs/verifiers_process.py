@@ -13,10 +13,10 @@ from threading import Lock, Thread
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from actors.environments.programs.base import Outcome
+
 PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
 KEY = "MOBULA_POLICY_KEY"  # the environment variable that the program reads the endpoint's key from
-Outcome = Mapping[str, Any]
-"""`rewards` by name, `is_truncated` and `num_turns` of an episode; or `error`, why it has no reward."""
 
 
 class VerifiersProcess:

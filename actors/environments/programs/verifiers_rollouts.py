@@ -73,7 +73,7 @@ def outcome_of(episode: Episode) -> dict[str, Any]:
     if unscored or not trace.rewards:
         return {"error": f"there is no reward {', '.join(unscored)}".strip()}
     parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    return {"rewards": parts, "is_truncated": trace.stop_condition in LIMITS, "num_turns": trace.num_turns}
+    return {"rewards": parts, "is_truncated": trace.stop_condition in LIMITS}
 
 
 async def _stdin() -> asyncio.StreamReader:

@@ -11,7 +11,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from actors.environments.programs.verifiers_process import Outcome, VerifiersProcess
+from actors.environments.programs.base import Outcome
+from actors.environments.programs.verifiers_process import VerifiersProcess
 from cluster.errors import PreflightError
 from configs.schema import RunConfig
 from configs.schema.environment import EnvironmentConfig

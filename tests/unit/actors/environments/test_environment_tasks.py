@@ -27,7 +27,7 @@ def pixels(content: bytes) -> np.ndarray:
 
 
 # Those that need a server, a class of the user's or a Python of their own have tests of their own.
-OTHERS = ("none", "openenv", "trl", "vagen", "verifiers")
+OTHERS = ("none", "openenv", "program", "trl", "vagen", "verifiers")
 
 
 @pytest.mark.parametrize("option", [name for name in groups()["environment"] if name not in OTHERS])

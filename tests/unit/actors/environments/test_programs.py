@@ -1,0 +1,103 @@
+"""Agent programs of one's own as environments: their calls are turns, and their failures are named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from agent_program import write_program
+
+from actors.environments.adapters.program import Program
+from actors.environments.base import SEEDS_A_SPLIT, Action, EpisodeError, Message
+from actors.environments.hosts.pool import EnvironmentPool
+from actors.environments.registry import build_environment
+from configs.load import load_config
+
+
+@contextmanager
+def program(folder: Path, *kinds: str) -> Iterator[Program]:
+    made = build_environment("program", write_program(folder, *kinds))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_an_episode_is_a_run_of_the_program(tmp_path: Path) -> None:
+    with program(tmp_path) as made:
+        assert made.reset(seed=1, options={}).observation == (Message("user", "Say b."),)
+        step = made.step(Action("well, b"))
+        assert step == ((Message("user", "That has 7 letters. Again."),), 0.0, False, False, {})
+        end = made.step(Action("b"))
+        assert (end.reward, end.terminated, end.truncated) == ({"has_letter": 1.0, "is_short": 1.0}, True, False)
+        held_out = [made.reset(seed=s, options={}).observation[0].text for s in (SEEDS_A_SPLIT, 2 * SEEDS_A_SPLIT)]
+        assert held_out == ["Say e.", "Say f."]
+
+
+def test_a_program_that_gave_up_keeps_its_rewards(tmp_path: Path) -> None:
+    with program(tmp_path, "tired") as made:
+        made.reset(seed=0, options={})
+        made.step(Action("b"))
+        end = made.step(Action("b"))
+        assert (end.reward, end.terminated, end.truncated) == ({"has_letter": 0.0, "is_short": 1.0}, False, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted", "said"),
+    [("silent", "program_failed", "ended with 1: no key for the tool"),
+     ("wordless", "program_failed", "no reward: it is 'done'"),
+     ("forgets", "conversation_branched", "does not continue the one before")],
+)  # fmt: skip
+def test_a_program_without_a_reward_is_a_failure_and_no_reward_of_0(
+    tmp_path: Path, kind: str, counted: str, said: str
+) -> None:
+    with program(tmp_path, kind) as made:
+        with pytest.raises(EpisodeError, match=said) as raised:
+            made.reset(seed=0, options={})
+            made.step(Action("a"))
+            made.step(Action("a"))
+        assert raised.value.kind == counted
+        made.reset(seed=1, options={})  # the next episode is not touched
+
+
+async def test_a_program_that_hangs_is_killed_at_the_deadline_with_what_it_started(tmp_path: Path) -> None:
+    words = ["environment=program", "data=environment", "rewards=environment", "environment.step_timeout_s=3"]
+    config = load_config(words, is_complete=False).environment
+    pool = EnvironmentPool(config.model_copy(update={"options": write_program(tmp_path, "hang")}), takes_pictures=True)
+    try:
+        with pytest.raises(EpisodeError) as raised:
+            async with pool.session() as session:
+                await session.reset(0)
+                await session.step(Action("a"))
+        assert raised.value.kind == "timed_out"
+        assert (tmp_path / "started").exists()
+        deadline = time.monotonic() + 20
+        while str(tmp_path).encode() in b"".join(p.read_bytes() for p in command_lines()):
+            assert time.monotonic() < deadline, "the program or its child outlives the episode"
+            time.sleep(0.1)
+    finally:
+        pool.close()
+
+
+def command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+
+
+def test_unfit_options_are_refused(tmp_path: Path) -> None:
+    asked = write_program(tmp_path)
+    for options, said in [
+        ({"command": []}, "environment.options.command is empty"),
+        ({"tasks": "/none.jsonl"}, "environment.options.tasks=/none.jsonl cannot be read"),
+        ({"num_test": 5}, "leave none to train on"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            build_environment("program", {**asked, **options})
+    (tmp_path / "tasks.jsonl").write_text('{"a": 1}\n{oops')
+    with pytest.raises(ValueError, match="task 2 of .* is no JSON"):
+        build_environment("program", asked)
+    (tmp_path / "tasks.jsonl").write_text('{"letter": "a"}\n' * 4)
+    with pytest.raises(EpisodeError, match="/none cannot be started"):
+        build_environment("program", {**asked, "command": ["/none"]}).reset(seed=0, options={})

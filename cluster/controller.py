@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.errors import RunStopped
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
 
@@ -21,6 +22,22 @@ class RunCheckpoints(Protocol):
         ...
 
     async def maybe_save(self, version: int) -> None: ...
+
+    async def ensure_saved(self, version: int) -> None:
+        """Returns once a checkpoint of `version` is complete, due or not."""
+        ...
+
+
+class StopSignal(Protocol):
+    """Asks the loop to stop (`cluster.recovery.stop_request`)."""
+
+    def heeded(self) -> AbstractAsyncContextManager[None]:
+        """Within the body a request waits for a checkpoint, up to a deadline."""
+        ...
+
+    def interrupting(self) -> AbstractAsyncContextManager[None]:
+        """At a request, and after one, the body ends in `RunStopped`."""
+        ...
 
 
 class HeldOutEvaluator(Protocol):
@@ -92,11 +109,13 @@ class Controller:
     learner: Learner
     evaluator: HeldOutEvaluator
     metrics: RunMetrics
+    stop: StopSignal
 
     async def run(self) -> int:
         """Train until version `total_steps`, and return it.
 
         Raises:
+            RunStopped: it was asked to stop, and has a checkpoint of its version unless the deadline has passed.
             MobulaError: something failed that no retry could fix; the newest complete checkpoint is untouched.
         """
         version = await self.checkpoints.resume()
@@ -107,23 +126,31 @@ class Controller:
             self.rollouts.streaming(),
             self.evaluator.evaluating(),
             self.checkpoints.writing(),
+            self.stop.heeded(),
         ):
-            await self.evaluator.maybe_run(version)
-            while version < self.total_steps:
-                with self.metrics.step(version + 1) as step:
-                    with step.timed("wait_for_rollouts"):
-                        groups = await self.replay.take(self.groups_per_step)
-                    with step.timed("reference"):
-                        groups = await self.reference.score(groups)
-                    with step.timed("update"):
-                        update = await self.learner.update(groups)
-                    with step.timed("evaluation"):
-                        await self.evaluator.finish()  # with the weights that the push replaces
-                    with step.timed("weight_sync"):
-                        version = await self.weights.publish(update.version)
-                    await self.replay.release(groups)
-                    step.record(groups, update, await self.replay.stats())
+            try:
+                async with self.stop.interrupting():
                     await self.evaluator.maybe_run(version)
-                    with step.timed("checkpoint"):
-                        await self.checkpoints.maybe_save(version)
+                while version < self.total_steps:
+                    with self.metrics.step(version + 1) as step:
+                        with step.timed("wait_for_rollouts"):
+                            async with self.stop.interrupting():
+                                groups = await self.replay.take(self.groups_per_step)
+                        with step.timed("reference"):
+                            groups = await self.reference.score(groups)
+                        with step.timed("update"):
+                            update = await self.learner.update(groups)
+                        with step.timed("evaluation"):
+                            await self.evaluator.finish()  # with the weights that the push replaces
+                        with step.timed("weight_sync"):
+                            version = await self.weights.publish(update.version)
+                        await self.replay.release(groups)
+                        step.record(groups, update, await self.replay.stats())
+                        async with self.stop.interrupting():
+                            await self.evaluator.maybe_run(version)
+                        with step.timed("checkpoint"):
+                            await self.checkpoints.maybe_save(version)
+            except RunStopped:
+                await self.checkpoints.ensure_saved(version)
+                raise
         return version

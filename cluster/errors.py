@@ -30,6 +30,7 @@
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
+`RunStopped` is no error: it ends the loop of a run that was asked to stop.
 """
 
 from __future__ import annotations
@@ -174,6 +175,10 @@ class RunOverError(MobulaError):
 
 class JournalError(MobulaError):
     """The journal cannot be written, or a step that it holds cannot be trained again."""
+
+
+class RunStopped(Exception):
+    """The run was asked to stop; no error."""
 
 
 def as_raised_by_role(error: Exception) -> Exception:

@@ -127,6 +127,7 @@ async def _simulate(
         learner=learner,
         evaluator=_Nothing(),
         metrics=observer,
+        stop=_Nothing(),
     )
     await controller.run()
     return _outcome(workload, engines, learner.trained, observer, dropped)
@@ -325,12 +326,14 @@ class _Adapting:
 
 
 class _Nothing:
-    """Checkpoints, evaluation and supervision of a run that has none."""
+    """Checkpoints, evaluation, supervision and stops of a run that has none."""
 
     async def resume(self) -> int:
         return 0
 
     async def maybe_save(self, version: int) -> None: ...
+
+    async def ensure_saved(self, version: int) -> None: ...
 
     async def maybe_run(self, version: int) -> None: ...
 
@@ -346,4 +349,12 @@ class _Nothing:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def heeded(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def interrupting(self) -> AsyncIterator[None]:
         yield

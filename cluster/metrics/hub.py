@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from cluster.errors import RunStopped
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.fan_out import FanOut
@@ -153,13 +154,21 @@ class Metrics:
     @contextmanager
     def step(self, step: int) -> Iterator[MeasuredStep]:
         """Measure the step that makes version `step`; nothing is emitted if its body raises, or if an earlier part of
-        this run has recorded it: a resume takes such steps again.
+        this run has recorded it: a resume takes such steps again. A step that was recorded before the run was stopped
+        is emitted, for it is not taken again.
         """
         scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component)
         try:
             yield scope
+        except RunStopped:
+            if scope.replay is not None:
+                self._emit(step, scope)
+            raise
         finally:
             self._scope, self._outside, self._outside_start = None, ENDING, self._clock()
+        self._emit(step, scope)
+
+    def _emit(self, step: int, scope: MeasuredStep) -> None:
         if step <= self.totals.version:
             return
         samples = self._kept_samples(step, scope.groups)

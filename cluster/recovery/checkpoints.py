@@ -134,6 +134,7 @@ class Checkpoints:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
         self._is_overdue = False
+        self._newest: int | None = None  # version of the newest complete one
 
     async def resume(self) -> int:
         """The version to go on from: what the newest complete checkpoint and the journal after it lead to, else 0 after
@@ -154,6 +155,7 @@ class Checkpoints:
         state = json.loads((latest / _STATE).read_text())
         version = await self._learner.load(latest / _LEARNER)
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
+        self._newest = version
         for name, part in self._parts.items():
             part.restore(version, state["parts"][name])
         _logger.info("resumed from %s", latest)
@@ -197,6 +199,18 @@ class Checkpoints:
         if is_last:
             await self._finish()
 
+    async def ensure_saved(self, version: int) -> None:
+        """Save `version`, also where it is not due, unless that is done; for a run that stops.
+
+        Raises:
+            CheckpointError: it could not be written; earlier checkpoints are untouched.
+        """
+        await self._finish_write()
+        if self._newest == version:
+            _logger.info("step %d has its checkpoint already", version)
+        else:
+            await self.save(version)
+
     async def save(self, version: int) -> Path:
         """Write a checkpoint and remove the oldest ones beyond `keep`.
 
@@ -236,7 +250,7 @@ class Checkpoints:
                 await asyncio.to_thread(shutil.rmtree, draft)
                 return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
-        self._is_overdue = False
+        self._is_overdue, self._newest = False, version
         await self._recovery.saved(version)
         _logger.info("checkpoint of step %d: %s", version, path)
         return path

@@ -229,6 +229,10 @@ class TimeoutsConfig(Section):
     """Fetching one object from the object store, and one write of the journal."""
     backpressure_s: Seconds
     """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
+    stop_checkpoint_s: Seconds
+    """From the signal that stops a run until its checkpoint is complete: the rest of an update and of an evaluation, a
+    push, and the write. Past it the run ends without that checkpoint. `mobula submit --stop-wait`, Slurm and Kubernetes
+    should leave a stopped run a minute more."""
     stop_s: Seconds
     """Stopping one role in good order before it is killed."""
 

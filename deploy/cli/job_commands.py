@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from enum import StrEnum
@@ -16,6 +17,7 @@ from deploy.cli.errors import explained
 from deploy.host.terminal import terminal
 
 JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
+CLOSE_S = 60  # that a stopped run has besides to close its roles and to write its report
 
 
 class Auth(StrEnum):
@@ -45,7 +47,10 @@ def submit(
     python: Annotated[str, typer.Option(help="The Python of the cluster's environment.")] = sys.executable,
     env: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the job.")] = None,
     submission_id: Annotated[str | None, typer.Option("--id", help="The job's id; else the run's name.")] = None,
-    stop_wait: Annotated[int, typer.Option(min=3, help="Seconds that a stopped run has to end in order.")] = 120,
+    stop_wait: Annotated[
+        int | None,
+        typer.Option(min=3, help="Seconds that a stopped run has to end; else timeouts.stop_checkpoint_s and 60."),
+    ] = None,
     start_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait until it runs.")] = 600.0,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show its log, and end as it ends.")] = True,
 ) -> None:
@@ -64,7 +69,8 @@ def submit(
         from deploy.jobs.submit import submit as send
 
         variables = {name: value for name, _, value in pairs}
-        asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, stop_wait, submission_id, variables)
+        wait_s = stop_wait or math.ceil(config.timeouts.stop_checkpoint_s) + CLOSE_S
+        asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
         found = send(config, overrides or [], asked, jobs)
         terminal(soft_wrap=True).print(f"job {found} submitted to {address}", markup=False, highlight=False)
         jobs.wait_until_started(found, start_timeout)
@@ -78,7 +84,7 @@ def stop(
     auth: AuthOption = Auth.DISABLED,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for its end.")] = 180.0,
 ) -> None:
-    """Stop a job in good order: it writes summary, report and what a resubmission goes on from."""
+    """Stop a job in good order: it writes a checkpoint, which a resubmission goes on from, summary and report."""
     from deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):

@@ -127,7 +127,7 @@ class Jobs:
         while not self._client.get_job_status(submission_id).is_terminal():
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"waited {timeout_s:g} s for job {submission_id} to end: it still closes its roles, so look again "
+                    f"waited {timeout_s:g} s for job {submission_id} to end: it is still stopping, so look again "
                     "with `mobula list`, or give a longer --timeout"
                 )
             time.sleep(POLL_S)

@@ -26,7 +26,7 @@ class Submission:
     working_dir: Path | None  # None: the package is installed on every node
     excludes: tuple[str, ...]
     python: str  # of the cluster's environment, the same on every node
-    stop_wait_s: int  # that a stopped run has to close its roles
+    stop_wait_s: int  # that a stopped run has to write its checkpoint and to close its roles
     submission_id: str | None  # None: the run's name, or with a number behind it
     env: Mapping[str, str] = field(default_factory=dict)
 

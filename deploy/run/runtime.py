@@ -21,7 +21,7 @@ import ray
 from rich.console import Console
 
 from actors.datasets.rows import count_by_reason
-from cluster.errors import NothingTrainedError, PreflightError
+from cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
@@ -32,6 +32,7 @@ from cluster.metrics.sinks.trackers import refuse_missing
 from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.recovery.checkpoints import find_resumable
+from cluster.recovery.stop_request import StopRequest
 from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationResult
 from cluster.rollout.in_flight import InFlightRequests
@@ -141,7 +142,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way; summary and report tell what was done until then.
-        KeyboardInterrupt: SIGINT or SIGTERM; the same.
+        KeyboardInterrupt: SIGINT or SIGTERM; the same, and a checkpoint of the last version is written where that can
+            be done within `timeouts.stop_checkpoint_s`.
     """
     version = start_version(config)
     started = time.perf_counter()
@@ -163,10 +165,11 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
+        stop_request = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
         try:
-            asyncio.run(_until_signal(_train(cluster, metrics, tracing)))
+            asyncio.run(_until_signal(_train(cluster, metrics, tracing, stop_request), stop_request.request))
             status = "done"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RunStopped):
             status = "stopped"
             raise KeyboardInterrupt from None
         finally:
@@ -236,12 +239,13 @@ def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> It
         yield _Cluster(prepared, session, plan, logs)
 
 
-async def _train(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
+async def _train(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
     """RL on rollouts, or an offline job on rows."""
-    await (_train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts)(cluster, metrics, tracing)
+    train_on = _train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts
+    await train_on(cluster, metrics, tracing, stop_request)
 
 
-async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
+async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -254,12 +258,14 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing) 
         control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(training.ranks.start(), processors.start())
-            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, tracing=tracing)
+            controller = await asyncio.to_thread(
+                build_offline_controller, prepared, training, metrics, stop_request, tracing=tracing
+            )
             tune_gc()
             await controller.run()
 
 
-async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Tracing) -> None:
+async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -275,7 +281,7 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Traci
                 own = (inference.rollouts.start(), inference.rewards.start(), processors.start())
                 await _started(training.ranks.start(), *own)
                 controller = await asyncio.to_thread(
-                    build_controller, prepared, inference, training, metrics, tracing, beside
+                    build_controller, prepared, inference, training, metrics, tracing, beside, stop_request
                 )
                 tune_gc()
                 await controller.run()
@@ -309,15 +315,21 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
             return await work(processors.prepared, inference)
 
 
-async def _until_signal(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work`; SIGINT and SIGTERM cancel it, so that it can leave in good order.
+async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], bool] = lambda: False) -> Any:
+    """Run `work`; SIGINT and SIGTERM cancel it, so that it can leave in good order, unless `is_heeded()`: then it ends
+    by itself.
 
     `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
     """
     task = asyncio.ensure_future(work)
+
+    def stop() -> None:
+        if not is_heeded():
+            task.cancel()
+
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_number, task.cancel)
+        loop.add_signal_handler(signal_number, stop)
     return await task
 
 

@@ -21,6 +21,7 @@ from cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
 from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.recovery.stop_request import StopRequest
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
 from cluster.replay.run_identity import run_identity
@@ -212,6 +213,7 @@ def build_controller(
     metrics: Metrics,
     tracing: Tracing,
     beside: Sequence[Watched],
+    stop_request: StopRequest,
 ) -> Controller:
     """The main loop and its collaborators; `beside` are other roles that are watched.
 
@@ -286,6 +288,7 @@ def build_controller(
         learner=tracing.learner(learner),
         evaluator=evaluator,
         metrics=tracing.metrics(metrics),
+        stop=stop_request,
     )
 
 

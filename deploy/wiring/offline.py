@@ -20,6 +20,7 @@ from cluster.metrics.reducers import wilson
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.recovery.restartable_learner import RestartableLearner
+from cluster.recovery.stop_request import StopRequest
 from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationSchedule
 from cluster.rollout.row_evaluation import RowEvaluator
@@ -83,6 +84,7 @@ def build_offline_controller(
     prepared: Prepared,
     training: OfflineTraining,
     metrics: Metrics,
+    stop_request: StopRequest,
     put: Callable[[Any], Any] = ray.put,
     tracing: Tracing = NO_TRACING,
 ) -> Controller:
@@ -126,6 +128,7 @@ def build_offline_controller(
         learner=tracing.learner(training.learner),
         evaluator=evaluator,
         metrics=tracing.metrics(metrics),
+        stop=stop_request,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import torch
-from fakes import FakeMetrics, FakePrompts
+from fakes import FakeMetrics, FakePrompts, stop_request
 from reward_data import component, pool_over, rewards_of
 from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
@@ -134,6 +134,7 @@ class SmallRun:
         self.saboteur = Saboteur(folder)
         self.recovered: dict[str, int] = {}
         self.in_flight_requests = InFlightRequests(64)
+        self.stop = stop_request(deadline_s=60)
         self._on_version = on_version
         self._metrics = metrics or FakeMetrics()
 
@@ -243,6 +244,7 @@ class SmallRun:
             learner=RegeneratingLearner(learner, reference, regenerator),
             evaluator=Visitor(self._on_version),
             metrics=self._metrics,
+            stop=self.stop,
         )
 
     def _dispatcher(self) -> RolloutDispatcher:

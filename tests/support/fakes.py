@@ -24,7 +24,9 @@ from cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
+from cluster.recovery.stop_request import StopRequest
 from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from cluster.workers.status import Progress
 
 NUM_SAMPLES = 2
 NUM_TOKENS = 3
@@ -275,6 +277,13 @@ class NoCheckpoints:
         yield
 
     async def maybe_save(self, version: int) -> None: ...
+
+    async def ensure_saved(self, version: int) -> None: ...
+
+
+def stop_request(deadline_s: float = 5.0) -> StopRequest:
+    """Of a run whose progress no test looks at."""
+    return StopRequest(deadline_s=deadline_s, progress=lambda: Progress(1, "update", 0.0))
 
 
 class NoSupervisor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from fakes import stop_request
 from handles import LocalHandle
 from rich.console import Console
 
@@ -74,6 +75,7 @@ class OfflineRun:
             budget=RestartBudget(restart_policy(config)),
             on_lost=lambda kind: None,
         )
+        self.stop = stop_request(deadline_s=60)
         self.training = OfflineTraining(self.ranks, restartable, self.reference, self.rows, ())
 
     async def go(self) -> Metrics:
@@ -82,7 +84,8 @@ class OfflineRun:
         found = newest_learner_state(self.config.run_folder / CHECKPOINTS_FOLDER)
         metrics = build_metrics(self.config, Console(file=io.StringIO()), 0 if found is None else found[0])
         try:
-            await build_offline_controller(self.prepared, self.training, metrics, lambda value: value).run()
+            controller = build_offline_controller(self.prepared, self.training, metrics, self.stop, lambda value: value)
+            await controller.run()
         finally:
             metrics.close()
         return metrics

@@ -19,6 +19,7 @@ from fakes import (
     FakeRollouts,
     FakeWeights,
     NoSupervisor,
+    stop_request,
 )
 
 from cluster.controller import Controller
@@ -80,6 +81,7 @@ class Run:
         max_bytes: float = math.inf,
         order: type[StepOrder] = StepOrder,
         drops_whole: bool = False,
+        stop_s: float = 5.0,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
         self.rollouts = rollouts or FakeRollouts(pauses, fault)
@@ -93,6 +95,7 @@ class Run:
         self.learner = learner or FakeLearner()
         self.evaluator = FakeEvaluator(on_version)
         self.metrics = FakeMetrics()
+        self.stop = stop_request(stop_s)
         self.num_prepared = 0
         self.num_finished = 0
         self.recovered: dict[str, int] = {}
@@ -152,6 +155,7 @@ class Run:
             learner=recording if has_journal else self.learner,
             evaluator=self.evaluator,
             metrics=self.metrics,
+            stop=self.stop,
         )
 
     async def go(self) -> int:

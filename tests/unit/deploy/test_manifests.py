@@ -18,6 +18,7 @@ import yaml
 from cluster.runtime.placement import needed_roles, plan_placement
 from configs.load import load_config
 from configs.schema import RunConfig
+from deploy.cli.job_commands import CLOSE_S
 from deploy.planning.clusters import described_nodes
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
@@ -74,6 +75,7 @@ def test_pods_share_a_volume_have_shared_memory_and_the_time_to_end() -> None:
     spec = read(KUBERNETES / "base" / "rayjob.yaml")["spec"]
     claim = read(KUBERNETES / "base" / "shared-volume.yaml")["metadata"]["name"]
     stop_wait = int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
+    assert stop_wait >= config_of(spec["entrypoint"]).timeouts.stop_checkpoint_s + CLOSE_S
     cluster = spec["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -84,6 +86,12 @@ def test_pods_share_a_volume_have_shared_memory_and_the_time_to_end() -> None:
         mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
         assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
     assert cluster["authOptions"]["mode"] == "token"
+
+
+def test_slurm_leaves_a_run_the_time_to_write_its_checkpoint_and_to_end() -> None:
+    [signal] = [line for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH --signal=B:TERM@")]
+    seconds = int(signal.partition("@")[2])
+    assert seconds >= load_config(["experiment=digits"]).timeouts.stop_checkpoint_s + CLOSE_S
 
 
 def refusing_unknown(schema: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -13,13 +14,16 @@ from offline_data import conversation, form_pair, pair, scored, write_rows
 from offline_rows import offline_config
 from offline_run import OfflineRun
 from safetensors.torch import load_file
+from waiting import until
 
 from actors.datasets.rows import count_by_reason
-from cluster.errors import NothingTrainedError
+from cluster.errors import NothingTrainedError, RunStopped
 from cluster.metrics.report.run_folder import read_run_folder
 from cluster.metrics.sinks.jsonl import read_records
 from cluster.metrics.step_records import StepRecord
 from cluster.records.trajectory import ScoredGroup
+from cluster.recovery.checkpoints import newest_learner_state
+from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.run import runtime
 from deploy.wiring.preparation import prepare
 from learner.examples.examples import collate_examples, end_row, fetch_examples
@@ -123,6 +127,27 @@ async def test_dpo_widens_the_margin_and_a_resumed_run_ends_where_it_would_have(
     ours, theirs = (load_file(c.run_folder / "policy" / "model.safetensors") for c in (whole, parts))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert [s.values["loss"] for s in steps_of(parts.run_folder)] == [s.values["loss"] for s in steps]
+
+
+async def test_a_job_that_is_stopped_goes_on_from_its_checkpoint_and_ends_where_it_would_have(
+    base: Path, tmp_path: Path
+) -> None:
+    more = ("num_steps=6", "learner.learning_rate=0.003", "checkpoints.interval_steps=0", "resume=auto")
+    whole, parts = (offline_config("sft", *words(base, "sft", tmp_path / name, *more)) for name in ("whole", "parts"))
+    await OfflineRun(whole).go()
+    run = OfflineRun(parts)
+    going = asyncio.ensure_future(run.go())
+    await until(lambda: run.ranks.version == 3)
+    assert run.stop.request()
+    with pytest.raises(RunStopped):
+        await going
+    found = newest_learner_state(parts.run_folder / CHECKPOINTS_FOLDER)
+    assert found is not None and found[0] == steps_of(parts.run_folder)[-1].step in (3, 4)
+    await OfflineRun(parts).go()
+    ours, theirs = (load_file(c.run_folder / "policy" / "model.safetensors") for c in (whole, parts))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    losses = [[s.values["loss"] for s in steps_of(config.run_folder)] for config in (whole, parts)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
 async def test_regression_learns_the_given_scores(base: Path, tmp_path: Path) -> None:

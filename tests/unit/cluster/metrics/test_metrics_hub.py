@@ -23,6 +23,7 @@ from metrics_data import (
     make_metrics,
 )
 
+from cluster.errors import RunStopped
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics, NoSamples
 from cluster.metrics.report.samples import SampleKeeper
@@ -135,6 +136,17 @@ def test_nothing_is_emitted_or_counted_for_a_step_that_raised() -> None:
         scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
         raise RuntimeError("learner died")
     assert sink.records == [] and metrics.totals.num_steps == 0
+
+
+def test_a_step_that_was_recorded_before_a_stop_is_emitted() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    metrics = make_metrics([sink], clock)
+    with pytest.raises(RunStopped), metrics.step(1) as scope:
+        scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
+        raise RunStopped
+    with pytest.raises(RunStopped), metrics.step(2):
+        raise RunStopped
+    assert [record.step for record in sink.records] == [1] and metrics.totals.version == 1
 
 
 def test_a_step_that_an_earlier_part_of_the_run_recorded_is_not_recorded_again() -> None:

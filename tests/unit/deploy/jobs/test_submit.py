@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from cluster.errors import PreflightError
 from configs.load import load_config
 from deploy.cli import app
+from deploy.jobs import client
 from deploy.jobs.client import JobSummary, set_auth
 from deploy.jobs.package import check_package
 from deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
@@ -33,6 +34,8 @@ class FakeJobs:
     def submit(self, *args: object) -> None:
         self.sent.append(args)
 
+    def wait_until_started(self, submission_id: str, timeout_s: float) -> None: ...
+
 
 def job(submission_id: str, status: str, run: str = "mine") -> JobSummary:
     return JobSummary(submission_id, status, run, None, None, "")
@@ -50,6 +53,20 @@ def test_what_is_sent_resumes_and_names_the_python_of_the_cluster() -> None:
         "NO_COLOR": "1",
         "HF_HOME": "/s/hf",
     }
+
+
+@pytest.mark.parametrize(
+    ("more", "wait_s"), [((), "120"), (("timeouts.stop_checkpoint_s=300",), "360"), (("--stop-wait", "90"), "90")]
+)
+def test_a_stopped_job_has_the_time_to_write_its_checkpoint_and_to_close_its_roles(
+    more: tuple[str, ...], wait_s: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = FakeJobs()
+    monkeypatch.setattr(client, "Jobs", lambda address, auth: jobs)
+    result = CliRunner().invoke(app, ["submit", "--address", "http://127.0.0.1:1", "--no-follow", *WORDS, *more])
+    assert result.exit_code == 0, result.output
+    [(_, _, env, _)] = jobs.sent
+    assert env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == wait_s
 
 
 def test_words_are_quoted_and_a_named_resume_stands() -> None:

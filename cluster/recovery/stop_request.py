@@ -1,0 +1,103 @@
+"""StopRequest: a run that is asked to stop ends with a checkpoint of its newest version, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from cluster.errors import RunStopped
+from cluster.workers.status import Progress
+
+_logger = logging.getLogger(__name__)
+
+_PHASES = {"reference": "reference log-probs", "weight_sync": "weight sync", "other": "end"}
+
+
+class StopRequest:
+    """Implements `cluster.controller.StopSignal`.
+
+    The first request gives up a wait for rollouts, or lets the step that is under way end; the loop then writes a
+    checkpoint. A second request, and the deadline, end the run without one.
+    """
+
+    def __init__(self, *, deadline_s: float, progress: Callable[[], Progress]) -> None:
+        """`deadline_s` bounds the time from the request until the checkpoint is complete; `progress()` is what the loop
+        does now, for the log.
+        """
+        self._deadline_s = deadline_s
+        self._progress = progress
+        self._is_requested = False
+        self._is_saving = False
+        self._deadline: asyncio.Timeout | None = None  # while the loop runs
+        self._wait: asyncio.Timeout | None = None  # while it does what may be given up
+
+    def request(self) -> bool:
+        """Ask the run to stop; False if the caller has to cancel it: its loop does not run, or was asked before."""
+        if self._deadline is None:
+            return False
+        if self._is_requested:
+            _logger.warning("stopping at once, without a checkpoint: was waiting for %s", self._awaited())
+            return False
+        self._is_requested, now = True, asyncio.get_running_loop().time()
+        self._deadline.reschedule(now + self._deadline_s)
+        if self._wait is None:
+            _logger.warning("stopping: waiting for %s, then a checkpoint; again to stop at once", self._awaited())
+        else:
+            self._wait.reschedule(now)
+            _logger.warning("stopping: waiting for a checkpoint; again to stop at once")
+        return True
+
+    @asynccontextmanager
+    async def heeded(self) -> AsyncIterator[None]:
+        """Requests are heeded in the body, which is the loop and its checkpoint.
+
+        Raises:
+            RunStopped: the deadline has passed; the body was cancelled.
+        """
+        deadline = asyncio.timeout(None)
+        try:
+            async with deadline:
+                self._deadline = deadline
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            _logger.warning(
+                "stopping without a checkpoint: waited %g s for %s (timeouts.stop_checkpoint_s)",
+                self._deadline_s,
+                self._awaited(),
+            )
+            raise RunStopped from error
+        finally:
+            self._deadline = None
+
+    @asynccontextmanager
+    async def interrupting(self) -> AsyncIterator[None]:
+        """The body is cancelled at a request; after one it does not begin.
+
+        Raises:
+            RunStopped: there was a request, and the body has not ended.
+        """
+        if self._is_requested:
+            self._is_saving = True
+            raise RunStopped
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._wait = wait
+                yield
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            self._is_saving = True
+            raise RunStopped from error
+        finally:
+            self._wait = None
+
+    def _awaited(self) -> str:
+        if self._is_saving:
+            return "the checkpoint"
+        found = self._progress()
+        return f"the {_PHASES.get(found.phase, found.phase)} of step {found.step}"

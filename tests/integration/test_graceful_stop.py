@@ -1,0 +1,178 @@
+"""Runs that are stopped by a signal: each leaves a checkpoint of its last version and repeats no step after it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakeMetrics, FakeStep
+from jobs import GONE_DEADLINE_S, RUN_DEADLINE_S, Job, none_left
+from offline_data import conversation, write_rows
+from safetensors.torch import load_file
+from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
+from waiting import wait_until
+
+from cluster.errors import RunStopped
+from cluster.metrics.report.run_folder import read_run_folder
+from cluster.recovery.checkpoints import newest_learner_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(2400)]
+
+INTERRUPTED = 130
+RARELY = "checkpoints.interval_steps=1000"
+RL = (
+    "experiment=digits",
+    "resources=laptop",
+    "sampler=huggingface",
+    "sampler.max_tokens=8",
+    "algorithm.max_staleness=0",
+    "resources.rollout.num_workers=1",
+    "resources.learner.num_workers=1",
+    "learner=single",
+    "num_steps=12",
+    "resume=auto",
+    RARELY,
+)
+SFT = (
+    "policy=tiny_qwen2_5_vl",
+    "learner=single",
+    "resources.learner.num_workers=1",
+    "learner.activation_checkpointing=none",
+    "learner.learning_rate=0.003",
+    "learner.warmup_steps=0",
+    "offline.max_tokens=256",
+    "offline.batch_size=16",
+    "evaluation.num_prompts=40",
+    "evaluation.interval_steps=0",
+    "num_steps=60",
+    "resume=auto",
+    RARELY,
+)
+SMALL_SFT = ("metrics.progress=false", "resources.object_store_bytes=268435456", "timeouts.start_s=500")
+
+
+def stop_after(job: Job, num_steps: int, *command: str) -> int:
+    """Start it, send it SIGTERM after so many steps, and return the version that it has reached."""
+    process = job.start(*command)
+    wait_until(lambda: len(job.steps) >= num_steps or process.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
+    assert process.poll() is None, job.output
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(GONE_DEADLINE_S) == INTERRUPTED, job.output
+    none_left(job.marks[-1])
+    summary = read_run_folder(job.run_folder).summary
+    assert summary is not None and summary.status == "stopped"
+    newest = newest_learner_state(job.run_folder / "checkpoints")
+    assert newest is not None and newest[0] == summary.version == job.steps[-1]
+    return summary.version
+
+
+@contextmanager
+def jobs(*made: Job) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for job in made:
+            job.end()
+
+
+def weights(job: Job) -> dict[str, torch.Tensor]:
+    return load_file(job.run_folder / "policy" / "model.safetensors")
+
+
+def assert_as_if_never_stopped(stopped: Job, whole: Job) -> None:
+    ours, theirs = read_run_folder(stopped.run_folder), read_run_folder(whole.run_folder)
+    assert [step.step for step in ours.steps] == [step.step for step in theirs.steps]
+    assert [step.values["loss"] for step in ours.steps] == [step.values["loss"] for step in theirs.steps]
+    assert [e.version for e in ours.evaluations] == [e.version for e in theirs.evaluations]
+    assert ours.summary is not None and ours.summary.status == "done"
+    found, expected = weights(stopped), weights(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_its_stop_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    data = f"data.path={tmp_path / 'digits'}"
+    (tmp_path / "stopped").mkdir()
+    (tmp_path / "whole").mkdir()
+    stopped, whole = (Job(tmp_path / name, (*RL, data)) for name in ("stopped", "whole"))
+    with jobs(stopped, whole):
+        version = stop_after(stopped, 2)
+        assert 2 <= version < 12
+        log = (stopped.run_folder / "run.log").read_text()
+        assert "stopping: waiting for " in log and f"checkpoint of step {version}: " in log
+        stopped.finish(stopped.start())
+        log = (stopped.run_folder / "run.log").read_text()
+        assert f"the journal led from version {version} to {version};" in log
+        recovered = read_run_folder(stopped.run_folder).steps[-1].counters["recovered"]
+        assert recovered["steps"] == 0 and recovered.keys() <= {"steps", "groups"}, "nothing was lost"
+        whole.finish(whole.start())
+        assert_as_if_never_stopped(stopped, whole)
+
+
+def test_an_offline_job_goes_on_from_the_checkpoint_of_its_stop(tmp_path: Path) -> None:
+    """It has no journal: what it keeps of its steps is the checkpoint alone."""
+    (tmp_path / "rows").mkdir()
+    write_rows(tmp_path / "rows", tmp_path / "digits", conversation, train=200, validation=60)
+    words = (*SFT, f"data.path={tmp_path / 'rows'}")
+    for name in ("stopped", "whole"):
+        (tmp_path / name).mkdir()
+    stopped, whole = (Job(tmp_path / name, words, small=SMALL_SFT) for name in ("stopped", "whole"))
+    command = ("-m", "deploy.cli", "sft")
+    with jobs(stopped, whole):
+        version = stop_after(stopped, 5, *command)
+        assert 5 <= version < 60
+        stopped.finish(stopped.start(*command))
+        whole.finish(whole.start(*command))
+        assert_as_if_never_stopped(stopped, whole)
+
+
+class AskedIn(FakeMetrics):
+    """Calls `ask` in one phase of one step."""
+
+    def __init__(self, step: int, phase: str) -> None:
+        super().__init__()
+        self.results: list[bool] = []
+        self.run: SmallRun | None = None
+        self._at = (step, phase)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[FakeStep]:
+        with super().step(step) as scope:
+            timed = scope.timed
+
+            @contextmanager
+            def watched(phase: str) -> Iterator[None]:
+                with timed(phase):
+                    if (step, phase) == self._at and self.run is not None:
+                        asyncio.get_running_loop().call_soon(lambda: self.results.append(self.run.stop.request()))
+                    yield
+
+            scope.timed = watched
+            yield scope
+
+
+def test_small_roles_are_stopped_in_every_phase_and_train_each_group_once(tmp_path: Path, local_ray: str) -> None:
+    async def nothing(version: int) -> None: ...
+
+    reached = 0
+    for step, phase in ((2, "wait_for_rollouts"), (3, "update"), (5, "weight_sync"), (6, "reference")):
+        asked = AskedIn(step, phase)
+        shape = Shape(total_steps=8, num_engines=1, num_rewards=1, checkpoint_interval=1000)
+        asked.run = SmallRun(tmp_path, shape, on_version=nothing, metrics=asked)
+        with pytest.raises(RunStopped):
+            asyncio.run(asked.run.go())
+        assert asked.results == [True]
+        assert list(asked.steps)[0] == reached + 1, "no step is repeated"
+        reached = step - 1 if phase == "wait_for_rollouts" else step
+        newest = newest_learner_state(tmp_path / "checkpoints")
+        assert newest is not None and newest[0] == reached
+    run = SmallRun(tmp_path, Shape(total_steps=8, num_engines=1, num_rewards=1), on_version=nothing)
+    assert asyncio.run(run.go()) == 8
+    ids = [f"0/{n}/s{n}" for n in range(8 * PROMPTS_PER_STEP)]
+    expected = [sorted(ids[i : i + PROMPTS_PER_STEP]) for i in range(0, len(ids), PROMPTS_PER_STEP)]
+    assert [sorted(step) for step in run.trained] == expected

@@ -23,8 +23,9 @@ from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
 from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
 from deploy.cli.errors import FAILED, explained
-from deploy.cli.job_commands import list_jobs, logs, stop, submit
+from deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
+from deploy.host.authentication import set_auth
 from deploy.host.terminal import terminal
 
 app = typer.Typer(
@@ -178,6 +179,7 @@ def status(
     name: RunName = None,
     run: RunFolder = None,
     address: RunCluster = None,
+    auth: AuthOption = Auth.DISABLED,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
@@ -185,6 +187,7 @@ def status(
     with explained():
         from deploy.run.run_client import find_run, read_status
 
+        set_auth(auth.value)
         found = read_status(find_run(name, run, address), timeout)
     from deploy.tools.status_view import as_json, as_table
 
@@ -199,6 +202,7 @@ def top(
     name: RunName = None,
     run: RunFolder = None,
     address: RunCluster = None,
+    auth: AuthOption = Auth.DISABLED,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
@@ -207,6 +211,7 @@ def top(
         from deploy.run.run_client import find_run
         from deploy.tools.top import show_top
 
+        set_auth(auth.value)
         console = terminal()
         ended = show_top(find_run(name, run, address), console, interval_s=interval, timeout_s=timeout)
     console.print(ended, markup=False, highlight=False)
@@ -220,12 +225,14 @@ def scale(
     ],
     run: RunFolder = None,
     address: RunCluster = None,
+    auth: AuthOption = Auth.DISABLED,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
     """Give roles of a run that goes on more or fewer workers; those who leave finish what they have."""
     with explained():
         from deploy.run import run_client
 
+        set_auth(auth.value)
         wanted, name = _parse_scale(words)
         outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
     console = terminal(soft_wrap=True)
@@ -348,12 +355,15 @@ def plan(
     cluster: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan for the nodes that a YAML file describes.")
     ] = None,
+    auth: AuthOption = Auth.DISABLED,
 ) -> None:
     """Show which worker would run where, what memory each one takes, and whether it fits."""
     from configs.load import load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
+        if address is not None:
+            set_auth(auth.value)
         from deploy.planning.plan_command import show_plan
 
         show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
@@ -446,11 +456,15 @@ def doctor(
             help="Check every node of this Ray cluster, HOST:PORT; with --leftovers: look for placement groups there."
         ),
     ] = None,
+    auth: AuthOption = Auth.DISABLED,
 ) -> None:
     """Check that this machine, or every node of a cluster, can run a configuration; or list and end leftovers.
 
     Exits with 1 if that fails.
     """
+    if address is not None:
+        with explained():
+            set_auth(auth.value)
     if leftovers or free:
         with explained():
             from deploy.tools.leftovers_view import show_leftovers

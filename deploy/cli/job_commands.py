@@ -31,7 +31,10 @@ Address = Annotated[
     str, typer.Option("--address", envvar="RAY_API_SERVER_ADDRESS", help="The cluster's dashboard, http://HOST:8265.")
 ]
 AuthOption = Annotated[
-    Auth, typer.Option("--auth", envvar="RAY_AUTH_MODE", help="As the cluster was started: disabled, token.")
+    Auth,
+    typer.Option(
+        "--auth", envvar="RAY_AUTH_MODE", case_sensitive=False, help="As the cluster was started: disabled, token."
+    ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, as `mobula list` shows it.")]
 

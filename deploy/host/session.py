@@ -18,6 +18,7 @@ from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import NodeResources
 from cluster.runtime.placement_groups import cluster_nodes
 from configs.schema import RunConfig
+from deploy.host.authentication import check_admission, check_auth
 from deploy.host.machine import as_node, this_machine
 from deploy.host.run_record import RunMark, RunRecord, marking
 
@@ -40,11 +41,15 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
     leave it at the end.
 
     A cluster that this process is already connected to is used as it is and left running.
+
+    Raises:
+        PreflightError: the cluster does not admit this process, or Ray's processes were too slow.
     """
     with marking(config.name) as mark:
         if ray.is_initialized():
             yield Session(cluster_nodes(), _is_loopback(), mark)
             return
+        check_access(config)
         if config.resources.address:
             ray.init(config.resources.address, namespace=config.name, log_to_driver=False, logging_level="WARNING")
         elif os.environ.get(ADDRESS_VARIABLE):
@@ -55,6 +60,20 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
             yield Session(cluster_nodes(), _is_loopback(), mark)
         finally:
             ray.shutdown()
+
+
+def check_access(config: RunConfig) -> None:
+    """Whether the cluster that the run would join admits this process, or a token is there if it would start one.
+
+    Raises:
+        PreflightError: it does not, or none is.
+    """
+    if ray.is_initialized():
+        return
+    if address := config.resources.address or os.environ.get(ADDRESS_VARIABLE):
+        check_admission(address)
+    else:
+        check_auth()
 
 
 def run_record(config: RunConfig, session: Session) -> RunRecord:
@@ -82,11 +101,13 @@ def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
 def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path | None = None) -> None:
     """Start a cluster with the resources of `config` on the loopback address and join it; `ray.shutdown()` ends it.
 
-    Its session folder is made in `temp_dir`, by default where Ray makes them.
+    With RAY_AUTH_MODE=token it admits only who has the same token. Its session folder is made in `temp_dir`, by default
+    where Ray makes them.
 
     Raises:
-        PreflightError: Ray's processes were too slow for Ray's own deadlines.
+        PreflightError: Ray's processes were too slow for Ray's own deadlines, or RAY_AUTH_MODE=token has no token.
     """
+    check_auth()  # Ray would make a token, in a file that all users of the machine may read
     node = as_node(this_machine(), config.resources)
     with _beyond_our_signals(), _named_if_too_slow():
         ray.init(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from cluster.errors import DeadlineError, PreflightError
+from deploy.host.authentication import AuthMode, explain_refusal, set_auth
 from deploy.run.run_client import knock_http
 
-AuthMode = Literal["disabled", "token"]
 POLL_S = 0.5
 STOPPED = 130
 LOST = 1
@@ -41,10 +40,13 @@ class Jobs:
         set_auth(auth)
         knock_http(address)
         from ray.dashboard.modules.job.sdk import JobSubmissionClient
+        from ray.exceptions import AuthenticationError
 
         self._address = address
         try:
             self._client = JobSubmissionClient(address)
+        except AuthenticationError as error:
+            explain_refusal(f"the Ray dashboard at {address}", error)
         except (RuntimeError, ConnectionError) as error:
             raise PreflightError(
                 f"the Ray dashboard at {address} refuses this client ({_first_line(error)}): see that --auth={auth} is "
@@ -149,18 +151,6 @@ class Jobs:
         if self.find(submission_id) is None:
             known = ", ".join(job.submission_id for job in self.all()[:5]) or "none"
             raise PreflightError(f"there is no job {submission_id} at {self._address}; the newest are: {known}")
-
-
-def set_auth(auth: AuthMode) -> None:
-    """Say how this client speaks with the cluster, before Ray is imported.
-
-    Raises:
-        PreflightError: a token is needed and there is none.
-    """
-    token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if auth == "token" and not token:
-        raise PreflightError("--auth token needs the token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file")
-    os.environ["RAY_AUTH_MODE"] = auth
 
 
 def check_address(address: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from cluster.errors import PreflightError
 from configs.schema import RunConfig
-from deploy.jobs.client import AuthMode, Jobs
+from deploy.host.authentication import AuthMode
+from deploy.jobs.client import Jobs
 from deploy.jobs.package import EXCLUDES, check_package
 from deploy.run.shared_paths import refuse_relative
 

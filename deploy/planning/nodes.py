@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.errors import PreflightError
 from configs.schema import ResourcesConfig
+from deploy.host.authentication import check_admission
 from deploy.host.machine import as_node, this_machine
 from deploy.planning.clusters import GPU_MEMORY, PlannedNode
-
-KNOCK_TIMEOUT_S = 5
 
 
 def this_node(resources: ResourcesConfig) -> PlannedNode:
@@ -35,19 +32,12 @@ def connected_to(address: str) -> Iterator[None]:
     """This process is a driver of the running cluster at `address` while the body runs.
 
     Raises:
-        PreflightError: none answers there.
+        PreflightError: none answers there, or it does not admit this process.
     """
-    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    check_admission(address)
     import ray
 
-    try:
-        _knock(address)
-        ray.init(address=address, log_to_driver=False)
-    except (OSError, ValueError) as error:
-        raise PreflightError(
-            f"no Ray cluster answers at {address} ({error}): give --address HOST:PORT of a running cluster, or "
-            "leave it out"
-        ) from error
+    ray.init(address=address, log_to_driver=False)
     try:
         yield
     finally:
@@ -69,10 +59,3 @@ def joined_nodes() -> tuple[PlannedNode, ...]:
         host = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
         found.append(PlannedNode(node, gpu, int(host) or None))
     return tuple(found)
-
-
-def _knock(address: str) -> None:
-    """Fail at once where nothing listens; Ray itself would try for minutes."""
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()

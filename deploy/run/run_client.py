@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
 from cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
+from deploy.host.authentication import check_admission
 from deploy.host.run_record import RECORD_FILE, RunRecord
 from deploy.host.side_process import in_side_process
 
@@ -147,7 +148,12 @@ def knock_http(address: str) -> None:
 
 @contextmanager
 def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
-    """The `ray` module, connected; only in a side process."""
+    """The `ray` module, connected; only in a side process.
+
+    Raises:
+        PreflightError: the cluster does not admit this process.
+    """
+    check_admission(address)
     import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.host.session import Session, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
+from deploy.host.session import Session, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
 import ray
 from rich.console import Console
 
@@ -222,7 +222,8 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 
 @contextmanager
 def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> Iterator[_Cluster]:
-    """Check everything that can be checked without a cluster; then join or start Ray."""
+    """Check access to the cluster and everything that can be checked without one; then join or start Ray."""
+    check_access(config)
     nodes = expected_nodes(config)
     if nodes is not None:
         plan_placement(config.resources, nodes, roles)

@@ -59,6 +59,7 @@ class FakeRay:
 @pytest.fixture(autouse=True)
 def no_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setattr(session, "cluster_nodes", lambda: (NODE,))
 
 
@@ -91,9 +92,12 @@ def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyP
 
 def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch, address="10.0.0.1")
+    admitted_by: list[str] = []
+    monkeypatch.setattr(session, "check_admission", admitted_by.append)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
         assert not found.is_local
+    assert admitted_by == ["10.0.0.1:6379"]
     [(_, options), _] = ray.events
     assert options["namespace"] == "mine"
     assert "num_cpus" not in options

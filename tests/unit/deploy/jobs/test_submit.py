@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from cluster.errors import PreflightError
 from configs.load import load_config
 from deploy.cli import app
+from deploy.host.authentication import set_auth
 from deploy.jobs import client
-from deploy.jobs.client import JobSummary, set_auth
+from deploy.jobs.client import JobSummary
 from deploy.jobs.package import check_package
 from deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
 from deploy.run.shared_paths import relative_paths

@@ -1,0 +1,116 @@
+"""How this process identifies itself to a Ray cluster: not at all, or with the token that all its nodes share."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from cluster.errors import PreflightError
+
+AuthMode = Literal["disabled", "token"]
+MODE = "RAY_AUTH_MODE"
+TOKEN = "RAY_AUTH_TOKEN"
+TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
+DEFAULT_PATH = Path(".ray", "auth_token")  # below the home folder; Ray reads it where neither variable is set
+KUBERNETES = "RAY_ENABLE_K8S_TOKEN_AUTH"  # Ray then takes the pod's service account for a client without a token
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+KNOCK_TIMEOUT_S = 5.0
+
+
+def set_auth(mode: AuthMode) -> None:
+    """Say how this process and those that it starts identify themselves, before Ray is imported.
+
+    Raises:
+        PreflightError: a token is needed and there is none.
+    """
+    if mode == "token":
+        _token_source()
+    os.environ[MODE] = mode
+
+
+def check_auth() -> None:
+    """Raises:
+    PreflightError: RAY_AUTH_MODE has an unknown value, or asks for a token that is not there.
+    """
+    mode = os.environ.get(MODE, "disabled")
+    if mode.lower() not in ("disabled", "token"):
+        raise PreflightError(f"RAY_AUTH_MODE={mode} is unknown: set it to disabled or token")
+    if _is_token():
+        _token_source()
+
+
+def check_admission(address: str) -> None:
+    """Whether the cluster at `address`, HOST:PORT or `auto`, admits this process; `ray.init` would try for 20 s, and
+    for minutes where nothing listens. A control store that is too busy to answer is left to it.
+
+    Raises:
+        PreflightError: there is none, or it refuses this process; the message says what to set.
+    """
+    check_auth()
+    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    from ray._private import services
+    from ray._raylet import GcsClient
+    from ray.exceptions import AuthenticationError, RpcError
+
+    try:
+        store = services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = store.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=KNOCK_TIMEOUT_S).close()
+        GcsClient(address=store)
+    except (OSError, ValueError) as error:
+        raise PreflightError(
+            f"no Ray cluster answers at {address} ({error}): give HOST:PORT of a running cluster's control store, or "
+            "leave it out"
+        ) from error
+    except AuthenticationError as error:
+        explain_refusal(f"the Ray cluster at {address}", error)
+    except RpcError:
+        return
+
+
+def explain_refusal(cluster: str, error: Exception) -> NoReturn:
+    """Raises:
+    PreflightError: `cluster` refuses this process with `error`; the message says what to set.
+    """
+    if _is_token():
+        raise PreflightError(
+            f"{cluster} refuses the token of {_token_source()}: use the token that it was started with"
+        ) from error
+    raise PreflightError(
+        f"{cluster} asks for a token, and RAY_AUTH_MODE is disabled: set RAY_AUTH_MODE=token (or --auth token), and "
+        "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that holds it"
+    ) from error
+
+
+def _is_token() -> bool:
+    return os.environ.get(MODE, "disabled").lower() == "token"
+
+
+def _token_source() -> str:
+    """Where the token is, by the order in which Ray looks for it.
+
+    Raises:
+        PreflightError: there is none.
+    """
+    if os.environ.get(TOKEN):
+        return TOKEN
+    named = os.environ.get(TOKEN_PATH)
+    if not named and os.environ.get(KUBERNETES) and SERVICE_ACCOUNT.is_file():
+        return str(SERVICE_ACCOUNT)
+    path = Path(named) if named else Path.home() / DEFAULT_PATH
+    source = f"{TOKEN_PATH}={named}" if named else f"~/{DEFAULT_PATH}"
+    try:
+        is_there = bool(path.read_text(encoding="utf-8").strip())
+    except (OSError, ValueError) as error:
+        raise PreflightError(
+            f"token authentication needs a token, and {source} has none ({error}): set RAY_AUTH_TOKEN, or "
+            "RAY_AUTH_TOKEN_PATH to a file that holds it"
+        ) from error
+    if not is_there:
+        raise PreflightError(
+            f"token authentication needs a token, and {source} is empty: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH "
+            "to a file that holds it"
+        )
+    return source

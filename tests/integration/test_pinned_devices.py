@@ -1,0 +1,104 @@
+"""Physical GPUs for a role, as docs/operations.md pins them: two raylets on one machine, each with GPUs of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import REPOSITORY
+from ray_apart import ENVIRONMENT, end_all, free_port, start_command
+from waiting import wait_until
+
+START_S = 240.0
+COUNT = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+print("nodes", sum(node["Alive"] for node in ray.nodes()))
+"""
+PLACE = """
+import json, os, sys
+import deploy.host.ray_defaults
+import ray
+from cluster.runtime.placement import plan_placement
+from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
+from cluster.runtime.ray_actors import spawn
+from configs.load import load_config
+
+class Role:
+    def devices(self):
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+ray.init(sys.argv[1], log_to_driver=False)
+config = load_config(sys.argv[2:])
+plan = plan_placement(config.resources, cluster_nodes(), ("learner", "rollout", "reference"))
+bookings = create_placement_groups(plan, run_name="pinned", timeout_s=60)
+roles = {w.name: spawn(Role, worker=w, booking=bookings[w.name], env={}) for w in plan.workers}
+print("found", json.dumps({name: ray.get(role.devices.remote(), timeout=120) for name, role in roles.items()}))
+"""
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a cluster whose first raylet has the GPUs 0 to 2 and whose second has GPU 3. No such GPU has to be there: Ray
+    counts what it is told."""
+    sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
+    found = f"127.0.0.1:{free_port()}"
+    port = found.rpartition(":")[2]
+    head = [f"--port={port}", f"--temp-dir={sessions}", "--include-dashboard=false"]
+    processes = [raylet("0,1,2", "front", "--num-gpus=3", "--num-cpus=8", "--head", *head)]
+    try:
+        wait_until(lambda: num_nodes(found) == 1, START_S, lambda: "the head")
+        processes.append(raylet("3", "back", "--num-gpus=1", "--num-cpus=8", f"--address={found}"))
+        wait_until(lambda: num_nodes(found) == 2, START_S, lambda: "two nodes")
+        yield found
+    finally:
+        end_all(processes)
+        shutil.rmtree(sessions, ignore_errors=True)
+
+
+def raylet(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
+    ray = str(Path(sys.executable).with_name("ray"))
+    common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+    ports = [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
+    command = [ray, "start", *common, *ports, f"--labels=devices={label}", *words]
+    return start_command(command, CUDA_VISIBLE_DEVICES=devices)
+
+
+def python(script: str, *words: str) -> str:
+    env = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout + done.stderr
+
+
+def num_nodes(address: str) -> int:
+    printed = python(COUNT, address)
+    return int(printed.rpartition("nodes ")[2].split()[0]) if "nodes " in printed else 0
+
+
+def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(address: str) -> None:
+    words = [
+        "experiment=digits",
+        "resources=four_gpu_split",
+        "resources.rollout.num_workers=1",
+        "resources.learner.num_gpus=1",
+        "resources.reference.num_workers=1",
+        "resources.reference.num_gpus=1",
+        "resources.learner.node_labels={devices: front}",
+        "resources.rollout.node_labels={devices: front}",
+        "resources.reference.node_labels={devices: back}",
+    ]
+    printed = python(PLACE, address, *words)
+    assert "found " in printed, printed
+    found = json.loads(printed.partition("found ")[2].splitlines()[0])
+    assert found.pop("reference/0") == "3"
+    assert sorted(found) == ["learner/0", "learner/1", "rollout/0"] and sorted(found.values()) == ["0", "1", "2"]

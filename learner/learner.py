@@ -36,6 +36,7 @@ from learner.batch import (
 from learner.credit import Credit
 from learner.critic import build_critic
 from learner.critic.rows import Values, with_values
+from learner.examples.entries import StoredExample, TaughtExamples
 from learner.examples.supervised_term import SupervisedTerm
 from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
@@ -52,7 +53,7 @@ from learner.policy_weights import PolicyWeights
 from learner.ranks.process_group import RankRendezvous
 from learner.residence import Residence
 from learner.scoring_pass import ReferencePass, ScoringPass, unscored
-from learner.shares import StepFetcher, all_ranks
+from learner.shares import ShareFetcher, StepGroups, all_ranks
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
@@ -76,12 +77,12 @@ class Learner:
         self._scoring = scoring_of(config, banned_ids)
         self._objective = PolicyObjective(config.algorithm)
         self._credit = Credit(config)
-        self._fetcher = StepFetcher(config, rank, world_size, all_ranks, self._scoring.row)
+        self._shares = ShareFetcher(rank, world_size, all_ranks)
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
-        self._beside = SupervisedTerm(config, rank, world_size, all_ranks, self._reader)
+        self._beside = SupervisedTerm(config, self._shares, self._reader)
         self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
@@ -139,7 +140,8 @@ class Learner:
         those of a critic that has ranks of its own.
         """
         algorithm = self._config.algorithm
-        fetched, examples = self._fetcher.fetch(groups, version), self._beside.fetch(supervised)
+        fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
+        examples = self._beside.fetch(supervised)
         fetched = self._referred(with_values(fetched, values))
         credited = self._credit.assign(self._critic.valued(fetched))
         with self._slow.in_place():
@@ -170,16 +172,18 @@ class Learner:
         report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
-    def supervised_step(self, examples: Sequence[Any]) -> dict[str, float]:
-        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one."""
+    def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
+        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one. Every rank is given
+        references to all examples and fetches its share.
+        """
         rate = taught_rate(self._config.warm_start, self._num_taught)
         self._num_taught += 1
-        return self._supervised.step(examples, rate)
+        return self._supervised.step(self._taught(examples), rate)
 
-    def answer_accuracy(self, examples: Sequence[Any]) -> float:
+    def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
         """Exact-match accuracy that greedy decoding would have on these examples; of pictures, the share of their
         velocities that is predicted."""
-        return self._supervised.answer_accuracy(examples, self._scoring.training)
+        return self._supervised.answer_accuracy(self._taught(examples), self._scoring.training)
 
     def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans.
@@ -257,6 +261,10 @@ class Learner:
         self.weights.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _taught(self, examples: Sequence[StoredExample]) -> list[Any]:
+        timeout_s = self._config.timeouts.object_s
+        return self._shares.fetch(TaughtExamples(examples, self._config.learner, timeout_s))
 
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool

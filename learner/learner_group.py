@@ -16,8 +16,9 @@ from cluster.runtime.ray_actors import answer
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
+from learner.examples.entries import stored_examples
+from learner.examples.examples import Outlined
 from learner.ranks.rank_group import RankGroup
-from learner.supervised import SupervisedExample
 
 
 class StepRows(Protocol):
@@ -104,13 +105,15 @@ class LearnerGroup(RankGroup):
         calls = [w.assess.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
 
-    async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
-        shared = self._put(examples)
+    async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
+        """One step of the warm start."""
+        shared = self._put(stored_examples(examples, self._put))
         calls = [w.supervised_step.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
 
-    async def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
-        shared = self._put(examples)
+    async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
+        """Of a warm start."""
+        shared = self._put(stored_examples(examples, self._put))
         calls = [w.answer_accuracy.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 

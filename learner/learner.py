@@ -127,17 +127,23 @@ class Learner:
         self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
+    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
+        those that it trains and gets outlines of the others.
+        """
+        return self.update_with(groups, version)
+
     @profiled
-    def update(
+    def update_with(
         self,
         groups: Sequence[ScoredGroup],
         version: int,
+        *,
         supervised: Sequence[ScoredGroup] = (),
         values: Values = (),
     ) -> UpdateReport:
-        """One RL step on these groups, which makes `version`, with `supervised` rows beside them. Every rank is given
-        references to all groups and rows, fetches those that it trains and gets outlines of the others. `values` are
-        those of a critic that has ranks of its own.
+        """As `update`, with `supervised` rows beside the groups, which are shared out as they are, and with `values` of
+        a critic that has ranks of its own.
         """
         algorithm = self._config.algorithm
         fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))

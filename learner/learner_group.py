@@ -87,12 +87,13 @@ class LearnerGroup(RankGroup):
         rows = await self._beside.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
-        shared = self._put(groups)
-        calls = [w.update.remote(shared, self.version + 1, **more) for w in self._workers]
+        shared, version = self._put(groups), self.version + 1
+        if more:
+            calls = [w.update_with.remote(shared, version, **more) for w in self._workers]
+        else:
+            calls = [w.update.remote(shared, version) for w in self._workers]
         try:
-            report: UpdateReport = await self._all(
-                calls, self._timeouts.update_s, f"to make version {self.version + 1}"
-            )
+            report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
         except LostObjectError as error:
             await self._refuse_if_apart(calls, error)
             raise

@@ -14,7 +14,6 @@ from cluster.roles import UpdateReport
 from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
-from learner.critic.rows import Values
 from learner.examples.entries import DataRows
 from learner.examples.examples import Example, ExampleTotals, SharedExample, collate_examples, totals_of
 from learner.gradient_step import Term
@@ -42,17 +41,8 @@ class OfflineLearner(Learner):
         self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     @profiled
-    def update(
-        self,
-        groups: Sequence[ScoredGroup],
-        version: int,
-        supervised: Sequence[ScoredGroup] = (),
-        values: Values = (),
-    ) -> UpdateReport:
-        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped. There are
-        no others beside them, and no critic.
-        """
-        assert not supervised and not values, "algorithm.supervised and a critic are refused beside offline.job"
+    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
         examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter()
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)

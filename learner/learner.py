@@ -309,10 +309,10 @@ class Learner:
         return WeightAverage(self._policy, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
 
     def _slow_weights(self) -> SlowWeights | NullSlow:
-        nft = self._config.algorithm.losses.nft
-        if self._config.algorithm.loss != "nft" or nft.max_decay == 0:
+        slow = self._config.algorithm.slow_copy
+        if slow is None:
             return NullSlow()
-        return SlowWeights(self._policy, nft.decay_rate, nft.max_decay, ShardedWriter().copied)
+        return SlowWeights(self._policy, slow.decay_rate, slow.max_decay, ShardedWriter().copied)
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(

@@ -36,6 +36,7 @@ from learner.batch import (
 from learner.credit import Credit
 from learner.critic import build_critic
 from learner.critic.rows import Values, with_values
+from learner.examples.entries import StoredExample, TaughtExamples
 from learner.examples.supervised_term import SupervisedTerm
 from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
@@ -52,7 +53,7 @@ from learner.policy_weights import PolicyWeights
 from learner.ranks.process_group import RankRendezvous
 from learner.residence import Residence
 from learner.scoring_pass import ReferencePass, ScoringPass, unscored
-from learner.shares import StepFetcher, all_ranks
+from learner.shares import ShareFetcher, StepGroups, all_ranks
 from learner.state import StateWriter, load_state
 from learner.supervised import SupervisedTrainer, taught_rate
 from learner.weight_publisher import WeightPublisher
@@ -76,12 +77,12 @@ class Learner:
         self._scoring = scoring_of(config, banned_ids)
         self._objective = PolicyObjective(config.algorithm)
         self._credit = Credit(config)
-        self._fetcher = StepFetcher(config, rank, world_size, all_ranks, self._scoring.row)
+        self._shares = ShareFetcher(rank, world_size, all_ranks)
         self._reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
-        self._beside = SupervisedTerm(config, rank, world_size, all_ranks, self._reader)
+        self._beside = SupervisedTerm(config, self._shares, self._reader)
         self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
@@ -126,20 +127,27 @@ class Learner:
         self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
+    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
+        those that it trains and gets outlines of the others.
+        """
+        return self.update_with(groups, version)
+
     @profiled
-    def update(
+    def update_with(
         self,
         groups: Sequence[ScoredGroup],
         version: int,
+        *,
         supervised: Sequence[ScoredGroup] = (),
         values: Values = (),
     ) -> UpdateReport:
-        """One RL step on these groups, which makes `version`, with `supervised` rows beside them. Every rank is given
-        references to all groups and rows, fetches those that it trains and gets outlines of the others. `values` are
-        those of a critic that has ranks of its own.
+        """As `update`, with `supervised` rows beside the groups, which are shared out as they are, and with `values` of
+        a critic that has ranks of its own.
         """
         algorithm = self._config.algorithm
-        fetched, examples = self._fetcher.fetch(groups, version), self._beside.fetch(supervised)
+        fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
+        examples = self._beside.fetch(supervised)
         fetched = self._referred(with_values(fetched, values))
         credited = self._credit.assign(self._critic.valued(fetched))
         with self._slow.in_place():
@@ -170,16 +178,18 @@ class Learner:
         report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
         return UpdateReport(version, report)
 
-    def supervised_step(self, examples: Sequence[Any]) -> dict[str, float]:
-        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one."""
+    def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
+        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one. Every rank is given
+        references to all examples and fetches its share.
+        """
         rate = taught_rate(self._config.warm_start, self._num_taught)
         self._num_taught += 1
-        return self._supervised.step(examples, rate)
+        return self._supervised.step(self._taught(examples), rate)
 
-    def answer_accuracy(self, examples: Sequence[Any]) -> float:
+    def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
         """Exact-match accuracy that greedy decoding would have on these examples; of pictures, the share of their
         velocities that is predicted."""
-        return self._supervised.answer_accuracy(examples, self._scoring.training)
+        return self._supervised.answer_accuracy(self._taught(examples), self._scoring.training)
 
     def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans.
@@ -258,6 +268,10 @@ class Learner:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _taught(self, examples: Sequence[StoredExample]) -> list[Any]:
+        timeout_s = self._config.timeouts.object_s
+        return self._shares.fetch(TaughtExamples(examples, self._config.learner, timeout_s))
+
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
@@ -295,10 +309,10 @@ class Learner:
         return WeightAverage(self._policy, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
 
     def _slow_weights(self) -> SlowWeights | NullSlow:
-        nft = self._config.algorithm.losses.nft
-        if self._config.algorithm.loss != "nft" or nft.max_decay == 0:
+        slow = self._config.algorithm.slow_copy
+        if slow is None:
             return NullSlow()
-        return SlowWeights(self._policy, nft.decay_rate, nft.max_decay, ShardedWriter().copied)
+        return SlowWeights(self._policy, slow.decay_rate, slow.max_decay, ShardedWriter().copied)
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(

@@ -16,8 +16,9 @@ from cluster.runtime.ray_actors import answer
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
 from configs.schema import TimeoutsConfig
+from learner.examples.entries import stored_examples
+from learner.examples.examples import Outlined
 from learner.ranks.rank_group import RankGroup
-from learner.supervised import SupervisedExample
 
 
 class StepRows(Protocol):
@@ -86,12 +87,13 @@ class LearnerGroup(RankGroup):
         rows = await self._beside.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
-        shared = self._put(groups)
-        calls = [w.update.remote(shared, self.version + 1, **more) for w in self._workers]
+        shared, version = self._put(groups), self.version + 1
+        if more:
+            calls = [w.update_with.remote(shared, version, **more) for w in self._workers]
+        else:
+            calls = [w.update.remote(shared, version) for w in self._workers]
         try:
-            report: UpdateReport = await self._all(
-                calls, self._timeouts.update_s, f"to make version {self.version + 1}"
-            )
+            report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
         except LostObjectError as error:
             await self._refuse_if_apart(calls, error)
             raise
@@ -104,13 +106,15 @@ class LearnerGroup(RankGroup):
         calls = [w.assess.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
 
-    async def supervised_step(self, examples: Sequence[SupervisedExample]) -> Mapping[str, float]:
-        shared = self._put(examples)
+    async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
+        """One step of the warm start."""
+        shared = self._put(stored_examples(examples, self._put))
         calls = [w.supervised_step.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
 
-    async def answer_accuracy(self, examples: Sequence[SupervisedExample]) -> float:
-        shared = self._put(examples)
+    async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
+        """Of a warm start."""
+        shared = self._put(stored_examples(examples, self._put))
         calls = [w.answer_accuracy.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 

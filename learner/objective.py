@@ -12,7 +12,7 @@ from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from learner.algorithms.distillation import reverse_kl
-from learner.algorithms.flow_losses import grpo_guard, nft
+from learner.algorithms.flow_losses import FLOW_LOSSES, Reads
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.kl.base import capped
 from learner.algorithms.over_age import by_age, truncated_importance
@@ -113,10 +113,10 @@ Loss = Callable[[PolicyOutput, Tensor, LearnerBatch], PolicyLoss]
 
 
 def _policy_loss(config: AlgorithmConfig) -> Loss:
-    """`algorithm.loss`, given what it needs of a policy's output."""
-    given = {"nft": _of_velocities, "grpo_guard": _of_moves}.get(config.loss)
-    if given is not None:
-        return partial(given, **config.loss_parameters)
+    """`algorithm.loss`, given what it reads of a policy's output."""
+    found = FLOW_LOSSES.get(config.loss)
+    if found is not None:
+        return partial(READERS[found.reads], found.given(config.loss_parameters))
     return partial(_of_likelihoods, partial(POLICY_LOSSES[config.loss], **config.loss_parameters))
 
 
@@ -124,20 +124,20 @@ def _of_likelihoods(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor,
     return loss(output.logprobs, old, batch.advantages, batch.loss_mask)
 
 
-def _of_moves(output: PolicyOutput, old: Tensor, batch: LearnerBatch, **parameters: float) -> PolicyLoss:
+def _of_moves(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch: LearnerBatch) -> PolicyLoss:
     moves = output.moves
-    assert moves is not None and moves.drift is not None, "a scoring pass comes before algorithm.loss=grpo_guard"
+    assert moves is not None and moves.drift is not None, "a scoring pass comes before a loss of moves"
     std, length = (torch.where(batch.loss_mask, values, 1.0) for values in (moves.std, moves.length))
-    return grpo_guard(output.logprobs, old, batch.advantages, std, length, moves.drift, **parameters)
+    return loss(output.logprobs, old, batch.advantages, std, length, moves.drift)
 
 
-def _of_velocities(
-    output: PolicyOutput, old: Tensor, batch: LearnerBatch, *, beta: float, max_advantage: float, **others: float
-) -> PolicyLoss:
+def _of_velocities(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch: LearnerBatch) -> PolicyLoss:
     found = output.velocities
-    assert found is not None and found.old is not None, "a scoring pass comes before algorithm.loss=nft"
-    parts = (found.predicted, found.old, found.noised, found.clean, found.sigmas)
-    return nft(*parts, batch.advantages, beta=beta, max_advantage=max_advantage)
+    assert found is not None and found.old is not None, "a scoring pass comes before a loss of velocities"
+    return loss(found.predicted, found.old, found.noised, found.clean, found.sigmas, batch.advantages)
+
+
+READERS: dict[Reads, Callable[..., PolicyLoss]] = {"moves": _of_moves, "velocities": _of_velocities}
 
 
 def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:

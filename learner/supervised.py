@@ -18,6 +18,7 @@ from cluster.records.trajectory import Prompt
 from configs.schema import WarmStartConfig
 from learner.algorithms.aggregation import Totals, token_mean
 from learner.backends.base import Backend
+from learner.examples.examples import ExampleOutline, all_whole
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
@@ -38,16 +39,23 @@ class SupervisedExample:
     media: tuple[MediaHandle, ...] = ()  # of later turns: `media[i]` fills `media_spans[i]` of `answer_ids`
     media_spans: tuple[MediaSpan, ...] = ()
     group: ClassVar[None] = None  # it has no siblings
+    labels: ClassVar[tuple[float, ...]] = ()
 
     @cached_property
     def sequence(self) -> TokenSequence:
         actions = TokenActions(self.answer_ids, media=self.media, media_spans=self.media_spans)
         return TokenSequence.of_actions(self.prompt, actions)
 
+    @property
+    def num_trained(self) -> int:
+        return int(self.answer_mask.sum())
+
     def untrained(self) -> SupervisedExample:
         return replace(self, answer_mask=np.zeros_like(self.answer_mask))
 
 
+SharedSupervised = SupervisedExample | ExampleOutline
+"""An example as a rank has it: whole if it takes it through the model."""
 WARMUP_STEPS = 30  # of the cosine schedule
 
 
@@ -71,16 +79,16 @@ class SupervisedTrainer:
         self._reader = reader
         self._device = device
 
-    def step(self, examples: Sequence[SupervisedExample], learning_rate: float) -> dict[str, float]:
+    def step(self, examples: Sequence[SharedSupervised], learning_rate: float) -> dict[str, float]:
         """One step on the mean cross-entropy of trained answer tokens; if there are none, loss 0, `skipped` 1."""
-        trained = [int(example.answer_mask.sum()) for example in examples]
+        trained = [example.num_trained for example in examples]
         totals = Totals(num_tokens=sum(trained), num_sequences=sum(n > 0 for n in trained))
         counts = {"num_tokens": float(totals.num_tokens), "learning_rate": learning_rate}
         if totals.num_tokens == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0, **counts}
         meter = Meter()
 
-        def loss(rows: Sequence[SupervisedExample]) -> Tensor:
+        def loss(rows: Sequence[SharedSupervised]) -> Tensor:
             output = self._policy(self._collate(rows), PLAIN)
             part = token_mean(-output.logprobs, self._mask(rows), totals)
             meter.add(loss=part)
@@ -90,7 +98,7 @@ class SupervisedTrainer:
         skipped = float(not np.isfinite(grad_norm))
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
-    def answer_accuracy(self, examples: Sequence[SupervisedExample], distribution: Distribution) -> float:
+    def answer_accuracy(self, examples: Sequence[SharedSupervised], distribution: Distribution) -> float:
         """The share of examples whose every trained token is the likeliest one given those before it.
 
         Greedy decoding gives exactly those answers, so this is its exact-match accuracy without decoding.
@@ -104,8 +112,9 @@ class SupervisedTrainer:
                 meter.add(right=is_right.sum())
         return meter.reduce()["right"] / len(examples)
 
-    def _collate(self, rows: Sequence[SupervisedExample]) -> TokenBatch:
-        return collate([row.sequence for row in rows], self._reader, self._device)
+    def _collate(self, rows: Sequence[SharedSupervised]) -> TokenBatch:
+        return collate([row.sequence for row in all_whole(rows, SupervisedExample)], self._reader, self._device)
 
-    def _mask(self, rows: Sequence[SupervisedExample]) -> Tensor:
-        return torch.from_numpy(pad_rows([row.answer_mask for row in rows], 0, np.bool_)).to(self._device)
+    def _mask(self, rows: Sequence[SharedSupervised]) -> Tensor:
+        masks = [row.answer_mask for row in all_whole(rows, SupervisedExample)]
+        return torch.from_numpy(pad_rows(masks, 0, np.bool_)).to(self._device)

@@ -116,6 +116,11 @@ def inference_roles(config: RunConfig) -> tuple[str, ...]:
     return tuple(role for role in needed_roles(config) if role.partition(".")[0] in needed)
 
 
+def training_roles(config: RunConfig) -> tuple[str, ...]:
+    """Those of them that train: all that a replay needs."""
+    return tuple(role for role in needed_roles(config) if role in TOGETHER)
+
+
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
     """Give every worker of `roles` a node that has the role's labels. Learner ranks come first; `strategy` says whether
     a role shares few nodes or is spread over many.

@@ -439,6 +439,12 @@ class AlgorithmConfig(Section):
         return self.loss in PREDICTIVE
 
     @property
+    def slow_copy(self) -> NFTConfig | None:
+        """The parameters of the slow copy of the weights that samples in their place; None without one."""
+        found = self.losses.nft
+        return found if self.loss == "nft" and found.max_decay > 0 else None
+
+    @property
     def has_likelihood(self) -> bool:
         """Whether the loss reads log-probs of what was sampled."""
         return self.loss != "nft"

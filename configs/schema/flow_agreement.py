@@ -93,12 +93,11 @@ def _text_is_dropped_for_guidance(config: RunConfig) -> str | None:
 
 
 def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
-    if config.algorithm.loss != "nft" or config.algorithm.losses.nft.max_decay == 0:
-        return None
-    if config.learner.backend != "deepspeed":
+    slow = config.algorithm.slow_copy
+    if slow is None or config.learner.backend != "deepspeed":
         return None
     return (
-        f"algorithm.losses.nft.max_decay={config.algorithm.losses.nft.max_decay:g} exchanges weights with their slow "
+        f"algorithm.losses.nft.max_decay={slow.max_decay:g} exchanges weights with their slow "
         "copy, which learner.backend=deepspeed does not allow: use learner=fsdp2, or set max_decay to 0"
     )
 

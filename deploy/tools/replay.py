@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from deploy.host.session import ray_session  # isort: skip  (sets what ray reads when imported)
@@ -22,15 +21,14 @@ from cluster.replay.live_groups import LiveGroups
 from cluster.replay.trajectory_log import TrajectoryLog
 from cluster.replay.trajectory_replay import recorded_steps, train_again
 from cluster.roles import UpdateReport
-from cluster.runtime.placement import plan_placement
+from cluster.runtime.placement import plan_placement, training_roles
 from cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
 from configs.schema import RunConfig
 from deploy.host.terminal import terminal
-from deploy.wiring.build import POLICY_FOLDER, start_learner
+from deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
 from deploy.wiring.persistence import trajectory_log
 from deploy.wiring.preparation import TRAIN, Prepared, prepare
 from deploy.wiring.spawner import Spawner
-from learner.learner_group import LearnerGroup
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.pool.replay_evaluator import Rescoring, rescore
 from rewards.scoring import Scoring
@@ -108,9 +106,9 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _learner_place(config: RunConfig) -> Iterator[Spawner]:
-    """The resources of the learner alone, while the body runs."""
+    """The resources of the learner, and of a critic that has its own, while the body runs."""
     with ray_session(config) as session:
-        plan = plan_placement(config.resources, session.nodes, ("learner",))
+        plan = plan_placement(config.resources, session.nodes, training_roles(config))
         bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
         try:
             yield Spawner(config, session, plan, bookings)
@@ -120,7 +118,7 @@ def _learner_place(config: RunConfig) -> Iterator[Spawner]:
 
 async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: TrajectoryLog) -> int:
     config = prepared.config
-    learner = LearnerGroup(partial(start_learner, prepared, spawner), config.timeouts, ray.put)
+    learner = learner_group(prepared, spawner, supervised_rows(prepared))
     source = PromptSource(prepared.splits[TRAIN].rows, prepared.preparation, seed=config.seed, split_name=TRAIN)
     output = run_folder / OUTPUT_FOLDER
     try:

@@ -107,7 +107,7 @@ def spawn_training(
     `on_rescore` is called with the reason why groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
-    supervised = _supervised_rows(prepared)
+    supervised = supervised_rows(prepared)
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost, supervised)
     frozen = prepared.teacher_folder or reference_folder(config)
     reference = reference_pool(
@@ -123,7 +123,7 @@ def spawn_training(
     )
 
 
-def _supervised_rows(prepared: Prepared) -> SupervisedRows | None:
+def supervised_rows(prepared: Prepared) -> SupervisedRows | None:
     """The rows of `algorithm.supervised`, if there are any."""
     config, found = prepared.config, prepared.supervised
     if found is None:
@@ -147,7 +147,7 @@ def spawn_learner(
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
     """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
     config = prepared.config
-    ranks = _learner_group(prepared, spawner, supervised)
+    ranks = learner_group(prepared, spawner, supervised)
     learner = RestartableLearner(
         ranks,
         newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -160,7 +160,7 @@ def spawn_learner(
     return ranks, learner, watched
 
 
-def _learner_group(prepared: Prepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
+def learner_group(prepared: Prepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
     """The learner's ranks, and those of a critic that has its own."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
     if not config.algorithm.critic.has_own_ranks:

@@ -17,7 +17,7 @@ from learner.critic.critic import FOLDER, Critic
 from learner.critic.rows import Values
 from learner.policies.loading import load_policy_model
 from learner.ranks.process_group import RankRendezvous
-from learner.shares import StepFetcher, all_ranks
+from learner.shares import ShareFetcher, StepGroups, all_ranks
 from learner.state import StateWriter, load_algorithm, load_random_state
 
 
@@ -40,7 +40,7 @@ class CriticRank:
         self._rendezvous = RankRendezvous()
         self._device = torch.device(config.resources.device)
         self._credit = Credit(config)
-        self._fetcher = StepFetcher(self._config, rank, world_size, all_ranks, role="critic")
+        self._shares = ShareFetcher(rank, world_size, all_ranks, role="critic")
         reader = MediaReader(
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
@@ -74,7 +74,7 @@ class CriticRank:
         Raises:
             LostObjectError: on every rank, if one of them could not fetch a group; nothing has changed.
         """
-        fetched = self._fetcher.fetch(groups, version)
+        fetched = self._shares.fetch(StepGroups(groups, version, self._config, role="critic"))
         if kl is not None:
             self._credit.kl.observe(kl, self._num_items)
         self._valued = self._critic.valued(fetched)

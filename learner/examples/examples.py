@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,24 @@ from learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
 from learner.policies.flow.noising import CleanSequence, Noising
 from learner.policies.trained import PolicyBatch, collate_rows
 
+T = TypeVar("T")
 Row = Callable[[Prompt, Any], PolicyRow]
 """A prompt and the actions of an ending -> what a model reads of them, and where."""
+
+
+class Outlined(Protocol):
+    """What an outline is made of."""
+
+    @property
+    def sequence(self) -> PolicyRow: ...
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens."""
+        ...
+
+    @property
+    def labels(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,7 @@ class ExampleOutline:
     group: ClassVar[None] = None
 
     @classmethod
-    def of(cls, example: Example, index: int) -> ExampleOutline:
+    def of(cls, example: Outlined, index: int) -> ExampleOutline:
         return cls(index, RowOutline.of(example.sequence), example.num_trained, example.labels)
 
     def untrained(self) -> ExampleOutline:
@@ -163,10 +179,16 @@ def totals_of(examples: Sequence[SharedExample]) -> ExampleTotals:
     )
 
 
+def all_whole(examples: Sequence[object], kind: type[T]) -> list[T]:
+    """The same examples, none of which is an outline."""
+    whole = [example for example in examples if isinstance(example, kind)]
+    assert len(whole) == len(examples), "an example of another rank: no content of it was fetched"
+    return whole
+
+
 def collate_examples(examples: Sequence[SharedExample], reader: MediaReader, device: torch.device) -> ExampleBatch:
     """Pad the candidates of some examples, all of them whole, into one micro-batch."""
-    whole = [example for example in examples if isinstance(example, Example)]
-    assert len(whole) == len(examples), "an example of another rank: no content of it was fetched"
+    whole = all_whole(examples, Example)
     candidates = [candidate for example in whole for candidate in example.candidates]
     references = [c.reference_logprobs for c in candidates if c.reference_logprobs is not None]
     return ExampleBatch(

@@ -12,12 +12,12 @@ from cluster.records.media import MediaReader
 from cluster.records.trajectory import ScoredGroup
 from configs.schema import RunConfig
 from learner.algorithms.aggregation import Totals, token_mean
-from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.entries import DataRows
 from learner.examples.examples import SharedExample, answer_row, collate_examples, totals_of
 from learner.gradient_step import Term
 from learner.meter import Meter
 from learner.policies.logprobs import PLAIN
-from learner.shares import Exchange
+from learner.shares import ShareFetcher
 
 
 class SupervisedTerm:
@@ -29,16 +29,21 @@ class SupervisedTerm:
     Source: Training language models to follow instructions with human feedback, arXiv:2203.02155, equation 2.
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, exchange: Exchange, reader: MediaReader) -> None:
+    def __init__(self, config: RunConfig, shares: ShareFetcher, reader: MediaReader) -> None:
+        self._config = config
         self._settings = config.algorithm.supervised
         self._device = torch.device(config.resources.device)
-        self._fetcher = ExampleFetcher(config, rank, world_size, exchange, answer_row)
+        self._shares = shares
         self._reader = reader
 
     def fetch(self, rows: Sequence[ScoredGroup]) -> list[list[SharedExample]]:
         """The examples of each optimizer step of an update, which is given references to all of them. Collective."""
+        if not rows:
+            return []
         size = self._settings.batch_size
-        return self._fetcher.fetch([rows[n : n + size] for n in range(0, len(rows), size)]) if rows else []
+        parts = [rows[n : n + size] for n in range(0, len(rows), size)]
+        entries = DataRows(parts, self._config.learner, answer_row, self._config.timeouts.object_s)
+        return entries.in_parts(self._shares.fetch(entries))
 
     def terms(
         self, policy: nn.Module, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter

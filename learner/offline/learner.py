@@ -14,8 +14,7 @@ from cluster.roles import UpdateReport
 from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
-from learner.critic.rows import Values
-from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.entries import DataRows
 from learner.examples.examples import Example, ExampleTotals, SharedExample, collate_examples, totals_of
 from learner.gradient_step import Term
 from learner.learner import Learner
@@ -23,7 +22,6 @@ from learner.meter import Meter
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
 from learner.optim.slow import NullSlow, SlowWeights
-from learner.shares import all_ranks
 
 
 class OfflineLearner(Learner):
@@ -35,7 +33,6 @@ class OfflineLearner(Learner):
     def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
         super().__init__(config, rank, world_size, banned_ids)
         self._offline_objective = build_objective(config, self._scoring.canary)
-        self._examples = ExampleFetcher(config, rank, world_size, all_ranks, self._offline_objective.row)
 
     def connect(self, init_method: str) -> None:
         """As of a learner; the initial weights of a flow model are kept to compare with."""
@@ -44,18 +41,9 @@ class OfflineLearner(Learner):
         self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     @profiled
-    def update(
-        self,
-        groups: Sequence[ScoredGroup],
-        version: int,
-        supervised: Sequence[ScoredGroup] = (),
-        values: Values = (),
-    ) -> UpdateReport:
-        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped. There are
-        no others beside them, and no critic.
-        """
-        assert not supervised and not values, "algorithm.supervised and a critic are refused beside offline.job"
-        examples = self._compared(*self._examples.fetch([groups]))
+    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
+        examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter()
         rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
         is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
@@ -68,12 +56,16 @@ class OfflineLearner(Learner):
 
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The job's metrics on these rows, with the weights as they are."""
-        examples = self._compared(*self._examples.fetch([groups]))
+        examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter()
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 self._part(totals, meter, rows)
         return meter.reduce()
+
+    def _examples(self, groups: Sequence[ScoredGroup]) -> list[SharedExample]:
+        row, timeout_s = self._offline_objective.row, self._config.timeouts.object_s
+        return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Examples of a flow model with what the initial weights predict, this rank's own share of them."""

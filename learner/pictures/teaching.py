@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cluster.records.media import MediaReader
 from learner.backends.base import Backend
+from learner.examples.examples import ExampleOutline, all_whole
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.policies.base import Velocities
@@ -26,9 +27,18 @@ class PictureExample:
     sequence: CleanSequence
     is_trained: bool = True
     group: ClassVar[None] = None  # it has no siblings
+    labels: ClassVar[tuple[float, ...]] = ()
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.is_trained)
 
     def untrained(self) -> PictureExample:
         return replace(self, is_trained=False)
+
+
+SharedPicture = PictureExample | ExampleOutline
+"""A picture as a rank has it: whole if it takes it through the model."""
 
 
 class PictureTrainer:
@@ -50,14 +60,14 @@ class PictureTrainer:
         self._device = device
         self._replay = replace(replay, divergence="none")
 
-    def step(self, examples: Sequence[PictureExample], learning_rate: float) -> dict[str, float]:
+    def step(self, examples: Sequence[SharedPicture], learning_rate: float) -> dict[str, float]:
         """One step on the mean of (v - (noise - picture))^2 over pictures, levels and numbers.
 
         Source: Flow Matching for Generative Modeling, arXiv:2210.02747.
         """
         meter = Meter()
 
-        def loss(rows: Sequence[PictureExample]) -> Tensor:
+        def loss(rows: Sequence[SharedPicture]) -> Tensor:
             squares = errors(self._velocities(rows)).mean(1)
             part = torch.where(self._is_trained(rows), squares, 0.0).sum() / len(examples)
             meter.add(loss=part)
@@ -68,7 +78,7 @@ class PictureTrainer:
         counts = {"num_tokens": float(len(examples)), "learning_rate": learning_rate}
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
-    def answer_accuracy(self, examples: Sequence[PictureExample], replay: object) -> float:
+    def answer_accuracy(self, examples: Sequence[SharedPicture], replay: object) -> float:
         """The share of the velocities' squares that is predicted: 1 - sum (v - (noise - picture))^2 / sum (noise -
         picture)^2, and at least 0. It is 0 for a model that predicts 0, and 1 is out of reach: noise is no secret only
         where there is little else.
@@ -86,14 +96,14 @@ class PictureTrainer:
         sums = meter.reduce()
         return max(0.0, 1 - sums["missed"] / sums["asked"])
 
-    def _velocities(self, rows: Sequence[PictureExample]) -> Velocities:
-        batch = collate_noised([row.sequence for row in rows], self._reader, self._device)
+    def _velocities(self, rows: Sequence[SharedPicture]) -> Velocities:
+        batch = collate_noised([row.sequence for row in all_whole(rows, PictureExample)], self._reader, self._device)
         found = self._policy(batch, self._replay).velocities
         assert found is not None, "a flow model was given clean pictures"
         return found
 
-    def _is_trained(self, rows: Sequence[PictureExample]) -> Tensor:
-        return torch.tensor([row.is_trained for row in rows], device=self._device)
+    def _is_trained(self, rows: Sequence[SharedPicture]) -> Tensor:
+        return torch.tensor([row.is_trained for row in all_whole(rows, PictureExample)], device=self._device)
 
 
 def errors(found: Velocities) -> Tensor:

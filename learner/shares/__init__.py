@@ -1,7 +1,8 @@
-"""How a step's groups are shared out among the ranks: each fetches what it trains, and knows what credit reads."""
+"""How what a step trains is shared out among the ranks: each fetches its share, and knows what credit reads."""
 
 from __future__ import annotations
 
-from learner.shares.step_fetcher import Exchange, StepFetcher, all_ranks
+from learner.shares.share_fetcher import Exchange, ShareFetcher, all_ranks
+from learner.shares.step_groups import StepGroups
 
-__all__ = ["Exchange", "StepFetcher", "all_ranks"]
+__all__ = ["Exchange", "ShareFetcher", "StepGroups", "all_ranks"]

@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 import learner.batch
 from cluster.records.trajectory import ScoredGroup
-from learner.batch import fetch_items
 from learner.learner import Learner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.shares import StepGroups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -63,10 +63,10 @@ def filed(groups: Sequence[ScoredGroup], folder: Path) -> list[ScoredGroup]:
 
 
 class AllGroups:
-    """In the place of a StepFetcher: every rank fetches everything."""
+    """In the place of a ShareFetcher: every rank fetches everything."""
 
-    def fetch(self, groups: Sequence[ScoredGroup], version: int) -> list[list[Any]]:
-        return fetch_items(groups, version - 1, 1.0)
+    def fetch(self, entries: StepGroups) -> list[list[Any]]:
+        return entries.fetch(range(len(entries)))
 
 
 def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence[ScoredGroup]], out: Path) -> None:
@@ -87,7 +87,7 @@ def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence
         ranked.connect(met_at(ranked, rank, out / way / "address"))
         ranked.begin_rl()
         if way == "everything":
-            ranked._fetcher = AllGroups()
+            ranked._shares = AllGroups()
         metrics = [dict(ranked.update(groups, n + 1).metrics) for n, groups in enumerate(steps)]
         seen[way] = (metrics, weights(ranked), num_bytes)
         ranked.close()

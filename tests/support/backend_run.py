@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from learner_data import group, picture, prompt, random_groups, tiny_config
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from cluster.records.trajectory import ScoredGroup
@@ -55,7 +56,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     asked = prompt(tokenizer, "canary", [picture(9)])
     rows = [SupervisedExample(asked, answer, answer > 0), SupervisedExample(prompt(tokenizer, "t"), answer, answer > 0)]
     seen = {"before": weights(learner)}
-    seen |= {"supervised": learner.supervised_step(rows), "accuracy": learner.answer_accuracy(rows)}
+    seen |= {"supervised": learner.supervised_step(at_hand(rows)), "accuracy": learner.answer_accuracy(at_hand(rows))}
     learner.save(out / "start")
     seen["start"] = weights(learner)
     seen["metrics"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from backend_run import met_at, steps, weights
 from learner_data import picture, prompt
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from cluster.records.trajectory import FinishReason, ScoredGroup
@@ -43,7 +44,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     """RL begins from a supervised step; two updates, save, a third one; load, and the third one again."""
     answer = np.array([1, 2, 3], np.int32)
     asked = [prompt(tokenizer, "a", [picture(9)]), prompt(tokenizer, "b")]
-    learner.supervised_step([SupervisedExample(a, answer, answer > 0) for a in asked])
+    learner.supervised_step(at_hand([SupervisedExample(a, answer, answer > 0) for a in asked]))
     before = values(learner, updates[1])
     learner.begin_rl()
     seen = {"before": before, "start": values(learner, updates[1]), "policy_before": weights(learner)}

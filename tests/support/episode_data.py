@@ -19,6 +19,8 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 
+HANG_S = 60.0  # that a hanging step takes
+
 
 def episode_config(model: Path, *overrides: str) -> RunConfig:
     """A run whose prompts are observations; nothing of it is started."""
@@ -87,7 +89,7 @@ class Scripted:
                 case "raise":
                     raise RuntimeError("no step today")
                 case "hang":
-                    time.sleep(60)
+                    time.sleep(HANG_S)
                 case "die":
                     os._exit(3)
                 case "nan":

@@ -20,6 +20,7 @@ from cluster.metrics.report.chart_scales import write_duration
 from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, draw
 from cluster.metrics.report.page import render
 from cluster.metrics.report.run_folder import RunFolder
+from cluster.metrics.report.units import counted_in, unit_of
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 MAX_LINES = 6  # colours of the style sheet
@@ -93,12 +94,17 @@ def render_comparison(lines: Sequence[Line], *, by_epoch: bool) -> str:
     rows, charts = table(lines), _Charts(lines, by_epoch)
     return render(
         "comparison.html.j2",
+        unit=_unit(lines),
         lines=lines,
         rows=rows,
         value_names=list(dict.fromkeys(name for row in rows for name in row.values)),
         courses=[_course(line) for line in lines],
         drawings=[*charts.accuracy(), *charts.curves()],
     )
+
+
+def _unit(lines: Sequence[Line]) -> str:
+    return unit_of([run for line in lines for run in line.runs])
 
 
 def table(lines: Sequence[Line]) -> list[Row]:
@@ -174,7 +180,8 @@ class _Charts:
         """Metrics of the steps, those that any run has."""
         for name, title in _CURVES:
             metric = METRICS[name]
-            yield from self._draw(str(name), title, metric.help, partial(_step_values, name), unit=metric.unit)
+            title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, metric.help, metric.unit))
+            yield from self._draw(str(name), title, text, partial(_step_values, name), unit=unit)
 
     def _draw(
         self,

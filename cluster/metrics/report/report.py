@@ -20,6 +20,7 @@ from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_f
 from cluster.metrics.report.samples import ReportSample
 from cluster.metrics.report.sheets import Sheet, read_sheets
 from cluster.metrics.report.tables import write_tables
+from cluster.metrics.report.units import unit_of
 from cluster.metrics.report.videos import Video, read_videos
 from cluster.metrics.summary import Summary
 from cluster.workers.faults import Fault
@@ -92,7 +93,7 @@ def render_report(
     run: RunFolder, sheets: Sequence[Sheet] = (), videos: Sequence[tuple[int, Sequence[Video]]] = ()
 ) -> str:
     """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
-    status = run.summary.status if run.summary else _UNFINISHED
+    status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
     return render(
         "report.html.j2",
         run=run,
@@ -106,7 +107,8 @@ def render_report(
         after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
         facts=_facts(run),
         accuracy=accuracy_chart(run.steps, run.evaluations),
-        curves=curves(run.steps),
+        curves=curves(run.steps, unit),
+        unit=unit,
         phases=phases_chart(run.steps),
         shares=_phase_shares(run),
         staleness=_staleness_rows(run),
@@ -125,12 +127,12 @@ def _facts(run: RunFolder) -> list[Fact]:
     """The headline's numbers; without a summary only those that the records give."""
     if run.summary is None:
         return [Fact("steps", f"{len(run.steps):,}")]
-    s = run.summary
+    s, unit = run.summary, unit_of([run])
     return [
         Fact("steps", f"{s.num_steps:,}", f"version {s.version}"),
         Fact("wall time", chart_scales.write_duration(s.wall_s), _wall_time_of(s)),
         Fact("samples/s", _optional(s.samples_per_s), "of the whole loop"),
-        Fact("tokens/s", _optional(s.tokens_per_s), "of the whole loop"),
+        Fact(f"{unit}s/s", _optional(s.tokens_per_s), "of the whole loop"),
         Fact("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
         Fact("restarts", f"{s.restarts:,}", "after failures"),
         Fact("mean log-prob gap", _optional(s.logprob_gap_mean), f"largest {_optional(s.logprob_gap_max)}"),
@@ -138,7 +140,7 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("engines", f"{s.rollout_actors} × {s.sampler}", "rollout actors"),
         Fact("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
         Fact("canary", _optional(s.canary_max), "largest gap after a push"),
-        Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length)),
+        Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length, unit)),
         Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
         *_stage(run),
     ]
@@ -158,10 +160,10 @@ def _wall_time_of(summary: Summary) -> str:
     return "at least: that of the finished steps" if summary.status == "killed" else "start-up included"
 
 
-def _lengths_not_trained(lengths: Mapping[str, float]) -> str:
+def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
     """What was dropped beside what was trained: a longer mean there is a bias towards short responses."""
     found = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
-    return f"tokens; not trained: {found}" if found else "tokens"
+    return f"{unit}s; not trained: {found}" if found else f"{unit}s"
 
 
 def _phase_shares(run: RunFolder) -> list[PhaseShare]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.metrics.definitions import METRICS, MetricName
 from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, curve, draw
+from cluster.metrics.report.units import TOKEN, counted_in
 from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _PHASE_LABELS = {
@@ -35,8 +37,8 @@ def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[Evaluation
     )
 
 
-def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
-    """The other curves, in reading order; one without a value is left out."""
+def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Drawing]:
+    """The other curves, in reading order; one without a value is left out. `unit` is what a response is counted in."""
     charts = [
         _reward(steps),
         _preference(steps),
@@ -53,7 +55,13 @@ def curves(steps: Sequence[StepRecord]) -> list[Drawing]:
         _single(steps, MetricName.VALUE_LOSS, "Value loss", 5),
         _single(steps, MetricName.EXPLAINED_VARIANCE, "Explained variance", 4),
     ]
-    return [drawing for chart in charts if (drawing := draw(chart)) is not None]
+    return [drawing for chart in charts if (drawing := draw(_counted_in(unit, chart))) is not None]
+
+
+def _counted_in(unit: str, chart: Chart) -> Chart:
+    title, text, of = (counted_in(unit, words) for words in (chart.title, chart.help, chart.unit))
+    series = [replace(line, label=counted_in(unit, line.label)) for line in chart.series]
+    return replace(chart, title=title, help=text, unit=of, series=series)
 
 
 def phases_chart(steps: Sequence[StepRecord]) -> Drawing | None:

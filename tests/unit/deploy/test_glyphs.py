@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline
 from flow_model import made_loud
 from flow_run import FlowRun
 from PIL import Image
+from taught import at_hand
 
 from actors.datasets.rows import Row
 from actors.datasets.written.glyphs import rendered, write_glyphs
@@ -142,12 +143,12 @@ async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
     run.learner.connect("")
     examples = _examples(run.prepared)
     prompts = run.prompts(8)
-    checks = [await examples.checked(prompt, n) for n, prompt in enumerate(prompts)]
+    checks = at_hand([await examples.checked(prompt, n) for n, prompt in enumerate(prompts)])
     assert run.learner.answer_accuracy(checks) < 0.05, "the output of the model begins at 0"
-    losses = [
-        run.learner.supervised_step([await examples.taught(prompts[n % 8], 16 * step + n) for n in range(16)])["loss"]
-        for step in range(30)
-    ]
+    losses = []
+    for step in range(30):
+        batch = [await examples.taught(prompts[n % 8], 16 * step + n) for n in range(16)]
+        losses.append(run.learner.supervised_step(at_hand(batch))["loss"])
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
     assert run.learner.answer_accuracy(checks) > 0.3
 

@@ -15,12 +15,13 @@ import learner.examples.examples
 from cluster.records.media import MediaReader
 from cluster.records.trajectory import ScoredGroup
 from configs.schema import RunConfig
-from learner.examples.example_fetcher import ExampleFetcher
+from learner.examples.entries import DataRows
 from learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
 from learner.gradient_step import shares_of_ranks
 from learner.offline.objectives import build_objective
 from learner.policies.logprobs import PLAIN
 from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.shares import Exchange, ShareFetcher
 
 Parts = list[list[SharedExample]]
 
@@ -48,7 +49,12 @@ def fetched(
     """What each rank gets."""
     row = build_objective(config, PLAIN).row
     ranks = RanksInThreads(num_ranks, store)
-    return ranks.each(lambda n, meet: ExampleFetcher(config, n, num_ranks, meet, row).fetch(parts), unlucky)
+
+    def fetch(rank: int, exchange: Exchange) -> Parts:
+        entries = DataRows(parts, config.learner, row, 1.0)
+        return entries.in_parts(ShareFetcher(rank, num_ranks, exchange).fetch(entries))
+
+    return ranks.each(fetch, unlucky)
 
 
 def own_rows(part: list[SharedExample], config: RunConfig, rank: int, num_ranks: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from actors.reference.scorer import ReferenceScorer
@@ -295,16 +296,16 @@ def test_an_incomplete_checkpoint_is_refused(folder, tmp_path) -> None:
 def test_supervised_steps_teach_the_answers(folder, tokenizer) -> None:
     learner = connected(tiny_config(folder, "warm_start.learning_rate=0.003"))
     rows = examples(tokenizer, 4)
-    assert learner.answer_accuracy(rows) == 0
-    losses = [learner.supervised_step(rows)["loss"] for _ in range(40)]
+    assert learner.answer_accuracy(at_hand(rows)) == 0
+    losses = [learner.supervised_step(at_hand(rows))["loss"] for _ in range(40)]
     assert losses[0] == pytest.approx(math.log(len(tokenizer)), rel=0.2) and losses[-1] < 0.1
-    assert learner.answer_accuracy(rows) == 1
+    assert learner.answer_accuracy(at_hand(rows)) == 1
 
 
 def test_a_supervised_batch_with_nothing_to_train_has_loss_zero(folder, tokenizer) -> None:
     learner = connected(tiny_config(folder))
     before = weights(learner)
-    metrics = learner.supervised_step([example.untrained() for example in examples(tokenizer, 2)])
+    metrics = learner.supervised_step(at_hand([row.untrained() for row in examples(tokenizer, 2)]))
     assert metrics["loss"] == 0 and metrics["skipped"] == 1
     assert largest_difference(before, weights(learner)) == 0
 
@@ -316,7 +317,7 @@ def test_supervised_loss_is_the_mean_cross_entropy_of_answers_alone(folder, toke
     for row in rows:
         whole = dataclasses.replace(row.prompt, expanded_ids=row.sequence.token_ids)
         answers += learner.sequence_logprobs(whole)[row.prompt.num_tokens - 1 :].tolist()
-    assert learner.supervised_step(rows)["loss"] == pytest.approx(-np.mean(answers), abs=1e-5)
+    assert learner.supervised_step(at_hand(rows))["loss"] == pytest.approx(-np.mean(answers), abs=1e-5)
 
 
 def schedule(name: str, warmup_steps: int) -> LearnerConfig:

@@ -22,7 +22,7 @@ from learner.batch import LearnerItem, collate_items, fetch_items
 from learner.credit import Credit
 from learner.policies.base import RowOutline
 from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import Exchange, StepFetcher
+from learner.shares import Exchange, ShareFetcher, StepGroups
 from learner.shares.wanted import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
@@ -56,7 +56,7 @@ class Ranks(RanksInThreads):
         """What each rank gets; for `unlucky` every fetch fails."""
 
         def fetched(rank: int, exchange: Exchange) -> Steps:
-            return StepFetcher(self._config, rank, self.num, exchange).fetch(groups, version)
+            return ShareFetcher(rank, self.num, exchange).fetch(StepGroups(groups, version, self._config))
 
         return self.each(fetched, unlucky)
 

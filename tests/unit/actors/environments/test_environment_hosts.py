@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +12,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from episode_data import episode_config
+from episode_data import HANG_S, episode_config
 from PIL import Image
 
 from actors.environments.base import Action, EpisodeError
@@ -45,7 +47,8 @@ assert not ray.is_initialized()
 
 def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
     words = [f"environment.options={{fault: '{fault}'}}"]
-    limits = ["environment.step_timeout_s=0.5", "environment.num_train=3", f"environment.host={host}"]
+    limits = ["environment.start_timeout_s=240", "environment.step_timeout_s=0.5"]
+    limits += ["environment.num_train=3", f"environment.host={host}"]
     return episode_config(Path("model"), *words, *limits).environment
 
 
@@ -77,10 +80,21 @@ async def test_a_picture_in_a_text_only_model_is_refused() -> None:
     assert (await failure("", "inline", takes_pictures=False)).kind == "picture_in_text_model"
 
 
-async def test_a_process_that_hangs_is_killed_at_its_deadline_and_one_that_dies_is_replaced() -> None:
-    start = time.monotonic()
+async def test_a_process_that_hangs_is_killed_at_its_deadline() -> None:
+    pool = EnvironmentPool(config("hang", host="process"), takes_pictures=True)
+    with pytest.raises(EpisodeError) as caught:
+        async with pool.session() as session:
+            await session.reset(1)
+            process, asked = session._environment._process, time.monotonic()
+            await session.step(Action("go"))
+    assert caught.value.kind == "timed_out"
+    assert time.monotonic() - asked < HANG_S, "the step has not waited until the environment answered"
+    assert await asyncio.to_thread(process.wait, HANG_S) == -signal.SIGKILL
+    pool.close()
+
+
+async def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     assert (await failure("hang", "process")).kind == "timed_out"
-    assert time.monotonic() - start < 45
     assert (await failure("die", "process")).kind == "process_died"
 
 

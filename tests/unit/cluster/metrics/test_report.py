@@ -76,6 +76,17 @@ def test_a_full_run_shows_every_curve_table_and_sample(tmp_path: Path) -> None:
     assert "<b>0.520</b>" in text
 
 
+def test_a_flow_model_is_counted_in_denoising_steps(tmp_path: Path) -> None:
+    write_run(tmp_path / "pictures", num_steps=3)
+    assert "tokens" in report(tmp_path / "pictures")
+    path = tmp_path / "pictures" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sampler": "flow"}))
+    text = re.sub(r"<style>.*?</style>", "", report(tmp_path / "pictures"), flags=re.DOTALL)
+    assert "token" not in text.replace("tokens_per_s", "").replace("max_tokens", "")
+    for needle in ("denoising steps/s", "Mean number of denoising steps of a response", "Clipped denoising steps"):
+        assert needle in text
+
+
 def test_the_report_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     write_run(tmp_path / "digits", num_steps=3)
     text = report(tmp_path / "digits")

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import PlacementError
-from cluster.runtime.placement import NodeResources, PlacementPlan, check_room, needed_roles, plan_placement, plan_table
+from cluster.runtime.placement import (
+    NodeResources,
+    PlacementPlan,
+    check_room,
+    needed_roles,
+    plan_placement,
+    plan_table,
+    training_roles,
+)
 from cluster.runtime.placement_groups import bundle_of
 from configs.load import load_config
 from configs.schema import ResourcesConfig, WorkerResources
@@ -124,6 +132,12 @@ def test_role_that_is_not_needed_is_not_placed() -> None:
     plan = plan_placement(config.resources, [LAPTOP], needed_roles(config))
     assert plan.of_role("reference") == ()
     assert "reference" in needed_roles(load_config(["experiment=digits"]))
+
+
+def test_a_replay_needs_the_ranks_that_train() -> None:
+    assert training_roles(load_config(["experiment=ppo_gae"])) == ("learner",)
+    apart = load_config(["experiment=ppo_gae", "algorithm.critic.place=own_ranks", "resources.critic.num_workers=1"])
+    assert training_roles(apart) == ("learner", "critic")
 
 
 def test_learner_ranks_stay_together_where_they_all_fit() -> None:

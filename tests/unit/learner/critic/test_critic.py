@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from taught import at_hand
 from transformers import AutoTokenizer
 
 from cluster.errors import CheckpointError
@@ -301,7 +302,7 @@ def test_the_critic_starts_from_the_policy_that_rl_begins_with(folder, tokenizer
     loaded = copied(critic_of(learner)._model)
     answer = np.array([1, 2, 3], np.int32)
     rows = [SupervisedExample(prompt(tokenizer, "t", [picture(1)]), answer, answer > 0)]
-    learner.supervised_step(rows)
+    learner.supervised_step(at_hand(rows))
     assert difference(loaded, copied(critic_of(learner)._model)) == 0
     learner.begin_rl()
     policy = dict(learner._outgoing.plain_state(learner._backend))

@@ -1,0 +1,109 @@
+"""Rows of a data set, and examples of the warm start, as ranks share them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from cluster.records.media import MediaHandle
+from cluster.records.trajectory import ScoredGroup
+from cluster.runtime.object_store import fetch_or_miss
+from configs.schema import LearnerConfig
+from learner.examples.examples import Example, ExampleOutline, Outlined, Row, fetch_examples
+from learner.gradient_step import shares_of_ranks
+from learner.policies.base import RowOutline
+
+UNKNOWN = ""  # what a summary has no room for
+Parts = Sequence[Sequence[ScoredGroup]]
+X = TypeVar("X", bound=Outlined)
+
+
+class _Examples(Generic[X]):
+    """Entries that are examples: a rank fetches those that it takes through the model. `sizes` are those of the parts:
+    a part is what one pass takes, shared out by itself."""
+
+    def __init__(self, sizes: Sequence[int], config: LearnerConfig) -> None:
+        self._sizes = sizes
+        self._config = config
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    def in_parts(self, examples: Sequence[X | ExampleOutline]) -> list[list[X | ExampleOutline]]:
+        """Examples of all entries, part by part."""
+        remaining: Iterator[X | ExampleOutline] = iter(examples)
+        return [[next(remaining) for _ in range(size)] for size in self._sizes]
+
+    def wanted(self, entries: Sequence[X | ExampleOutline], num_ranks: int) -> list[set[int]]:
+        """For each rank the places of those that it takes; rows that only keep step with other ranks are among them."""
+        wanted: list[set[int]] = [set() for _ in range(num_ranks)]
+        for part in filter(None, self.in_parts([ExampleOutline.of(entry, n) for n, entry in enumerate(entries)])):
+            for own, shares in zip(wanted, shares_of_ranks(part, self._config, num_ranks), strict=True):
+                own.update(outline.index for share in shares for outline in share)  # type: ignore[union-attr]
+        return wanted
+
+    def outline(self, entry: X | ExampleOutline, place: int) -> ExampleOutline:
+        return ExampleOutline.of(entry, place)
+
+    def restored(self, outline: ExampleOutline) -> X | ExampleOutline:
+        return outline
+
+
+class DataRows(_Examples[Example]):
+    """Implements `learner.shares.share_fetcher.Entries` over rows of a data set.
+
+    Example:
+        rows = DataRows([first, second], config.learner, answer_row, timeout_s=60)
+        first, second = rows.in_parts(shares.fetch(rows))
+    """
+
+    def __init__(self, parts: Parts, config: LearnerConfig, row: Row, timeout_s: float) -> None:
+        super().__init__([len(part) for part in parts], config)
+        self._rows = [row for part in parts for row in part]
+        self._row = row
+        self._timeout_s = timeout_s
+
+    def expected(self) -> list[Example | ExampleOutline]:
+        return [_expected(row, place) for place, row in enumerate(self._rows)]
+
+    def fetch(self, places: Sequence[int]) -> list[Example | ExampleOutline]:
+        return [*fetch_examples([self._rows[n] for n in places], self._row, self._timeout_s)]
+
+
+@dataclass(frozen=True)
+class StoredExample:
+    """An example of the warm start by its size, and where its content is."""
+
+    outline: ExampleOutline
+    content: Any  # the example, or a reference to it
+
+
+def stored_examples(examples: Sequence[Outlined], put: Callable[[Any], Any]) -> list[StoredExample]:
+    """The examples of one pass; `put` stores one and returns what `cluster.runtime.object_store.fetch` resolves."""
+    return [StoredExample(ExampleOutline.of(example, n), put(example)) for n, example in enumerate(examples)]
+
+
+class TaughtExamples(_Examples[Any]):
+    """Implements `learner.shares.share_fetcher.Entries` over examples of the warm start, whose sizes are known."""
+
+    def __init__(self, stored: Sequence[StoredExample], config: LearnerConfig, timeout_s: float) -> None:
+        super().__init__([len(stored)], config)
+        self._stored = stored
+        self._timeout_s = timeout_s
+
+    def expected(self) -> list[Any]:
+        return [example.outline for example in self._stored]
+
+    def fetch(self, places: Sequence[int]) -> list[Any]:
+        contents = [self._stored[n].content for n in places]
+        return fetch_or_miss(contents, timeout_s=self._timeout_s, what="examples of the warm start")
+
+
+def _expected(row: ScoredGroup, place: int) -> ExampleOutline:
+    """What a summary lets expect, good enough to guess who takes the row."""
+    summary = row.summary
+    num_targets = max(summary.num_steps)
+    num_tokens = summary.num_trajectories * (summary.num_prompt_tokens + num_targets)
+    media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
+    return ExampleOutline(place, RowOutline(num_targets, num_tokens, summary.num_media_tokens, media), num_targets, ())

@@ -1,0 +1,53 @@
+"""Ranks of a real run, of the policy and of its critic, that reach the moments of a `Saboteur` in a given step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from struck_roles import saboteur
+
+from cluster.records.trajectory import ScoredGroup
+from cluster.roles import UpdateReport
+from learner.critic.rows import Values
+from learner.critic_ranks.critic_rank import CriticRank
+from learner.learner import Learner
+
+
+class StruckCritic(CriticRank):
+    """Faults come before it values the step that makes version V (`critic_values_V`) and after each of its optimizer
+    steps (`critic_trains_V`)."""
+
+    def connect(self, init_method: str) -> None:
+        super().connect(init_method)
+        saboteur().enlist(f"critic/{self._rank}")
+
+    def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> tuple[int, Values]:
+        saboteur().moment(f"critic_values_{version}")
+        return super().value(groups, version, kl)
+
+    def train(self, version: int) -> Any:
+        with _reached_by_each_step_of(self._critic._optimizer, f"critic_trains_{version}"):
+            return super().train(version)
+
+
+class StruckLearner(Learner):
+    """Faults come after each of its optimizer steps (`learner_trains_V`)."""
+
+    def connect(self, init_method: str) -> None:
+        super().connect(init_method)
+        saboteur().enlist(f"learner/{self._rank}")
+
+    def update_with(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
+        with _reached_by_each_step_of(self._optimizer, f"learner_trains_{version}"):
+            return super().update_with(groups, version, **more)
+
+
+@contextmanager
+def _reached_by_each_step_of(optimizer: Any, moment: str) -> Iterator[None]:
+    hook = optimizer.register_step_post_hook(lambda *_: saboteur().moment(moment) and None)
+    try:
+        yield
+    finally:
+        hook.remove()

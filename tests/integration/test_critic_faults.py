@@ -1,0 +1,183 @@
+"""PPO with the critic on ranks of its own: a rank or the driver is killed in the middle of a step, and the run ends
+with the policy and the critic of a run without faults, bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import PROMPTS_PER_STEP, Job, none_left
+from sabotage import Saboteur
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from cluster.recovery.checkpoints import newest_learner_state
+from cluster.replay.trajectory_log import TrajectoryLog
+from learner.state import load_algorithm
+
+pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+
+SCRIPT = Path(__file__).with_name("struck_critic_job.py")
+NUM_STEPS = 6
+WORDS = (
+    "experiment=ppo_gae",
+    "resources=laptop",
+    "sampler=huggingface",  # one group at a time: the same numbers in every run
+    "sampler.max_tokens=8",
+    "resources.rollout.num_workers=1",
+    "resources.learner.num_workers=2",
+    "resources.critic.num_workers=2",
+    "algorithm.critic.place=own_ranks",
+    "algorithm.critic.warmup_steps=1",
+    "algorithm.max_staleness=0",
+    "algorithm.num_minibatches=2",
+    "algorithm.kl.coef=0.1",
+    "algorithm.kl.controller=adaptive",
+    "algorithm.kl.horizon=50",
+    "algorithm.shaping.running_moments=scale",
+    "learner.warmup_steps=0",
+    f"num_steps={NUM_STEPS}",
+    "checkpoints.interval_steps=2",
+    "replay.trajectory_log=true",
+    "resume=auto",
+)
+STEP_VALUES = ("loss", "kl", "kl_coef", "grad_norm", "value_loss", "critic_grad_norm", "explained_variance")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run left: its report, the groups of each step, and the newest state of all that is trained."""
+
+    job: Job
+    report: RunFolder
+    trained: list[list[int]]  # places of the prompts in the first epoch, by step
+    policy: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+def ended(job: Job) -> Ended:
+    log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
+    newest = newest_learner_state(job.run_folder / "checkpoints")
+    assert newest is not None and newest[0] == NUM_STEPS
+    folder = newest[1]
+    parts = {
+        name: _loaded(folder / place, job.folder / name) for name, place in (("policy", "."), ("critic", "critic"))
+    }
+    return Ended(
+        job,
+        read_run_folder(job.run_folder),
+        [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()],
+        load_file(job.run_folder / "policy" / "model.safetensors"),
+        {**parts, "algorithm": load_algorithm(folder)},
+    )
+
+
+def _loaded(folder: Path, file: Path) -> dict[str, Any]:
+    """The weights and the optimizer's state that all ranks wrote to `folder`."""
+    dcp_to_torch_save(folder, file)
+    return torch.load(file)
+
+
+def _place(group_id: str) -> int:
+    epoch, place, _ = group_id.split("/", maxsplit=2)
+    assert epoch == "0"
+    return int(place)
+
+
+def job_in(folder: Path) -> Job:
+    return Job(folder, (*WORDS, f"data.path={folder / 'digits'}"))
+
+
+def start(job: Job) -> Any:
+    return job.start(str(SCRIPT), str(job.folder))
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    job = job_in(tmp_path_factory.mktemp("unharmed"))
+    try:
+        job.finish(start(job))
+        yield ended(job)
+    finally:
+        job.end()
+
+
+def assert_is_the_same(found: Ended, expected: Ended) -> None:
+    assert (found.report.summary.status, found.report.summary.version) == ("done", NUM_STEPS)
+    places = list(range(NUM_STEPS * PROMPTS_PER_STEP))
+    assert found.trained == [places[i : i + PROMPTS_PER_STEP] for i in range(0, len(places), PROMPTS_PER_STEP)]
+    assert found.job.steps == list(range(1, NUM_STEPS + 1))
+    assert _values(found) == _values(expected)
+    assert found.policy.keys() == expected.policy.keys()
+    assert all(torch.equal(tensor, expected.policy[name]) for name, tensor in found.policy.items())
+    assert set(found.state["critic"]) == {"model", "optimizer", "version"}
+    assert _same(found.state, expected.state)
+
+
+def _values(run: Ended) -> list[dict[str, float]]:
+    """Of each step; where the critic trains alone the policy has none."""
+    return [{name: step.values[name] for name in STEP_VALUES if name in step.values} for step in run.report.steps]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_there_is_something_to_lose(unharmed: Ended) -> None:
+    steps = [step.values for step in unharmed.report.steps]
+    assert len({step["kl_coef"] for step in steps}) >= NUM_STEPS - 2
+    assert len({step["value_loss"] for step in steps}) == NUM_STEPS
+    assert [step["learning_rate"] > 0 for step in steps] == [False] + [True] * (NUM_STEPS - 1)
+    assert steps[-1]["optimizer_steps"] == 4, "two of each model"
+
+
+def test_a_rank_of_either_group_that_is_killed_in_a_step_costs_nothing_but_time(
+    unharmed: Ended, tmp_path: Path
+) -> None:
+    """Both groups go back to the newest checkpoint together, and the steps after it are repeated."""
+    faults = [("critic_trains_2", "critic/1"), ("learner_trains_4", "learner/0"), ("critic_values_5", "critic/0")]
+    job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
+    for moment, victim in faults:
+        saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
+    try:
+        job.finish(start(job))
+        none_left(job.marks[0])
+    finally:
+        job.end()
+    assert saboteur.struck == [f"{moment} {victim} 9" for moment, victim in faults]
+    found = ended(job)
+    assert found.report.summary.restarts == len(faults)
+    assert_is_the_same(found, unharmed)
+
+
+@pytest.mark.parametrize("version", [1, 4])
+def test_a_run_that_is_killed_in_a_step_and_resumed_ends_with_the_same_weights(
+    unharmed: Ended, tmp_path: Path, version: int
+) -> None:
+    """The critic trains on the step when its driver is killed; journal and checkpoints are what is left."""
+    job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
+    saboteur.plan(f"critic_trains_{version}", victim="driver", signal=signal.SIGKILL)
+    try:
+        assert start(job).wait(600) == -signal.SIGKILL, job.output
+        none_left(job.marks[0])
+        job.finish(start(job))
+    finally:
+        job.end()
+    assert saboteur.struck == [f"critic_trains_{version} driver 9"]
+    assert_is_the_same(ended(job), unharmed)
+
+
+def test_the_run_is_replayed_to_the_same_weights(unharmed: Ended) -> None:
+    """`mobula replay` trains the recorded groups again, with a critic on ranks of its own."""
+    unharmed.job.finish(unharmed.job.start_command("replay", str(unharmed.job.run_folder)))
+    assert unharmed.job.output.strip().endswith("largest difference of a weight from the run's own policy: 0")

@@ -1,0 +1,13 @@
+"""Examples of a warm start as a learner's ranks take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from learner.examples.entries import StoredExample, stored_examples
+from learner.examples.examples import Outlined
+
+
+def at_hand(examples: Sequence[Outlined]) -> list[StoredExample]:
+    """The examples by value."""
+    return stored_examples(examples, lambda example: example)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +181,9 @@ def kill(handle: ray.actor.ActorHandle) -> None:
     ray.kill(handle, no_restart=True)
 
 
+BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # the numbers of the cores that an engine on CPU binds its threads to
+
+
 @dataclass(frozen=True)
 class Seat:
     """What a process needs of its place in the plan."""
@@ -188,6 +191,19 @@ class Seat:
     cores: tuple[int, ...]
     num_threads: int
     log: Path | None
+
+
+def _claim(cores: Sequence[int]) -> None:
+    """Bind this process to the cores at these positions among those that it may use. Ray may count more CPUs than there
+    are: positions beyond them begin again with the first core.
+    """
+    usable = sorted(os.sched_getaffinity(0))
+    claimed = sorted({usable[core % len(usable)] for core in cores})
+    if max(cores) >= len(usable):
+        _logger.warning("bound to cores %s: Ray counts more CPUs here than the %d usable ones", claimed, len(usable))
+    os.sched_setaffinity(0, claimed)
+    if BOUND_THREADS in os.environ:
+        os.environ[BOUND_THREADS] = ",".join(map(str, claimed))
 
 
 def _hosted(role: type, name: str) -> type:
@@ -201,8 +217,7 @@ def _hosted(role: type, name: str) -> type:
             if seat.log is not None:
                 write_to(seat.log, name)
             if seat.cores:
-                usable = sorted(os.sched_getaffinity(0))
-                os.sched_setaffinity(0, [usable[core] for core in seat.cores])
+                _claim(seat.cores)
             use_node_interface()
             try:
                 super().__init__(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Jobs:
         from ray.dashboard.modules.job.sdk import JobSubmissionClient
         from ray.exceptions import AuthenticationError
 
+        logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.WARNING)  # it says when its socket closes
         self._address = address
         try:
             self._client = JobSubmissionClient(address)

@@ -13,7 +13,7 @@ from cluster.runtime.autoscaling import Autoscaler
 from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
 from cluster.runtime.placement_groups import Booking, book_more, bundle_of, cluster_nodes, remove_placement_groups
-from cluster.runtime.ray_actors import spawn, spawn_named
+from cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
 from cluster.runtime.role_log import role_log
 from configs.schema import RunConfig
 from deploy.host.session import Session
@@ -141,7 +141,7 @@ class Spawner:
         alive = {node.node_id for node in cluster_nodes()}
         gone = {self._placed[name].node_id for name in names if name in self._placed} - alive
         if gone:
-            _logger.warning("%s get another place: node %s is gone", ", ".join(names), ", ".join(sorted(gone)))
+            _logger.warning("another place for %s: node %s is gone", ", ".join(names), ", ".join(sorted(gone)))
             self._give_up({name: self._bookings.pop(name) for name in names})
 
     def _give_up(self, bookings: Mapping[str, Booking]) -> None:
@@ -167,7 +167,7 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
     if config.resources.device == "cuda":
         return {}
     cores = ",".join(str(core) for core in worker.cores)
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": cores} if cores else {}
+    binding = {BOUND_THREADS: cores} if cores else {}
     eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.enforce_eager else {}
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
 

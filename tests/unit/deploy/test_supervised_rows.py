@@ -45,7 +45,7 @@ async def test_a_step_has_its_rows_with_their_pictures_and_unusable_ones_are_nam
     monkeypatch.setattr(build.ray, "put", lambda value: value)
     prepared = prepare(config_of(folder), lambda value: value)
     assert [(skipped.sample, skipped.reason) for skipped in prepared.skipped] == [("long", "too_long")]
-    found, again = (build._supervised_rows(prepared) for _ in range(2))
+    found, again = (build.supervised_rows(prepared) for _ in range(2))
     first, second = await found.of(1), await found.of(2)
     assert [len(first), len(second)] == [4, 4], "two minibatches of two rows each"
     names = [row.summary.sample_id for row in (*first, *second)]
@@ -61,7 +61,7 @@ async def test_a_step_has_its_rows_with_their_pictures_and_unusable_ones_are_nam
 def test_a_run_without_rows_has_none(folder: Path) -> None:
     off = ("algorithm.supervised.coef=0", "algorithm.supervised.path=")
     config = config_of(folder, *off)
-    assert build._supervised_rows(prepare(config, lambda value: value)) is None
+    assert build.supervised_rows(prepare(config, lambda value: value)) is None
     assert "algorithm.supervised" not in run_identity(config) and "algorithm.supervised" in run_identity(
         config_of(folder)
     )

@@ -105,6 +105,7 @@ def test_where_nothing_listens_no_cluster_answers(nowhere: str) -> None:
 
 def test_a_run_names_a_cluster_that_does_not_admit_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, AuthenticationError("InvalidAuthToken"))
+    monkeypatch.setattr(session.ray, "is_initialized", lambda: False)  # other tests of this process connect to Ray
     with pytest.raises(PreflightError, match=f"cluster at {address} asks for a token"):
         with session.ray_session(load_config(["experiment=digits", f"resources.address={address}"])):
             pass

@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
 BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
+BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # the numbers of the cores that an engine on CPU binds its threads to
 
 
 def spawn(
@@ -179,9 +180,6 @@ async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) ->
 def kill(handle: ray.actor.ActorHandle) -> None:
     """End the role's process at once, whatever it does."""
     ray.kill(handle, no_restart=True)
-
-
-BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # the numbers of the cores that an engine on CPU binds its threads to
 
 
 @dataclass(frozen=True)

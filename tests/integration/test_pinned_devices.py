@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 @pytest.fixture
 def address() -> Iterator[str]:
     """Of a cluster whose first raylet has the GPUs 0 to 2 and whose second has GPU 3. No such GPU has to be there: Ray
-    counts what it is told."""
+    counts those of `--num-gpus`."""
     sessions = Path(tempfile.mkdtemp(prefix="mp", dir="/tmp"))  # sockets below it have short names
     found = f"127.0.0.1:{free_port()}"
     port = found.rpartition(":")[2]

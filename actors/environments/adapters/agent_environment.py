@@ -68,7 +68,7 @@ class AgentEnvironment:
         if not tasks:
             raise EpisodeError("no_task", f"seed {seed} is of a split for which no task was set aside")
         self._talk = self._endpoint.open()
-        self._episode, outcome = self._programs.play(tasks[place % len(tasks)], self._talk.url, {})
+        self._episode, outcome = self._programs.play(tasks[place % len(tasks)], self._talk.url)
         outcome.add_done_callback(self._talk.events.put)
         found = self._next()
         if not isinstance(found, Call):

@@ -15,7 +15,7 @@ class AgentPrograms(Protocol):
 
     num_tasks: int
 
-    def play(self, task: int, base_url: str, headers: Mapping[str, str]) -> tuple[str, Future[Outcome]]:
+    def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
         """Begin a task; the episode's id, and what comes of it."""
         ...
 

@@ -86,12 +86,12 @@ class VerifiersProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def play(self, task: int, base_url: str, headers: Mapping[str, str]) -> tuple[str, Future[Outcome]]:
-        """Begin a task against the endpoint at `base_url`; the episode's id, and what comes of it."""
+    def play(self, task: int, base_url: str, headers: Mapping[str, str] | None = None) -> tuple[str, Future[Outcome]]:
+        """Begin a task; the episode's id, and what comes of it. Calls to the endpoint at `base_url` carry `headers`."""
         name, outcome = uuid4().hex, Future[Outcome]()
         with self._lock:
             self._playing[name] = outcome
-        self._write({"id": name, "task": task, "base_url": base_url, "headers": dict(headers), **self._common})
+        self._write({"id": name, "task": task, "base_url": base_url, "headers": dict(headers or {}), **self._common})
         return name, outcome
 
     def cancel(self, name: str) -> None:

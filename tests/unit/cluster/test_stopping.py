@@ -232,7 +232,7 @@ async def test_a_version_that_is_saved_is_not_saved_again(tmp_path: Path) -> Non
     again = HeldLearner(version=0)
     run = a_run(tmp_path, learner=again, pauses=endless(5))
     await stopped(run, until(lambda: run.rollouts.num_in_flight == 1))
-    assert again.num_saves == 0, "it is the one that the run was resumed from"
+    assert again.num_saves == 0, "the run was resumed from a checkpoint of this version"
 
 
 async def test_before_its_first_step_a_run_has_the_checkpoint_of_version_0_alone(tmp_path: Path) -> None:

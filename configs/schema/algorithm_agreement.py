@@ -189,15 +189,15 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
     """With its adapters off, as `reference.place=learner_ranks` asks, it has to be the initial policy."""
     if config.reference.place == "scorers":
         return None
-    algorithm, sampler = config.algorithm, config.sampler
+    algorithm, sampler, job = config.algorithm, config.sampler, config.offline.job
+    reads = algorithm.kl.coef > 0 or job == "dpo"
     needed = {
         "policy.lora.rank above 0, since there are no adapters to turn off": config.policy.lora.is_on,
         "warm_start=none, since one would teach the adapters": config.warm_start.num_steps == 0,
-        "algorithm.kl.coef above 0, since nothing reads a reference": algorithm.kl.coef > 0,
+        "algorithm.kl.coef above 0 or offline.job=dpo, since nothing reads a reference": reads,
         "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
         "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
         "sampler.kind=vllm or huggingface": not (sampler.is_flow or sampler.draws_tokens),
-        "offline.job=none": not config.offline.is_on,
         "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
     }
     missing = [what for what, is_there in needed.items() if not is_there]
@@ -206,13 +206,34 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
     return f"reference.place=learner_ranks needs {'; and '.join(missing)}: set these, or reference.place=scorers"
 
 
-def _epochs_have_a_ratio(config: RunConfig) -> str | None:
+def _other_policies_have_a_ratio(config: RunConfig) -> str | None:
+    """Only the first minibatch of a step is of the policy that is trained; of older ones a correction may make up."""
     algorithm = config.algorithm
-    if algorithm.loss != "reinforce" or algorithm.num_epochs == 1:
+    if algorithm.loss != "reinforce":
+        return None
+    found = [name for name in ("num_epochs", "num_minibatches") if getattr(algorithm, name) > 1]
+    if not found and algorithm.max_staleness > 0 and algorithm.correction == "none":
+        return (
+            f"algorithm.loss=reinforce has no ratio, so algorithm.max_staleness={algorithm.max_staleness} would train "
+            "on tokens of an older policy as if they were its own: set algorithm.max_staleness=0, or "
+            "algorithm.old_logprobs=recomputed with algorithm.correction=tis_token, or algorithm.loss=cispo"
+        )
+    if not found:
         return None
     return (
-        f"algorithm.loss=reinforce has no ratio, so algorithm.num_epochs={algorithm.num_epochs} would train on tokens "
-        "of another policy as if they were its own: set algorithm.num_epochs=1, or algorithm.loss=cispo"
+        f"algorithm.loss=reinforce has no ratio, so algorithm.{found[0]}={getattr(algorithm, found[0])} would train on "
+        f"tokens of another policy as if they were its own: set algorithm.{found[0]}=1, or algorithm.loss=cispo"
+    )
+
+
+def _lengths_have_siblings(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.shaping.length_penalty == 0 or algorithm.samples_per_prompt > 1:
+        return None
+    return (
+        f"algorithm.shaping.length_penalty={algorithm.shaping.length_penalty:g} compares the lengths of siblings, and "
+        "algorithm.samples_per_prompt=1 leaves none: raise algorithm.samples_per_prompt, or set "
+        "algorithm.shaping.length_penalty=0"
     )
 
 
@@ -313,7 +334,8 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _supervised_rows_have_a_policy_of_tokens,
     _every_rank_gets_a_supervised_row,
     _the_learner_is_its_own_reference,
-    _epochs_have_a_ratio,
+    _other_policies_have_a_ratio,
+    _lengths_have_siblings,
     _optimizer_fits_the_backend,
     _values_have_a_critic,
     _critic_has_a_reader,

@@ -85,6 +85,13 @@ class Example:
         rows = [(c, c.sequence.with_old(part)) for c, part in zip(self.candidates, parts, strict=True)]  # type: ignore[attr-defined]
         return replace(self, candidates=tuple(replace(candidate, sequence=row) for candidate, row in rows))
 
+    def referred(self, logprobs: Sequence[np.ndarray]) -> Example:
+        """The same with the log-probs of the initial policy, float32 [at least T] a candidate."""
+        rows = zip(self.candidates, logprobs, strict=True)
+        return replace(
+            self, candidates=tuple(replace(c, reference_logprobs=found[: len(c.mask)].copy()) for c, found in rows)
+        )
+
     def untrained(self) -> Example:
         """The same example with nothing to learn from."""
         masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,13 +15,23 @@ from cluster.tracing.profiler import profiled
 from configs.schema import RunConfig
 from learner.backends.sharded import ShardedWriter
 from learner.examples.entries import DataRows
-from learner.examples.examples import Example, ExampleTotals, SharedExample, collate_examples, totals_of
+from learner.examples.examples import (
+    Example,
+    ExampleBatch,
+    ExampleTotals,
+    SharedExample,
+    all_whole,
+    collate_examples,
+    totals_of,
+)
 from learner.gradient_step import Term
 from learner.learner import Learner
 from learner.meter import Meter
 from learner.offline.objectives import build_objective
 from learner.optim import learning_rate
 from learner.optim.slow import NullSlow, SlowWeights
+from learner.policies.adapters import without_adapters
+from learner.policies.logprobs import PLAIN
 
 
 class OfflineLearner(Learner):
@@ -68,18 +78,36 @@ class OfflineLearner(Learner):
         return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
-        """Examples of a flow model with what the initial weights predict, this rank's own share of them."""
-        if not self._config.sampler.is_flow:
-            return examples
+        """Examples with what the initial weights make of them, this rank's own share: of a flow model the predicted
+        velocities, of adapters that are their own reference (`reference.place=learner_ranks`) the log-probs. Those of
+        other models have them from scorers, or need none.
+        """
+        if self._config.sampler.is_flow:
+            with self._initial.in_place(), self._backend.inference():
+                return self._measured(examples, self._predicted)
+        if self._config.reference.place == "learner_ranks":
+            # Adapters come back last: parameters that are still gathered are not those that an optimizer holds.
+            with without_adapters(self._policy), self._backend.inference():
+                return self._measured(examples, self._logprobs)
+        return examples
+
+    def _measured(
+        self, examples: list[SharedExample], measure: Callable[[ExampleBatch, Sequence[Example]], list[Example]]
+    ) -> list[SharedExample]:
         found: dict[int, SharedExample] = {}
-        with self._initial.in_place(), self._backend.inference():
-            for rows in self._step.shares(examples):
-                batch = collate_examples(rows, self._reader, self._device)
-                predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()
-                for row, part in zip(rows, np.split(predicted, len(rows)), strict=True):
-                    assert isinstance(row, Example), "collate_examples refuses others"
-                    found[id(row)] = row.compared(part)
+        for rows in self._step.shares(examples):
+            batch = collate_examples(rows, self._reader, self._device)
+            whole = all_whole(rows, Example)
+            found |= {id(row): new for row, new in zip(whole, measure(batch, whole), strict=True)}
         return [found.get(id(example), example) for example in examples]
+
+    def _predicted(self, batch: ExampleBatch, rows: Sequence[Example]) -> list[Example]:
+        predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()
+        return [row.compared(part) for row, part in zip(rows, np.split(predicted, len(rows)), strict=True)]
+
+    def _logprobs(self, batch: ExampleBatch, rows: Sequence[Example]) -> list[Example]:
+        logprobs = iter(self._policy(batch.tokens, PLAIN).logprobs.cpu().numpy())
+        return [row.referred([next(logprobs) for _ in row.candidates]) for row in rows]
 
     def _part(self, totals: ExampleTotals, meter: Meter, rows: Sequence[SharedExample]) -> Tensor:
         batch = collate_examples(rows, self._reader, self._device)

@@ -106,6 +106,18 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.kl.controller=adaptive", "algorithm.kl.coef=0"], ["algorithm.kl.coef to where it starts"]),
     (["algorithm.kl.estimator=k1"], ["expected gradient of 0", "algorithm.kl.place=reward"]),
     (["algorithm.loss=reinforce", "algorithm.num_epochs=2"], ["algorithm.num_epochs=2", "algorithm.loss=cispo"]),
+    (
+        ["algorithm.loss=reinforce", "algorithm.num_minibatches=4"],
+        ["algorithm.num_minibatches=4", "algorithm.loss=cispo"],
+    ),
+    (
+        ["algorithm.loss=reinforce", "algorithm.max_staleness=2"],
+        ["algorithm.max_staleness=2", "algorithm.correction=tis_token"],
+    ),
+    (
+        ["algorithm=reinforce_pp", "algorithm.samples_per_prompt=1", "algorithm.shaping.length_penalty=0.1"],
+        ["algorithm.samples_per_prompt=1", "raise"],
+    ),
     ([*TEACHER, "algorithm.kl.coef=0.1"], ["algorithm.kl.coef=0.1", "set algorithm.kl.coef=0, or leave the teacher"]),
     ([*TEACHER, "resources.reference.num_workers=0"], ["teacher=some/model", "set resources.reference.num_workers=1"]),
     ([*TEACHER, "algorithm.drop_uniform_groups=true"], ["reward_weight=0", "set algorithm.drop_uniform_groups=false"]),

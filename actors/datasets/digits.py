@@ -20,9 +20,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from actors.datasets.written.digit_clips import write_clip
+from actors.datasets.written.digit_pairs import PairRow, pair_row
 from actors.datasets.written.folder import install_dataset
 
-DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips"]
+DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips", "digit_pairs", "digit_sum_pairs"]
 
 FORMAT_VERSION = 1
 UPSCALE = 7
@@ -59,6 +60,7 @@ def write_digits(
 
     `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
     on each of 1 to 12 pictures and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
+    `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one beside it.
     Splits are stratified by digit and share no picture; train takes what validation and test leave. A split has as many
     rows as pictures. The same arguments give the same bytes.
 
@@ -76,7 +78,7 @@ def write_digits(
     return install_dataset(folder, marker, partial(_build, marker=marker))
 
 
-def _build(folder: Path, marker: Marker) -> dict[str, list[DigitRow]]:
+def _build(folder: Path, marker: Marker) -> Mapping[str, Sequence[DigitRow] | Sequence[PairRow]]:
     """Write pictures or clips into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
     splits = _split(labels, marker)
@@ -121,15 +123,22 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
     return {"train": train.tolist(), "validation": validation.tolist(), "test": test.tolist()}
 
 
-def _rows(marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
+def _rows(
+    marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
+) -> Sequence[DigitRow] | Sequence[PairRow]:
     """The questions of one split on the pictures `indices`."""
+    random = Random(f"{marker['seed']} {split}")
+    if marker["task"] == "digit_pairs":
+        return [pair_row(row, range(10), random) for row in _digit_rows(indices, labels)]
+    if marker["task"] == "digit_sum_pairs":
+        return [pair_row(row, range(19), random) for row in _sum_rows(indices, labels)]
     if marker["task"] == "digits":
         return _digit_rows(indices, labels)
     if marker["task"] == "digit_sum":
         return _sum_rows(indices, labels)
     if marker["task"] == "digit_clips":
         return _clip_rows(indices, labels)
-    return _list_rows(indices, labels, split=split, random=Random(f"{marker['seed']} {split}"))
+    return _list_rows(indices, labels, split=split, random=random)
 
 
 def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:

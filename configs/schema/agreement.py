@@ -25,7 +25,12 @@ Rule = Callable[["RunConfig"], str | None]
 
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
-MOST_PICTURES = {DataKind.DIGIT_SUM: 2, DataKind.DIGIT_LIST: 12, DataKind.NLVR2: 2}  # a prompt; of other tasks, 1
+MOST_PICTURES = {  # a prompt; of other tasks, 1
+    DataKind.DIGIT_SUM: 2,
+    DataKind.DIGIT_SUM_PAIRS: 2,
+    DataKind.DIGIT_LIST: 12,
+    DataKind.NLVR2: 2,
+}
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
@@ -414,7 +419,8 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
     if config.offline.job == "dpo":
         return (
             "offline.job=dpo compares with the initial policy, which reference scorers serve, but "
-            "resources.reference.num_workers=0: set resources.reference.num_workers=1"
+            "resources.reference.num_workers=0: set resources.reference.num_workers=1, or with policy.lora "
+            "reference.place=learner_ranks"
         )
     return (
         f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "

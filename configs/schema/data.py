@@ -24,6 +24,8 @@ class DataKind(StrEnum):
     DIGIT_SUM = "digit_sum"
     DIGIT_LIST = "digit_list"
     DIGIT_CLIPS = "digit_clips"
+    DIGIT_PAIRS = "digit_pairs"
+    DIGIT_SUM_PAIRS = "digit_sum_pairs"
     NLVR2 = "nlvr2"
     CAPTIONING = "captioning"
     GEOSPOT = "geospot"
@@ -36,6 +38,8 @@ WRITTEN = (
     DataKind.DIGIT_SUM,
     DataKind.DIGIT_LIST,
     DataKind.DIGIT_CLIPS,
+    DataKind.DIGIT_PAIRS,
+    DataKind.DIGIT_SUM_PAIRS,
     DataKind.NLVR2,
     DataKind.CAPTIONING,
     DataKind.GEOSPOT,
@@ -44,12 +48,16 @@ WRITTEN = (
 )
 """Data that a run writes itself, as JSONL."""
 
+CONVERSATIONS = (DataKind.CHAT, DataKind.DIGIT_PAIRS, DataKind.DIGIT_SUM_PAIRS)
+"""Data of offline jobs."""
+
 
 class SourceConfig(Section):
     """Where rows are read from, and what their columns are called."""
 
     kind: DataKind
-    """The reader: how records lie in files. `chat` is for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
+    """The reader: how records lie in files. `chat`, `digit_pairs` and
+    `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
     `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment` asks what
     `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]

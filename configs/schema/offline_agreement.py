@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.data import DataKind
+from configs.schema.data import CONVERSATIONS
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:
     job, kind = config.offline.job, config.data.kind
-    has_chat = any(found is DataKind.CHAT for found in (kind, *(s.kind for s in config.data.sources.values())))
-    if config.offline.is_on == (kind is DataKind.CHAT) == has_chat:
+    has_chat = any(found in CONVERSATIONS for found in (kind, *(s.kind for s in config.data.sources.values())))
+    if config.offline.is_on == (kind in CONVERSATIONS) == has_chat:
         return None
     if config.offline.is_on:
         return (
@@ -22,8 +22,8 @@ def _rows_fit_the_job(config: RunConfig) -> str | None:
             "data.path=FOLDER; docs/offline_training.md has the form of the rows"
         )
     return (
-        "data.kind=chat holds conversations, which offline jobs train on: use `mobula sft`, `mobula reward-model` or "
-        "`mobula dpo`, or another data.kind"
+        f"data.kind={kind} holds conversations, which offline jobs train on: use `mobula sft`, `mobula reward-model` "
+        "or `mobula dpo`, or another data.kind"
     )
 
 

@@ -39,6 +39,8 @@ WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
     DataKind.DIGIT_SUM: partial(write_digits, task="digit_sum"),
     DataKind.DIGIT_LIST: partial(write_digits, task="digit_list"),
     DataKind.DIGIT_CLIPS: partial(write_digits, task="digit_clips"),
+    DataKind.DIGIT_PAIRS: partial(write_digits, task="digit_pairs"),
+    DataKind.DIGIT_SUM_PAIRS: partial(write_digits, task="digit_sum_pairs"),
     DataKind.NLVR2: write_nlvr2,
     DataKind.CAPTIONING: write_captioning,
     DataKind.GEOSPOT: _write_geospot,

@@ -284,6 +284,8 @@ NEEDS: dict[str, list[str]] = {
     "experiment=reward_model": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=dpo": ["policy.model=some/model", "data.path=some/folder"],
     "sampler=image_tokens": ["warm_start=none", "algorithm.kl.coef=0", "resources.reference.num_workers=0"],
+    "data=digit_pairs": ["experiment=sft_digits"],
+    "data=digit_sum_pairs": ["experiment=sft_digits"],
     "data=chat": ["experiment=sft", "policy.model=some/model", "data.path=some/folder"],
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from configs.schema.base import Section
 
@@ -14,6 +14,8 @@ class RewardModelConfig(Section):
 
     loss: Literal["bradley_terry", "regression"]
     """`bradley_terry` reads rows with a chosen and a rejected answer; `regression` rows with an answer and a score."""
+    margin: NonNegativeFloat
+    """By how much `bradley_terry` asks the chosen answer's score to be above the other one; 0 is the plain loss."""
 
 
 class DPOConfig(Section):

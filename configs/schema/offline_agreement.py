@@ -89,6 +89,16 @@ def _smoothing_is_read(config: RunConfig) -> str | None:
     )
 
 
+def _a_margin_is_read(config: RunConfig) -> str | None:
+    chosen = config.offline.reward_model
+    if config.offline.job != "reward_model" or chosen.loss == "bradley_terry" or chosen.margin == 0:
+        return None
+    return (
+        f"offline.reward_model.margin={chosen.margin:g} is between scores of a pair, and offline.reward_model.loss="
+        f"{chosen.loss} has no pairs: set offline.reward_model.margin=0, or offline.reward_model.loss=bradley_terry"
+    )
+
+
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
@@ -100,4 +110,5 @@ OFFLINE_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _the_head_is_trained,
     _every_rank_gets_a_row,
     _smoothing_is_read,
+    _a_margin_is_read,
 )

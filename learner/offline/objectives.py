@@ -118,12 +118,12 @@ class PicturePreferenceObjective:
 
 
 class PairwiseScoreObjective:
-    """A reward model from pairs: the Bradley-Terry loss of their scores."""
+    """A reward model from pairs: the Bradley-Terry loss of their scores, `offline.reward_model.margin` apart."""
 
     row = staticmethod(end_row)
 
     def __init__(self, config: OfflineConfig) -> None:
-        self._loss = SCORE_LOSSES["bradley_terry"]
+        self._loss = partial(SCORE_LOSSES["bradley_terry"], margin=config.reward_model.margin)
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
         chosen, rejected = model(batch.tokens)[:, 0].view(-1, 2).unbind(dim=1)  # [E] each

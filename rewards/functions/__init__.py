@@ -38,6 +38,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "reflection": "rewards.functions.reflection:Reflection",
     "relaxed_accuracy": "rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
     "reward_model": "rewards.models.reward_model:RewardModel",
+    "script_share": "rewards.functions.script_share:ScriptShare",
     "template_digits": "rewards.functions.template_digits:TemplateDigits",
     "true_false": "rewards.functions.answers.true_false:TrueFalse",
 }

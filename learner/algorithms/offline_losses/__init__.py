@@ -16,8 +16,9 @@ PreferenceLoss = Callable[..., Tensor]
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {"sigmoid": sigmoid, "ipo": ipo}
 
-ScoreLoss = Callable[[Tensor, Tensor], Tensor]
-"""`bradley_terry`: scores [N] of chosen and rejected answers -> [N]; `regression`: scores [N] and labels [N] -> [N]."""
+ScoreLoss = Callable[..., Tensor]
+"""`bradley_terry`: scores [N] of chosen and rejected answers, and `margin` -> [N];
+`regression`: scores [N] and labels [N] -> [N]."""
 
 SCORE_LOSSES: dict[str, ScoreLoss] = {"bradley_terry": bradley_terry, "regression": regression}
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """-log sigmoid(chosen - rejected), the negative log-likelihood that the chosen answer wins.
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: float = 0.0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin): without a margin, minus the log-likelihood that the chosen answer wins.
 
-    Source: InstructGPT, arXiv:2203.02155, equation 1.
+    Sources: InstructGPT, arXiv:2203.02155, equation 1; the margin, Llama 2, arXiv:2307.09288, equation 2.
     """
-    return -logsigmoid(chosen - rejected)
+    return -logsigmoid(chosen - rejected - margin)

@@ -435,6 +435,8 @@ def test_exact_match_is_a_search_for_the_alias_between_its_edges(pieces: list[st
         ("overlong", {"max_tokens": 8, "buffer_tokens": 9, "penalty": 1.0}, "buffer_tokens=9 is unfit"),
         ("language", {"language": "en", "among": ["de", "fr"], "min_letters": 5}, "list 'en' and the languages"),
         ("language", {"language": "xx", "among": ["xx", "fr"], "min_letters": 5}, "ISO 639-1"),
+        ("script_share", {"code_points": [2, 1]}, "give the first and the last code point"),
+        ("script_share", {"code_points": [True, 5]}, "give the first and the last code point"),
         ("iou", {**IOU, "form": "cxcywh"}, "use one of xyxy, xywh"),
         ("iou", {**IOU, "scale": "percent"}, "use one of relative, thousandths, pixels"),
         ("ocr", {**OCR, "target": "prompt"}, "use reference or quoted_prompt"),

@@ -57,6 +57,12 @@ def test_the_pairwise_loss_is_the_likelihood_of_bradley_and_terry() -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
+def test_a_margin_moves_the_point_of_even_odds() -> None:
+    found = SCORE_LOSSES["bradley_terry"](CHOSEN, REJECTED, margin=0.7)
+    pairs = zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)
+    assert found.tolist() == pytest.approx([-log_sigmoid(chosen - rejected - 0.7) for chosen, rejected in pairs])
+
+
 def test_regression_is_the_squared_distance_from_the_label() -> None:
     found = SCORE_LOSSES["regression"](CHOSEN, REJECTED)
     pairs = zip(CHOSEN.tolist(), REJECTED.tolist(), strict=True)
@@ -69,9 +75,10 @@ def test_regression_is_the_squared_distance_from_the_label() -> None:
         lambda a, b: PREFERENCE_LOSSES["sigmoid"](a, b, beta=0.3, label_smoothing=0.1),
         lambda a, b: PREFERENCE_LOSSES["ipo"](a, b, beta=0.3, label_smoothing=0.0),
         SCORE_LOSSES["bradley_terry"],
+        lambda a, b: SCORE_LOSSES["bradley_terry"](a, b, margin=0.4),
         SCORE_LOSSES["regression"],
     ],
-    ids=["sigmoid", "ipo", "bradley_terry", "regression"],
+    ids=["sigmoid", "ipo", "bradley_terry", "margin", "regression"],
 )
 def test_gradients_are_those_of_finite_differences(loss) -> None:
     chosen, rejected = (5 * torch.randn(8, generator=RNG, dtype=torch.float64) for _ in range(2))

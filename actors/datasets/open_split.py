@@ -60,7 +60,16 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
             f"{', '.join(row_format.columns)}"
         )
     kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
-    named = Opened(path, source.splits.get(split, split), data.cache_path, data.shuffle_bytes, data.streamed_rows)
+    if source.subset and kind is not DataKind.HUGGINGFACE:
+        raise DatasetError(f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty")
+    named = Opened(
+        path,
+        source.splits.get(split, split),
+        cache=data.cache_path,
+        max_block_bytes=data.shuffle_bytes,
+        subset=source.subset,
+        num_streamed=data.streamed_rows,
+    )
     table = READERS[kind.value](named)
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")

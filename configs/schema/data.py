@@ -54,6 +54,8 @@ class SourceConfig(Section):
     `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
+    subset: str
+    """For `huggingface`: the configuration of a dataset that has several, e.g. `main` of `openai/gsm8k`; else empty."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
     """The columns of a record, and what they mean."""
     columns: dict[str, str]

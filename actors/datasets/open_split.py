@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actors.datasets.audios import AudioInputs
 from actors.datasets.curricula import CURRICULA, Curriculum
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.lazy_rows import LazyRows
 from actors.datasets.mixture import MixedRows
@@ -74,15 +74,21 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root
-    limits = DownloadLimits(data.max_image_bytes, data.max_redirects, data.download_timeout_s)
     takes_absolute = source.media_path != ""
-    downloads = PictureDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+
+    def downloads(max_bytes: int, key: str) -> MediaDownloads:
+        limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
+        return MediaDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+
+    pictures = downloads(data.max_image_bytes, "data.max_image_bytes")
+    videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")
+    sounds = downloads(data.audio.max_file_bytes, "data.audio.max_file_bytes")
     return TableRows(
         table,
         row_format,
-        PictureInputs(root, downloads, takes_absolute=takes_absolute),
-        VideoInputs(root, downloads, takes_absolute=takes_absolute),
-        AudioInputs(root, downloads, takes_absolute=takes_absolute),
+        PictureInputs(root, pictures, takes_absolute=takes_absolute),
+        VideoInputs(root, videos, takes_absolute=takes_absolute),
+        AudioInputs(root, sounds, takes_absolute=takes_absolute),
         columns=source.columns,
         label_key=label_key,
         label=source.label,

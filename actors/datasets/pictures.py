@@ -50,7 +50,7 @@ class PictureError(SkippedSample):
 
 
 class Downloads(Protocol):
-    """Fetches pictures of web URLs (`actors.datasets.downloads.PictureDownloads`)."""
+    """Fetches pictures of web URLs (`actors.datasets.downloads.MediaDownloads`)."""
 
     def fetch(self, url: str) -> Path:
         """Raises: MediaError: the host is not allowed, or the picture cannot be had."""

@@ -18,7 +18,7 @@ import pytest
 from data_rows import read_split
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs
 from actors.datasets.rows import count_by_reason
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
@@ -27,7 +27,7 @@ from cluster.errors import MediaError
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
 LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=10_000)
-DOWNLOADS = DownloadLimits(max_bytes=10_000, max_redirects=1, timeout_s=10)
+DOWNLOADS = DownloadLimits(max_bytes=10_000, max_bytes_key="data.max_image_bytes", max_redirects=1, timeout_s=10)
 
 
 def png(pixels: np.ndarray = PIXELS) -> bytes:
@@ -47,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> PictureInputs:
-    downloads = PictureDownloads(root.parent / "cache", hosts, DOWNLOADS)
+    downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
     return PictureInputs(root, downloads, takes_absolute=takes_absolute)
 
 
@@ -187,7 +187,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", places[self.path])
             self.end_headers()
             return
-        content = {"/ok": png(), "/large": bytes(20_000)}.get(self.path)
+        content = {"/ok": png(), "/large": bytes(20_000)}.get(self.path.partition("?")[0])
         self.send_response(200 if content else 404)
         self.end_headers()
         self.wfile.write(content or b"")
@@ -257,3 +257,15 @@ def test_the_name_of_a_picture_is_that_of_its_row_or_its_path(root: Path) -> Non
     [other] = inputs(root).resolve(png(), "train.parquet:3")
     assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")
     assert isinstance(named, EncodedFile) and "content" not in repr(named)
+def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: str) -> None:
+    """The server's large file is too large a picture, and neither too large a video nor too large a sound."""
+    rows = [
+        {"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in ("image", "video", "audio")
+    ]
+    (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    split = read_split(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
+    assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
+    assert count_by_reason(split.skipped) == {"download_failed": 1}
+    assert "data.max_image_bytes=10,000" in split.skipped[0].detail
+
+

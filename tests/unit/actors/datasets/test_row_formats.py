@@ -12,7 +12,7 @@ import pytest
 from data_rows import data_config, read_split
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.formats.base import StoredMedia
 from actors.datasets.open_split import open_split
@@ -24,7 +24,7 @@ from configs.schema import DataConfig
 
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}
-NO_DOWNLOADS = PictureDownloads(Path("unused"), (), DownloadLimits(1, 0, 1.0))
+NO_DOWNLOADS = MediaDownloads(Path("unused"), (), DownloadLimits(1, "data.max_image_bytes", 0, 1.0))
 ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same picture
     "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
     "messages": {"messages": [{"role": "user", "content": [PICTURE_PART, TEXT_PART]}], "answer": "7"},

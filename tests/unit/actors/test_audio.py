@@ -6,9 +6,11 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from actors.datasets.audios import AudioInputs, encode_wav
 from actors.datasets.pictures import EncodedFile, PictureError
@@ -51,8 +53,6 @@ def test_the_length_from_the_header_is_that_of_the_samples(
     assert samples.dtype == np.float32
 
 
-def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
-    written(tmp_path / "a.wav", 100, RATE)
 def encoded(path: Path, codec: str, length: int, *, with_picture: bool = False, **options: str) -> Path:
     """The sine in any format of FFmpeg."""
     with av.open(str(path), "w", options=options) as container:
@@ -161,6 +161,8 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
         np.testing.assert_allclose(heard, samples, atol=2e-3)
 
 
+def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
+    written(tmp_path / "a.wav", 100, RATE)
     inputs = AudioInputs(tmp_path, None, takes_absolute=False)
     content = (tmp_path / "a.wav").read_bytes()
     array = {"array": sine(100, 8_000), "sampling_rate": 8_000}
@@ -181,6 +183,10 @@ def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_pat
         (np.zeros(4), "samples without a rate"),
         ({"array": np.zeros(4)}, "`sampling_rate` is None"),
         ({"array": np.zeros((2, 2, 2)), "sampling_rate": 8_000}, "is no sound"),
+        ({"array": np.zeros((64, 64)), "sampling_rate": 8_000}, "is no sound"),
+        ({"array": torch.zeros(4, device="meta"), "sampling_rate": 8_000}, "no values that can be read"),
+        ((np.zeros(4), "fast"), "samples without a rate"),
+        ({"array": np.zeros(4), "sampling_rate": float("nan")}, "`sampling_rate` is nan"),
     ],
 )
 def test_what_is_no_sound_is_named(tmp_path: Path, value: object, message: str) -> None:

@@ -61,7 +61,9 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
         )
     kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
     if source.subset and kind is not DataKind.HUGGINGFACE:
-        raise DatasetError(f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty")
+        raise DatasetError(
+            f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty"
+        )
     named = Opened(
         path,
         source.splits.get(split, split),

@@ -180,7 +180,9 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError("bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again") from error
+        raise PictureError(
+            "bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again"
+        ) from error
 
 
 def array_of(value: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from PIL import Image
 from actors.datasets.pictures import KEYS, EncodedFile, Picture, PictureError, PictureInputs, array_of
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
-FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # that files of pictures begin with; WebP is RIFF
+FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of pictures begin with
 FRAME_KEYS = ("video", "frames", "video_url")  # under which a mapping holds frames, or a video in any form
 
 

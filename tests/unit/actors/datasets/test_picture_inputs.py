@@ -260,9 +260,8 @@ def test_a_download_stays_within_its_limits(root: Path, server: str, path: str, 
 
 def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: str) -> None:
     """The server's large file is too large a picture, and neither too large a video nor too large a sound."""
-    rows = [
-        {"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in ("image", "video", "audio")
-    ]
+    kinds = ("image", "video", "audio")
+    rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in kinds]
     (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     split = read_split(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
     assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]

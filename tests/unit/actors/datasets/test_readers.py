@@ -263,7 +263,8 @@ def write_media(folder: Path, columns: dict[str, Any], record: dict[str, Any], *
         folder.mkdir()
         pq.write_table(stored, folder / "train.parquet")
     else:
-        datasets.DatasetDict({"train": datasets.Dataset(datasets.table.InMemoryTable(stored))}).save_to_disk(str(folder))
+        split = datasets.Dataset(datasets.table.InMemoryTable(stored))
+        datasets.DatasetDict({"train": split}).save_to_disk(str(folder))
 
 
 @pytest.mark.parametrize("is_hub", [False, True])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs
+from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of
 
 Audio = Picture
 """A path below the data root, or the encoded bytes of a file."""
@@ -16,6 +17,7 @@ Audio = Picture
 ARRAY_KEYS = ("array", "samples")  # under which a mapping holds samples
 RATE_KEYS = ("sampling_rate", "sample_rate")
 FILE_KEYS = ("audio", "audio_url", "input_audio")  # under which it holds a sound in any form
+MAX_CHANNELS = 32
 WAV_FLOAT = 3  # the format code of 32-bit samples
 
 
@@ -23,24 +25,24 @@ class AudioInputs(PictureInputs):
     """Resolves what rows name as sounds."""
 
     def resolve_audios(self, value: Any, name: str) -> tuple[Audio, ...]:
-        """The sounds of one value, in order: none for None, several for a list.
+        """The sounds of one value, in order: none for None, several for a list, which may be nested one level.
 
-        Samples are a mapping `{"array": float [N] or [N, channels], "sampling_rate": 16000}`, as Hugging Face's
-        `datasets` gives them; an array alone says nothing of its rate and is refused.
+        Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as Hugging
+        Face's `datasets` gives them, or a pair `(array, rate)`; an array alone says nothing of its rate and is refused.
 
         Raises:
             PictureError: a value is no sound, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
-        if value is None:
-            return ()
-        values = list(value) if isinstance(value, list | tuple) else [value]
+        values = list(each_sound(value))
         names = [name] if len(values) == 1 else [f"{name}, sound {number}" for number in range(1, len(values) + 1)]
         return tuple(self._audio(item, item_name) for item, item_name in zip(values, names, strict=True))
 
     def _audio(self, value: Any, name: str) -> Audio:
         if isinstance(value, Mapping):
             return self._from_audio_mapping(value, name)
+        if _is_pair(value):
+            return EncodedFile(encode_wav(*value), name)
         if hasattr(value, "__array__") or isinstance(value, list | tuple):
             raise PictureError(
                 "bad_audio", "samples without a rate are no sound: write {'array': SAMPLES, 'sampling_rate': 16000}"
@@ -61,16 +63,41 @@ class AudioInputs(PictureInputs):
         return self._from_mapping(value, name)
 
 
+def each_sound(value: Any) -> Iterator[Any]:
+    """The sounds of a value that is none, one, a list, or a list of lists."""
+    if value is None:
+        return
+    if not isinstance(value, list | tuple) or _is_pair(value):
+        yield value
+        return
+    for item in value:
+        yield from item if isinstance(item, list | tuple) and not _is_pair(item) else [item]
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether these are samples and their rate."""
+    is_two = isinstance(value, list | tuple) and len(value) == 2
+    return is_two and hasattr(value[0], "__array__") and isinstance(_plain(value[1]), Real)
+
+
+def _plain(rate: Any) -> Any:
+    """A number of numpy or torch as one of Python."""
+    return rate.item() if hasattr(rate, "item") and np.ndim(rate) == 0 else rate
+
+
 def encode_wav(samples: Any, rate: Any) -> bytes:
-    """Samples as a WAV file of 32-bit numbers; whole numbers are scaled to [-1, 1].
+    """Samples as a WAV file of 32-bit numbers; whole numbers are scaled to [-1, 1]. The shorter axis is the channels.
 
     Raises:
         PictureError: these are no samples, or no rate.
     """
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or rate != int(rate) or not 0 < rate < 1 << 31:
+    rate = _plain(rate)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1 << 31 or rate != int(rate):
         raise PictureError("bad_audio", f"`sampling_rate` is {rate!r}: write how many samples a second there are")
-    array = np.asarray(samples)
-    if array.ndim not in (1, 2) or array.dtype.kind not in "fi":
+    array = array_of(samples)
+    if array.ndim == 2 and array.shape[0] < array.shape[1]:
+        array = array.T
+    if array.ndim not in (1, 2) or array.dtype.kind not in "fi" or (array.ndim == 2 and array.shape[1] > MAX_CHANNELS):
         raise PictureError(
             "bad_audio",
             f"an array of {array.dtype} {list(array.shape)} is no sound: give numbers [N] or [N, channels]",

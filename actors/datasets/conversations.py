@@ -12,7 +12,8 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
 PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A picture is such a part, or an
 `<image>` in a text and a path in `images`, in order; a video such a part, or a `<video>` in a text and an entry of
 `videos`: a file, a folder of frames or a list of frames; a sound such a part, or an `<audio>` in a text and an entry of
-`audios`. Paths are relative to the folder and may not leave it. A line that cannot be used is skipped and
+`audios`. Paths are relative to the folder and may not leave it; in the place of a path may stand a data URL, or
+an object `{"bytes": BASE64}`. A line that cannot be used is skipped and
 named; only a split without any usable row is an error.
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.datasets.audios import Audio, AudioInputs
-from actors.datasets.pictures import PictureError
+from actors.datasets.pictures import Picture, PictureError, PictureInputs
 from actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
@@ -69,7 +70,7 @@ class Conversation:
     sample_id: str
     context: tuple[Turn, ...]
     endings: tuple[Ending, ...]
-    images: tuple[Path, ...]  # absolute, one for each `<image>` of context and endings, in order
+    images: tuple[Picture, ...]  # one for each `<image>` of context and endings, in order
     videos: tuple[Video, ...] = ()  # one for each `<video>`
     audios: tuple[Audio, ...] = ()  # one for each `<audio>`
 
@@ -78,7 +79,7 @@ class Conversation:
 class Named:
     """What the parts of messages name, in order."""
 
-    pictures: list[str] = field(default_factory=list)
+    pictures: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     audios: list[Any] = field(default_factory=list)
 
@@ -156,7 +157,7 @@ def _read_row(
                     "picture_in_answer", "an assistant's message holds a picture, a video or a sound: write texts alone"
                 )
     shown = [*context, *endings[0].turns]
-    pictures = _images(fields, folder, shown, named.pictures)
+    pictures = _images(fields, folder, shown, named.pictures, name)
     videos = _videos(fields, folder, shown, named.videos, name)
     return Conversation(name, context, endings, pictures, videos, _audios(fields, folder, shown, named.audios, name))
 
@@ -233,9 +234,8 @@ def _part(part: Any, named: Named) -> str:
         return part["text"]
     if kind in ("image_url", "image"):
         given = part.get(kind, part.get("url"))
-        url = given.get("url") if isinstance(given, dict) else given
-        if isinstance(url, str):
-            named.pictures.append(url)
+        if isinstance(given, str | dict):
+            named.pictures.append(given)
             return IMAGE_PLACEHOLDER
     if kind in ("video_url", "video"):
         given = part.get(kind, part.get("url"))
@@ -251,19 +251,20 @@ def _part(part: Any, named: Named) -> str:
     raise RowError("bad_message", detail)
 
 
-def _images(fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[str]) -> tuple[Path, ...]:
-    """The pictures of a row: those that parts name, or those of `images`, one for each placeholder."""
+def _images(
+    fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
+) -> tuple[Picture, ...]:
+    """The pictures of a row: those that parts name, or those of `images`, one for each placeholder.
+
+    Raises:
+        RowError, PictureError: there are more or fewer, or one of them is no picture below the folder.
+    """
     listed = fields.get("images", [])
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        raise RowError("bad_images", f"`images` is {listed!r}: write a list of paths")
-    names = [*named, *listed]
+    if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):
+        raise RowError("bad_images", f"`images` is {listed!r:.80}: write a list of paths, data URLs or objects")
     _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "picture", len(named), len(listed))
-    for name in names:
-        if "://" in name or name.startswith("data:"):
-            raise RowError(
-                "remote_picture", f"{name[:80]!r} is no path: save the picture below the data folder and name it"
-            )
-    return tuple(_picture_path(folder, name) for name in names)
+    inputs = PictureInputs(folder, NoDownloads("picture"), takes_absolute=False)
+    return inputs.resolve([*named, *listed], name)
 
 
 def _videos(
@@ -316,21 +317,6 @@ def _refuse_mismatch(
             f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {medium} parts, "
             f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`",
         )
-
-
-def _picture_path(folder: Path, name: str) -> Path:
-    """The absolute path of a picture that exists below `folder` (itself resolved), symbolic links followed."""
-    try:
-        path = (folder / name).resolve()
-        leaves_folder = Path(name).is_absolute() or not path.is_relative_to(folder)
-        is_file = not leaves_folder and path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
-        raise RowError("missing_file", f"the path {name!r} is unusable ({error}): fix `image`") from error
-    if leaves_folder:
-        raise RowError("outside_folder", f"{name!r} leads out of the data folder: use a path below it, relative to it")
-    if not is_file:
-        raise RowError("missing_file", f"there is no file {path}: add it, or fix `image`")
-    return path
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""Pictures of web URLs: fetched once, from allowed hosts alone, with limits of size, redirects and time."""
+"""Media of web URLs: fetched once, from allowed hosts alone, with limits of size, redirects and time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from actors.datasets.pictures import PictureError
 
 @dataclass(frozen=True)
 class DownloadLimits:
-    """`data.max_image_bytes`, `data.max_redirects` and `data.download_timeout_s`."""
+    """The largest file of a kind of media, `data.max_redirects` and `data.download_timeout_s`."""
 
     max_bytes: int
+    max_bytes_key: str  # where it is set
     max_redirects: int
     timeout_s: float
 
 
-class PictureDownloads:
-    """Fetches pictures into `folder`, where later runs find them under a hash of their URL."""
+class MediaDownloads:
+    """Fetches files into `folder`, where later runs find them under a hash of their URL."""
 
     def __init__(self, folder: Path, allowed_hosts: Collection[str], limits: DownloadLimits) -> None:
         self._folder = folder
@@ -65,7 +66,7 @@ class PictureDownloads:
                     for chunk in response.iter_bytes():
                         num_bytes += len(chunk)
                         if num_bytes > limits.max_bytes:
-                            raise _failed(url, f"it has more than data.max_image_bytes={limits.max_bytes:,} bytes")
+                            raise _failed(url, f"it has more than {limits.max_bytes_key}={limits.max_bytes:,} bytes")
                         if time.monotonic() > deadline:
                             raise _failed(url, f"it took longer than data.download_timeout_s={limits.timeout_s:g}")
                         draft.write(chunk)
@@ -81,7 +82,7 @@ class PictureDownloads:
             raise PictureError(
                 "host_not_allowed",
                 f"{asked[:200]} is on {host or 'no host'}, which data.allowed_hosts does not have: add the host, or "
-                "store the picture in the data folder",
+                "store the file in the data folder",
             )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actors.datasets.audios import AudioInputs
 from actors.datasets.curricula import CURRICULA, Curriculum
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.lazy_rows import LazyRows
 from actors.datasets.mixture import MixedRows
@@ -60,20 +60,37 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
             f"{', '.join(row_format.columns)}"
         )
     kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
-    named = Opened(path, source.splits.get(split, split), data.cache_path, data.shuffle_bytes, data.streamed_rows)
+    if source.subset and kind is not DataKind.HUGGINGFACE:
+        raise DatasetError(
+            f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty"
+        )
+    named = Opened(
+        path,
+        source.splits.get(split, split),
+        cache=data.cache_path,
+        max_block_bytes=data.shuffle_bytes,
+        subset=source.subset,
+        num_streamed=data.streamed_rows,
+    )
     table = READERS[kind.value](named)
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root
-    limits = DownloadLimits(data.max_image_bytes, data.max_redirects, data.download_timeout_s)
     takes_absolute = source.media_path != ""
-    downloads = PictureDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+
+    def downloads(max_bytes: int, key: str) -> MediaDownloads:
+        limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
+        return MediaDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+
+    pictures = downloads(data.max_image_bytes, "data.max_image_bytes")
+    videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")
+    sounds = downloads(data.audio.max_file_bytes, "data.audio.max_file_bytes")
     return TableRows(
         table,
         row_format,
-        PictureInputs(root, downloads, takes_absolute=takes_absolute),
-        VideoInputs(root, downloads, takes_absolute=takes_absolute),
-        AudioInputs(root, downloads, takes_absolute=takes_absolute),
+        PictureInputs(root, pictures, takes_absolute=takes_absolute),
+        VideoInputs(root, videos, takes_absolute=takes_absolute),
+        AudioInputs(root, sounds, takes_absolute=takes_absolute),
         columns=source.columns,
         label_key=label_key,
         label=source.label,

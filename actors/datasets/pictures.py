@@ -23,6 +23,7 @@ from cluster.errors import MediaError, SkippedSample
 # The keys under which a mapping holds a picture, in the order in which they are looked at.
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 WEB = ("http://", "https://")
+WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
 NUM_SHOWN = 80  # characters of a value in an error message
 
 
@@ -50,7 +51,7 @@ class PictureError(SkippedSample):
 
 
 class Downloads(Protocol):
-    """Fetches pictures of web URLs (`actors.datasets.downloads.PictureDownloads`)."""
+    """Fetches pictures of web URLs (`actors.datasets.downloads.MediaDownloads`)."""
 
     def fetch(self, url: str) -> Path:
         """Raises: MediaError: the host is not allowed, or the picture cannot be had."""
@@ -75,7 +76,7 @@ class PictureInputs:
             PictureError: a value is no picture, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
-        values = list(_flat(value))
+        values = list(flat(value))
         names = [name] if len(values) == 1 else [f"{name}, picture {number}" for number in range(1, len(values) + 1)]
         return tuple(self._one(item, item_name) for item, item_name in zip(values, names, strict=True))
 
@@ -94,7 +95,7 @@ class PictureInputs:
             case Image.Image():
                 return _encoded(value, name)
         if hasattr(value, "__array__"):
-            return _encoded(_from_array(np.asarray(value)), name)
+            return _encoded(_from_array(array_of(value)), name)
         raise _no_picture(value)
 
     def _named(self, text: str, name: str) -> Picture:
@@ -117,9 +118,12 @@ class PictureInputs:
 
     def _from_mapping(self, value: Mapping[str, Any], name: str) -> Picture:
         held = next((value[key] for key in KEYS if value.get(key) is not None), None)
+        encoded = value.get("data") if held is None else value.get("bytes")
+        if isinstance(encoded, str):  # JSON has no bytes
+            return EncodedFile(_from_base64(encoded), name)
         if held is None:
             raise _no_picture(value)
-        nested = list(_flat(held))
+        nested = list(flat(held))
         if len(nested) != 1:
             raise _no_picture(value)
         path = value.get("path")
@@ -145,7 +149,7 @@ class PictureInputs:
         return path
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def flat(value: Any) -> Iterator[Any]:
     """The items of a value that is none, one, a list, or a list of lists."""
     if value is None:
         return
@@ -169,24 +173,57 @@ def _from_data_url(url: str) -> bytes:
         raise PictureError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
     if not head.endswith(";base64"):
         return unquote_to_bytes(data)
+    return _from_base64(data)
+
+
+def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(data, validate=True)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError("bad_image", f"{url[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again") from error
+        raise PictureError(
+            "bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again"
+        ) from error
+
+
+def array_of(value: Any) -> np.ndarray:
+    """The array, or the values of a tensor of any device, also one that needs gradients; bfloat16 as float32.
+
+    Raises:
+        PictureError: a tensor has no values (device `meta`), or none that numpy can hold.
+    """
+    try:
+        if hasattr(value, "detach"):  # a tensor of torch, which is not imported here
+            value = value.detach()
+            value = (value.float() if value.dtype.is_floating_point else value).cpu()
+        return np.asarray(value)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise PictureError(
+            "bad_image", f"a {type(value).__name__} has no values that can be read ({error}): give an array"
+        ) from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    """A picture of uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or of a tensor's [C, H, W]."""
+    """A picture of uint8, or of float in [0, 1]: [H, W], [H, W, C] with 1, 3 or 4 channels, or a tensor's [C, H, W]."""
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
     is_grey = array.ndim == 3 and array.shape[2] == 1
     grey = array[:, :, 0] if is_grey else array
-    if grey.dtype != np.uint8 or grey.size == 0 or not (grey.ndim == 2 or (grey.ndim == 3 and grey.shape[2] in (3, 4))):
+    is_shaped = grey.size > 0 and (grey.ndim == 2 or (grey.ndim == 3 and grey.shape[2] in (3, 4)))
+    if not is_shaped or not (grey.dtype == np.uint8 or grey.dtype.kind == "f"):
         raise PictureError(
             "bad_image",
-            f"an array of {array.dtype} {list(array.shape)} is no picture: give uint8 [H, W] or [H, W, C] with 1, 3 or "
-            "4 channels",
+            f"an array of {array.dtype} {list(array.shape)} is no picture: give [H, W] or [H, W, C] with 1, 3 or "
+            "4 channels, of uint8, or of float in [0, 1]",
         )
+    if grey.dtype.kind == "f":
+        low, high = float(grey.min()), float(grey.max())
+        if not (low >= 0 and high <= 1):  # also where they are no numbers
+            raise PictureError(
+                "bad_image",
+                f"an array of {array.dtype} {list(array.shape)} has values from {low:g} to {high:g}: bring them to "
+                "[0, 1], or give uint8",
+            )
+        grey = (grey.astype(np.float32) * 255).round().astype(np.uint8)
     return Image.fromarray(np.ascontiguousarray(grey))
 
 
@@ -194,7 +231,8 @@ def _encoded(image: Image.Image, name: str) -> EncodedFile:
     """The same pixels as a PNG file; a picture that was opened from a file keeps the file's own orientation mark."""
     buffer = BytesIO()
     try:
-        image.save(buffer, format="PNG", exif=image.getexif())
-    except Exception as error:  # modes that PNG does not have, and files that Pillow opened and cannot decode
+        stored = image.convert("RGBA" if image.mode == "RGBa" else "RGB") if image.mode in WITHOUT_PNG else image
+        stored.save(buffer, format="PNG", exif=image.getexif())
+    except Exception as error:  # other modes that PNG does not have, and files that Pillow opened and cannot decode
         raise MediaError(f"{name} cannot be written as PNG ({error}): convert the picture to RGB") from error
     return EncodedFile(buffer.getvalue(), name)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs
+from actors.datasets.pictures import KEYS, EncodedFile, Picture, PictureError, PictureInputs, array_of
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
-FRAME_KEYS = ("video", "frames")  # under which a mapping holds frames, or a video in any form
+FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of pictures begin with
+FRAME_KEYS = ("video", "frames", "video_url")  # under which a mapping holds frames, or a video in any form
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,9 @@ class VideoInputs(PictureInputs):
             PictureError: a value is no video, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
-        if value is None:
-            return ()
-        if not isinstance(value, list | tuple) or (value and all(_is_frame(item) for item in value)):
-            return (self._video(value, name),)
-        names = [name] if len(value) == 1 else [f"{name}, video {number}" for number in range(1, len(value) + 1)]
-        return tuple(self._video(item, item_name) for item, item_name in zip(value, names, strict=True))
+        values = each_video(value)
+        names = [name] if len(values) == 1 else [f"{name}, video {number}" for number in range(1, len(values) + 1)]
+        return tuple(self._video(item, item_name) for item, item_name in zip(values, names, strict=True))
 
     def _video(self, value: Any, name: str) -> Video:
         if isinstance(value, list | tuple):
@@ -59,7 +57,7 @@ class VideoInputs(PictureInputs):
         if isinstance(value, Image.Image):
             raise PictureError("bad_video", "one picture is no video: write a list of frames, or the column `images`")
         if hasattr(value, "__array__"):
-            return self._frames(list(_four_axes(np.asarray(value))), name)
+            return self._frames(list(_four_axes(array_of(value))), name)
         file = self._one(value, name)
         if isinstance(file, Path) and file.is_dir():
             found = sorted(path for path in file.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
@@ -78,17 +76,34 @@ class VideoInputs(PictureInputs):
         return path.is_file() or path.is_dir()
 
 
+def each_video(value: Any) -> list[Any]:
+    """The videos of one value: none for None, one for a list of pictures, several for any other list."""
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple) or (value and all(_is_frame(item) for item in value)):
+        return [value]
+    return list(value)
+
+
 def _is_frame(value: Any) -> bool:
-    """Whether an item of a list is a picture, so that the list is one video."""
+    """Whether an item of a list is a picture, so that the list is one video. A GIF is a video."""
+    if isinstance(value, str) and value.startswith("data:"):
+        return value.startswith("data:image/") and not value.startswith("data:image/gif")
     if isinstance(value, str | Path):
         return str(value).lower().endswith(FRAME_SUFFIXES)
+    if isinstance(value, bytes | bytearray | memoryview):
+        head = bytes(value[:12])
+        return head.startswith(FRAME_MARKS) or (head[:4] == b"RIFF" and head[8:] == b"WEBP")
+    if isinstance(value, Mapping):
+        held = next((value[key] for key in KEYS if value.get(key) is not None), None)
+        return not any(value.get(key) is not None for key in FRAME_KEYS) and _is_frame(held)
     return isinstance(value, Image.Image) or (hasattr(value, "__array__") and np.ndim(value) <= 3)
 
 
 def _four_axes(array: np.ndarray) -> np.ndarray:
     if array.ndim != 4:
         raise PictureError(
-            "bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give uint8 [T, H, W, C]"
+            "bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]"
         )
     return array
 

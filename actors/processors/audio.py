@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -15,12 +16,14 @@ from scipy.signal import resample_poly
 
 from actors.datasets.audios import Audio
 from actors.datasets.writers.base import AudioFile
+from actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
 from actors.processors.image import open_bounded
 from cluster.errors import MediaError
 from configs.schema.data import AudioConfig, DataConfig
 
 EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
 FORMATS = tuple(EXTENSIONS)  # of libsndfile's, those that hold sound in any use today
+UNKNOWN_SIZE = 0x7FFF0000  # and more stands in the header of a WAV file that was written into a pipe
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,61 @@ class LoadedAudio:
     num_samples: int  # after resampling
 
 
+class Sound(Protocol):
+    """An open file."""
+
+    @property
+    def frames(self) -> int:
+        """Samples of each channel."""
+        ...
+
+    @property
+    def rate(self) -> int:
+        """Samples a second."""
+        ...
+
+    @property
+    def extension(self) -> str:
+        """What a file of this format ends in."""
+        ...
+
+    def read(self) -> np.ndarray:
+        """float32 [N, channels]; N is `frames` unless the file is damaged."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileSound:
+    """Implements `Sound` with a `soundfile.SoundFile`."""
+
+    file: Any
+
+    @property
+    def frames(self) -> int:
+        return self.file.frames
+
+    @property
+    def rate(self) -> int:
+        return self.file.samplerate
+
+    @property
+    def extension(self) -> str:
+        return EXTENSIONS[self.file.format]
+
+    def read(self) -> np.ndarray:
+        return self.file.read(dtype="float32", always_2d=True)
+
+
 def check_audio(source: Audio, limits: AudioLimits) -> int:
-    """How many samples a model reads of the sound, from its header alone; for checks of a whole dataset.
+    """How many samples a model reads of the sound; for checks of a whole dataset.
+
+    It is read from the header alone, or counted by decoding where no header says it (`audio_track`).
 
     Raises:
         MediaError: the sound is missing, empty, too large, too long, or no sound.
     """
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
-        with _opened(file, source) as sound:
+        with _opened(file, source, limits.audio) as sound:
             return _num_samples(sound, source, limits)
 
 
@@ -64,7 +114,7 @@ def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
     """
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
-    with _opened(BytesIO(content), source) as sound:
+    with _opened(BytesIO(content), source, limits.audio) as sound:
         return LoadedAudio(source, content, _num_samples(sound, source, limits))
 
 
@@ -74,9 +124,9 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
     Raises:
         MediaError: the file is corrupt, or shorter than its header says.
     """
-    with _opened(BytesIO(audio.content), audio.source) as sound:
-        expected, rate = sound.frames, sound.samplerate
-        samples = sound.read(dtype="float32", always_2d=True)  # [N, channels]
+    with _opened(BytesIO(audio.content), audio.source, limits.audio) as sound:
+        samples = sound.read()  # [N, channels]
+        expected, rate = sound.frames, sound.rate
     if len(samples) != expected:
         raise MediaError(
             f"{audio.source} has {len(samples):,} of the {expected:,} samples that its header names: replace the file "
@@ -99,10 +149,10 @@ def whole_audio(source: Audio, audio: AudioConfig) -> AudioFile:
     """
     with open_bounded(source, audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
-    with _opened(BytesIO(content), source) as sound:
-        own = AudioLimits(audio, sound.samplerate, sound.frames)
+    with _opened(BytesIO(content), source, audio) as sound:
+        own = AudioLimits(audio, sound.rate, sound.frames)
         loaded = LoadedAudio(source, content, _num_samples(sound, source, own))
-        extension = EXTENSIONS[sound.format]
+        extension = sound.extension
     decode_audio(loaded, own)
     return AudioFile(content, Path(str(source)).name, extension)
 
@@ -131,8 +181,8 @@ def require_soundfile() -> Any:
     return soundfile
 
 
-def _num_samples(sound: Any, source: Audio, limits: AudioLimits) -> int:
-    seconds = sound.frames / sound.samplerate
+def _num_samples(sound: Sound, source: Audio, limits: AudioLimits) -> int:
+    seconds = sound.frames / sound.rate
     if seconds > limits.audio.max_seconds:
         raise MediaError(
             f"{source} lasts {seconds:,.1f} s, data.audio.max_seconds is {limits.audio.max_seconds:g}: cut the sound "
@@ -140,7 +190,7 @@ def _num_samples(sound: Any, source: Audio, limits: AudioLimits) -> int:
         )
     if sound.frames == 0:
         raise MediaError(f"{source} has 0 samples: replace the file or remove its row")
-    num_samples = -(-sound.frames * limits.rate // sound.samplerate)  # rounded up, as `resample_poly` does
+    num_samples = -(-sound.frames * limits.rate // sound.rate)  # rounded up, as `resample_poly` does
     if num_samples > limits.max_samples:
         raise MediaError(
             f"{source} lasts {seconds:,.1f} s, and policy.model reads {limits.max_samples / limits.rate:g} s of one "
@@ -150,12 +200,43 @@ def _num_samples(sound: Any, source: Audio, limits: AudioLimits) -> int:
 
 
 @contextmanager
-def _opened(file: IO[bytes], source: Audio) -> Iterator[Any]:
+def _opened(file: IO[bytes], source: Audio, audio: AudioConfig) -> Iterator[Sound]:
     soundfile = require_soundfile()
+    _refuse_cut(file, source)
+    unread = (soundfile.SoundFileError, RuntimeError, TypeError)
+    try:
+        with soundfile.SoundFile(file) as sound:
+            kind = sound.format
+    except unread:
+        kind = ""
+    if kind == "" or (kind == "MP3" and not has_count(file)):
+        yield Track(file, source, MP3 if kind else CONTAINERS, audio.max_seconds)
+        return
+    file.seek(0)
     try:
         with soundfile.SoundFile(file) as sound:
             if sound.format not in FORMATS:
                 raise MediaError(f"{source} is a {sound.format} file: convert it to one of {', '.join(FORMATS)}")
-            yield sound
-    except (soundfile.SoundFileError, RuntimeError, TypeError) as error:
+            yield FileSound(sound)
+    except unread as error:
         raise MediaError(f"{source} is corrupt or no sound ({error}): replace the file or remove its row") from error
+
+
+def _refuse_cut(file: IO[bytes], source: Audio) -> None:
+    """Raises: MediaError: the samples of a WAV or AIFF file end before its header says; libsndfile reads the rest."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    form, chunk = file.read(12), b""
+    order = {b"RIFF": "little", b"RIFX": "big", b"FORM": "big"}.get(form[:4])
+    start, size = 12, 0
+    while order is not None and chunk not in (b"data", b"SSND") and start + 8 <= end:
+        file.seek(start)
+        chunk, size = file.read(4), int.from_bytes(file.read(4), "big" if order == "big" else "little")
+        start += 8 + size + size % 2
+    file.seek(0)
+    present = end - (start - size - size % 2)
+    if chunk in (b"data", b"SSND") and present < size < UNKNOWN_SIZE:
+        raise MediaError(
+            f"{source} has {present:,} of the {size:,} bytes of samples that its header names: replace the file or "
+            "remove its row"
+        )

@@ -138,14 +138,16 @@ def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
     with _opened(file, source) as (container, stream):
         _check_length(source, (container.duration or 0) / MICROSECONDS, limits)
         _check_number(source, stream.frames, limits)
-        found = []
+        found, num_packets = [], 0
         for packet in container.demux(stream):
             if packet.pts is not None:
-                found.append(packet.pts)
-                _check_number(source, len(found), limits)
-        if len(found) < stream.frames:  # which is 0 where the header does not say
+                num_packets += 1
+                _check_number(source, num_packets, limits)
+                if not packet.is_discard:  # an edit list cuts it off: it is decoded for others, and not shown
+                    found.append(packet.pts)
+        if num_packets < stream.frames:  # which is 0 where the header does not say
             raise MediaError(
-                f"{source} has {len(found)} of the {stream.frames} frames that its header names: replace the file or "
+                f"{source} has {num_packets} of the {stream.frames} frames that its header names: replace the file or "
                 "remove its row"
             )
         width, height, unit = stream.width, stream.height, stream.time_base

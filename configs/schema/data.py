@@ -62,6 +62,8 @@ class SourceConfig(Section):
     `environment.name` observes first, and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
+    subset: str
+    """For `huggingface`: the configuration of a dataset that has several, e.g. `main` of `openai/gsm8k`; else empty."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
     """The columns of a record, and what they mean."""
     columns: dict[str, str]
@@ -145,17 +147,17 @@ class DataConfig(SourceConfig):
     streamed_rows: Annotated[int, Field(ge=0)]
     """Rows of each split that `huggingface` streams from the hub in place of a download of everything; 0 downloads."""
     cache_path: Annotated[Path, NOT_EMPTY]
-    """Folder for what later runs use again: downloaded pictures, and copies of files that cannot be read in parts."""
+    """Folder for what later runs use again: downloaded media, and copies of files that cannot be read in parts."""
     shuffle_bytes: PositiveInt
     """Bytes of rows that are in memory at a time to be shuffled, where files are read by blocks (Parquet)."""
     max_checked_rows: Annotated[int, Field(ge=0)]
     """Rows of each split that are checked before the start, 0 for all; those behind are checked when they are asked."""
     allowed_hosts: tuple[str, ...]
-    """Hosts that pictures may be downloaded from; URLs of others, and redirects to others, are refused."""
+    """Hosts that media may be downloaded from; URLs of others, and redirects to others, are refused."""
     max_redirects: Annotated[int, Field(ge=0)]
     """Redirects that a download follows."""
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
-    """The longest download of one picture."""
+    """The longest download of one file."""
     prompt_suffix: str
     """Text that is put behind every question."""
     system_prompt: str
@@ -167,7 +169,7 @@ class DataConfig(SourceConfig):
     max_pixels: PositiveInt
     """Larger pictures are scaled down to this many pixels by the model's image processor."""
     max_image_bytes: PositiveInt
-    """A larger file is refused before it is read."""
+    """A larger picture file is refused before it is read, and a larger download of one is stopped."""
     max_decoded_pixels: PositiveInt
     """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
     video: VideoConfig

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.datasets.audios import AudioInputs
-from actors.datasets.pictures import PictureError, PictureInputs
+from actors.datasets.audios import AudioInputs, each_sound
+from actors.datasets.pictures import PictureError, PictureInputs, flat
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
-from actors.datasets.videos import VideoInputs
+from actors.datasets.videos import VideoInputs, each_video
 from cluster.errors import SkippedSample
 
 Record = Mapping[str, Any]
@@ -107,12 +108,15 @@ def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int,
 
 def in_front(draft: Draft) -> Draft:
     """The draft with its media in front of the question, where no turn has a placeholder of theirs."""
-    held = ((AUDIO_PLACEHOLDER, draft.audios), (VIDEO_PLACEHOLDER, draft.videos), (IMAGE_PLACEHOLDER, draft.images))
+    held = (
+        (AUDIO_PLACEHOLDER, list(each_sound(draft.audios))),
+        (VIDEO_PLACEHOLDER, each_video(draft.videos)),
+        (IMAGE_PLACEHOLDER, list(flat(draft.images))),
+    )
     for placeholder, media in held:
-        if media is not None and not any(placeholder in turn.text for turn in draft.turns):
-            num = len(media) if isinstance(media, list | tuple) else 1
+        if media and not any(placeholder in turn.text for turn in draft.turns):
             last = draft.turns[-1]
-            draft.turns = [*draft.turns[:-1], replace(last, text=placeholder * num + last.text)]
+            draft.turns = [*draft.turns[:-1], replace(last, text=placeholder * len(media) + last.text)]
     return draft
 
 
@@ -156,14 +160,21 @@ def first_given(*values: Any) -> Any:
 
 
 def only_one(value: Any) -> Any:
-    """The item of a list of one, also where the list is written as text; anything else as it is."""
+    """The item of a list of one, also where JSON or Python wrote the list as text; anything else as it is."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        try:
-            parsed = json.loads(value)
-        except ValueError:
-            return value
+        parsed = _parsed(value)
         return parsed[0] if isinstance(parsed, list) and len(parsed) == 1 else value
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+
+
+def _parsed(text: str) -> Any:
+    """What a text of JSON or of a literal of Python says; the text itself if it is neither."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            return parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of a text of many brackets
+            continue
+    return text
 
 
 def others(record: Record, *known: str) -> dict[str, Any]:

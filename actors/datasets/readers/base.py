@@ -54,6 +54,7 @@ class Opened:
     split: str  # as the data call it
     cache: Path  # where a reader may write files that later runs use again
     max_block_bytes: int  # a larger block is not held in memory
+    subset: str  # the configuration of a dataset that has several; empty for its only one
     num_streamed: int  # records that are streamed from the hub; 0 downloads all
 
 

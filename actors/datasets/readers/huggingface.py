@@ -32,48 +32,61 @@ def open_huggingface(opened: Opened) -> Table:
             f"{reason}): name a folder or a hub dataset, and its splits in data.splits"
         ) from error
     root = opened.path if opened.path.is_dir() else Path()
-    return HuggingFaceTable(found, root, f"{opened.path}/{opened.split}")
+    features = as_files(datasets, found.features)
+    return HuggingFaceTable(found.with_format("arrow"), features, root, f"{opened.path}/{opened.split}")
 
 
 def _opened(datasets: Any, opened: Opened) -> Any:
     """The dataset, memory-mapped. A stream is cut after `num_streamed` records, which are kept in the cache."""
     if (opened.path / "dataset_dict.json").is_file() or (opened.path / "state.json").is_file():
+        if opened.subset:
+            raise ValueError(f"a folder of save_to_disk has no data.subset, which is {opened.subset}")
         found = datasets.load_from_disk(str(opened.path))
-        return _raw(datasets, found[opened.split] if isinstance(found, datasets.DatasetDict) else found)
+        return found[opened.split] if isinstance(found, datasets.DatasetDict) else found
+    source, subset = str(opened.path), opened.subset or None
     if opened.num_streamed == 0:
-        return _raw(datasets, datasets.load_dataset(str(opened.path), split=opened.split))
-    kept = opened.cache / f"stream-{str(opened.path).replace('/', '_')}-{opened.split}-{opened.num_streamed}"
+        return datasets.load_dataset(source, subset, split=opened.split)
+    name = "-".join(part.replace("/", "_") for part in (source, opened.subset, opened.split) if part)
+    kept = opened.cache / f"stream-{name}-{opened.num_streamed}"
     if not kept.is_dir():
-        stream = _raw(datasets, datasets.load_dataset(str(opened.path), split=opened.split, streaming=True))
+        stream = datasets.load_dataset(source, subset, split=opened.split, streaming=True).decode(False)
         written = datasets.Dataset.from_generator(
             lambda: islice(stream, opened.num_streamed),
-            features=stream.features,
+            features=stream.features and as_files(datasets, stream.features),
             cache_dir=str(opened.cache / "generated"),
             writer_batch_size=STREAMED_RECORDS,
         )
         draft = kept.with_name(f".{kept.name}")
         written.save_to_disk(str(draft))
         draft.rename(kept)
-    return _raw(datasets, datasets.load_from_disk(str(kept)))
+    return datasets.load_from_disk(str(kept))
 
 
-def _raw(datasets: Any, found: Any) -> Any:
-    """Pictures as their files: decoded ones would be encoded again, and lose what they were."""
-    for column, feature in (found.features or {}).items():
-        if isinstance(feature, datasets.Image):
-            found = found.cast_column(column, datasets.Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), datasets.Image):
-            found = found.cast_column(column, type(feature)(datasets.Image(decode=False)))
-    return found
+def as_files(datasets: Any, feature: Any) -> Any:
+    """The feature with the files of pictures, sounds and videos in their place, at any depth of lists and structs.
+
+    Decoded ones would be encoded again, and lose what they were; and sounds and videos need torchcodec.
+    """
+    if isinstance(feature, dict):
+        return type(feature)({key: as_files(datasets, value) for key, value in feature.items()})
+    if isinstance(feature, list | tuple):
+        return [as_files(datasets, feature[0])]
+    if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+        return {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
+    if hasattr(feature, "feature"):
+        length = {"length": feature.length} if hasattr(feature, "length") else {}
+        return type(feature)(as_files(datasets, feature.feature), **length)
+    return feature
 
 
 class HuggingFaceTable:
-    """The records of a memory-mapped dataset."""
+    """The records of a memory-mapped dataset in the format arrow; `features` decode a record of it."""
 
-    def __init__(self, dataset: Any, root: Path, name: str) -> None:
+    def __init__(self, dataset: Any, features: Any, root: Path, name: str) -> None:
         self.root = root
         self.source = name
         self._dataset = dataset
+        self._features = features
         self._name = name
         self._lock = threading.Lock()
 
@@ -86,8 +99,8 @@ class HuggingFaceTable:
 
     def record(self, place: int) -> Record:
         with self._lock:
-            record = self._dataset[place]
-        return without_nulls(record)
+            [record] = self._dataset[place].to_pylist()
+        return without_nulls(self._features.decode_example(record))
 
     def name(self, place: int) -> str:
         return f"{self._name}:{place + 1}"

@@ -23,7 +23,7 @@ from cluster.errors import DatasetError
 
 PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv")
-SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif")
+SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac")
 
 
 def open_webdataset(opened: Opened) -> Table:

@@ -6,13 +6,15 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import soundfile
+import torch
 
 from actors.datasets.audios import AudioInputs, encode_wav
 from actors.datasets.pictures import EncodedFile, PictureError
-from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
+from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
 from cluster.errors import MediaError
 from configs.load import load_config
 
@@ -51,6 +53,114 @@ def test_the_length_from_the_header_is_that_of_the_samples(
     assert samples.dtype == np.float32
 
 
+def encoded(path: Path, codec: str, length: int, *, with_picture: bool = False, **options: str) -> Path:
+    """The sine in any format of FFmpeg."""
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream(codec, rate=44_100, layout="mono")
+        if with_picture:
+            shown = container.add_stream("mpeg4", rate=4)
+            shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
+            frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
+            container.mux([*shown.encode(frame), *shown.encode()])
+        fifo = av.AudioFifo()
+        frame = av.AudioFrame.from_ndarray(sine(length, 44_100)[None], format="fltp", layout="mono")
+        frame.sample_rate = 44_100
+        fifo.write(frame)
+        while block := fifo.read(stream.codec_context.frame_size or 1152, partial=True):
+            container.mux(stream.encode(block))
+        container.mux(stream.encode())
+    return path
+
+
+def test_an_mp3_file_without_a_count_is_as_long_as_it_decodes(tmp_path: Path) -> None:
+    counted = encoded(tmp_path / "a.mp3", "libmp3lame", 88_200)
+    assert check_audio(counted, limits()) == 2 * RATE
+    file = encoded(tmp_path / "b.mp3", "libmp3lame", 88_200, write_xing="0")
+    loaded = load_audio(file, limits())
+    samples = decode_audio(loaded, limits())
+    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    assert 0 <= len(samples) - 2 * RATE < 3 * 1152  # a few blocks of silence at its ends
+    for path in (counted, file):
+        with pytest.raises(MediaError, match=r"data\.audio\.max_seconds"):
+            check_audio(path, limits("data.audio.max_seconds=1"))
+    cut = EncodedFile(counted.read_bytes()[:10_000], "cut.mp3")
+    with pytest.raises(MediaError, match="of the 88,200 samples"):
+        decode_audio(load_audio(cut, limits()), limits())
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "with_picture"),
+    [("a.m4a", "aac", False), ("a.aac", "aac", False), ("a.mp4", "aac", True), ("a.mkv", "aac", True)],
+)
+def test_sounds_that_libsndfile_does_not_read_are_read_by_ffmpeg(
+    tmp_path: Path, name: str, codec: str, with_picture: bool
+) -> None:
+    options = {"movflags": "faststart"} if name.endswith(("m4a", "mp4")) else {}
+    file = encoded(tmp_path / name, codec, 88_200, with_picture=with_picture, **options)
+    loaded = load_audio(file, limits())
+    samples = decode_audio(loaded, limits())
+    assert len(samples) == loaded.num_samples == check_audio(file, limits())
+    assert abs(len(samples) - 2 * RATE) < 2_100
+    pitches = np.abs(np.fft.rfft(samples[:RATE]))
+    assert abs(int(pitches.argmax()) - 440) <= 1, "the tone of `sine`, in Hz"
+    kept = whole_audio(file, limits().audio)
+    assert kept.content == file.read_bytes()
+    assert kept.extension == {"mp4": "m4a", "mkv": "mka"}.get(name[2:], name[2:])
+    if options:
+        cut = EncodedFile(kept.content[: len(kept.content) // 2], "cut.m4a")
+        with pytest.raises(MediaError, match="is corrupt|packets that its header names"):
+            check_audio(cut, limits())
+
+
+def test_a_video_without_sound_is_none(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        shown = container.add_stream("mpeg4", rate=4)
+        shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
+        container.mux([*shown.encode(frame), *shown.encode()])
+    with pytest.raises(MediaError, match="has no sound"):
+        check_audio(tmp_path / "a.mp4", limits())
+
+
+@pytest.mark.parametrize("suffix", ["wav", "aiff"])
+def test_a_cut_file_whose_header_has_more_samples_is_refused_unread(tmp_path: Path, suffix: str) -> None:
+    content = written(tmp_path / f"a.{suffix}", 16_000, RATE).read_bytes()
+    for share in (0.5, 0.9):
+        cut = EncodedFile(content[: int(share * len(content))], f"cut.{suffix}")
+        for read in (check_audio, load_audio):
+            with pytest.raises(MediaError, match=r"cut\..* of the 32,0.. bytes of samples that its header names"):
+                read(cut, limits())
+
+
+def test_a_wav_file_that_was_written_into_a_pipe_names_no_size_and_is_read(tmp_path: Path) -> None:
+    content = bytearray(written(tmp_path / "a.wav", 100, RATE).read_bytes())
+    for start in (4, content.index(b"data") + 4):
+        content[start : start + 4] = b"\xff" * 4
+    assert check_audio(EncodedFile(bytes(content), "a.wav"), limits()) == 100
+
+
+def test_samples_come_in_pairs_nested_lists_tensors_and_numbers_of_numpy(tmp_path: Path) -> None:
+    written(tmp_path / "a.wav", 100, RATE)
+    inputs = AudioInputs(tmp_path, None, takes_absolute=False)
+    samples = sine(100, RATE)
+    tensor = torch.tensor(samples).bfloat16().requires_grad_()
+    stereo = np.stack([samples, samples])  # [channels, N], as torchaudio has it
+    cases: list[tuple[object, int]] = [
+        ((samples, RATE), 1),
+        ([(samples, np.int64(RATE)), (samples, float(RATE))], 2),
+        ([["a.wav"], ["a.wav", (samples, RATE)]], 3),
+        ({"array": samples, "sampling_rate": np.int32(RATE)}, 1),
+        ({"array": tensor, "sampling_rate": torch.tensor(RATE)}, 1),
+        ({"array": stereo, "sampling_rate": RATE}, 1),
+        ({"array": torch.tensor(samples)[None], "sampling_rate": RATE}, 1),
+    ]
+    for value, num in cases:
+        found = inputs.resolve_audios(value, "row")
+        assert [check_audio(one, limits()) for one in found] == [100] * num
+        heard = decode_audio(load_audio(found[-1], limits()), limits())
+        np.testing.assert_allclose(heard, samples, atol=2e-3)
+
+
 def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
     written(tmp_path / "a.wav", 100, RATE)
     inputs = AudioInputs(tmp_path, None, takes_absolute=False)
@@ -73,6 +183,10 @@ def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
         (np.zeros(4), "samples without a rate"),
         ({"array": np.zeros(4)}, "`sampling_rate` is None"),
         ({"array": np.zeros((2, 2, 2)), "sampling_rate": 8_000}, "is no sound"),
+        ({"array": np.zeros((64, 64)), "sampling_rate": 8_000}, "is no sound"),
+        ({"array": torch.zeros(4, device="meta"), "sampling_rate": 8_000}, "no values that can be read"),
+        ((np.zeros(4), "fast"), "samples without a rate"),
+        ({"array": np.zeros(4), "sampling_rate": float("nan")}, "`sampling_rate` is nan"),
     ],
 )
 def test_what_is_no_sound_is_named(tmp_path: Path, value: object, message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from pathlib import Path
@@ -172,6 +173,21 @@ def test_pictures_are_parts_or_placeholders(pictures: Path) -> None:
     first, second = read_conversations(written(pictures, *rows), "train", "conversation").rows
     assert first.context == second.context
     assert first.images == second.images == ((pictures / "a.png").resolve(),)
+
+
+def test_pictures_may_be_data_urls_and_bytes_in_base64(pictures: Path) -> None:
+    content = (pictures / "a.png").read_bytes()
+    encoded = base64.b64encode(content).decode()
+    url = f"data:image/png;base64,{encoded}"
+    asked = {"role": "user", "content": "<image>"}
+    rows = (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}, FOUR]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": {"bytes": encoded}}]}, FOUR]},
+        {"messages": [asked, FOUR], "images": [url]},
+        {"messages": [asked, FOUR], "images": [{"bytes": encoded}]},
+    )
+    split = read_conversations(written(pictures, *rows), "train", "conversation")
+    assert [row.images[0].content for row in split.rows] == [content] * 4
 
 
 def test_a_pair_has_labels_and_a_score_is_one(pictures: Path) -> None:

@@ -37,6 +37,7 @@ def data_config(**changes: object) -> DataConfig:
         columns={},
         splits={},
         media_path="",
+        subset="",
         label="",
         streamed_rows=0,
         cache_path=Path("data/cache"),

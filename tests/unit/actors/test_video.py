@@ -41,6 +41,25 @@ def test_frames_of_compressed_files_with_reordered_packets_are_the_same_places(t
     assert np.abs(found.mean(axis=(1, 2, 3)) - 30 * np.arange(8)).max() < 6
 
 
+def test_a_trimmed_file_shows_what_its_edit_list_leaves(tmp_path: Path) -> None:
+    """Its first frames have negative times: they are needed to decode the others, and are not shown."""
+    shades = [np.full((32, 48, 3), 20 * n, dtype=np.uint8) for n in range(12)]
+    clip = tmp_path / "clip.mp4"
+    with av.open(str(clip), "w", options={"avoid_negative_ts": "disabled"}) as container:
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        frames = [av.VideoFrame.from_ndarray(shade, format="rgb24") for shade in shades]
+        for packet in [packet for frame in (*frames, None) for packet in stream.encode(frame)]:
+            cut = int(0.75 / packet.time_base)
+            packet.pts, packet.dts = packet.pts - cut, packet.dts - cut
+            container.mux(packet)
+    found = load_video(clip, limits("data.video.fps=4"))
+    assert found.clip == check_video(clip, limits("data.video.fps=4"))
+    assert found.clip.timestamps == tuple((np.arange(9) / 4).tolist())
+    shown = decode_video(found, limits("data.video.fps=4")).mean(axis=(1, 2, 3))
+    assert np.abs(shown - 20 * np.arange(3, 12)).max() < 6
+
+
 def test_a_folder_a_list_and_a_moving_gif_are_videos(tmp_path: Path) -> None:
     for number, frame in enumerate(FRAMES):
         frame.save(tmp_path / f"{number}.png")

@@ -273,6 +273,7 @@ NEEDS: dict[str, list[str]] = {
     "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
+        "subset: '', "
         "label: '', weight: 1.0}}"
     ],
     "data=digit_list": ["sampler.max_images_per_prompt=12"],

@@ -164,7 +164,8 @@ def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> No
     ],
 )
 def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
-    fields = "path: a, row_format: question, columns: {}, splits: {}, media_path: '', label: '', weight: 1.0"
+    texts = "path: a, row_format: question, media_path: '', subset: '', label: ''"
+    fields = f"{texts}, columns: {{}}, splits: {{}}, weight: 1.0"
     made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: digits, {fields}}}"}
     for name, text in made.items():
         words = [word.replace(name, text) for word in words]

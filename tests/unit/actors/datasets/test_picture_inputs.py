@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data_rows import read_split
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs
 from actors.datasets.rows import count_by_reason
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
@@ -27,7 +28,7 @@ from cluster.errors import MediaError
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
 LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=10_000)
-DOWNLOADS = DownloadLimits(max_bytes=10_000, max_redirects=1, timeout_s=10)
+DOWNLOADS = DownloadLimits(max_bytes=10_000, max_bytes_key="data.max_image_bytes", max_redirects=1, timeout_s=10)
 
 
 def png(pixels: np.ndarray = PIXELS) -> bytes:
@@ -47,7 +48,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> PictureInputs:
-    downloads = PictureDownloads(root.parent / "cache", hosts, DOWNLOADS)
+    downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
     return PictureInputs(root, downloads, takes_absolute=takes_absolute)
 
 
@@ -73,6 +74,11 @@ def forms(root: Path) -> dict[str, Any]:
         "mapping with bytes": {"bytes": content, "path": "elsewhere.png"},
         "mapping with path": {"bytes": None, "path": "sub/a b.png"},
         "OpenAI": {"url": "sub/a b.png", "detail": "low"},
+        "JSON bytes": {"bytes": base64.b64encode(content).decode()},
+        "base64 source": {"type": "base64", "data": base64.b64encode(content).decode()},
+        "float array": PIXELS / 255,
+        "float tensor": torch.tensor(PIXELS).permute(2, 0, 1) / 255,
+        "tensor with gradients": (torch.tensor(PIXELS) / 255).requires_grad_(),
         "list": ["sub/a b.png"],
         "nested list": [["sub/a b.png"]],
     }
@@ -80,7 +86,7 @@ def forms(root: Path) -> dict[str, Any]:
 
 FORMS = (
     "path|path object|file URL|bytes|bytearray|data URL|PIL|array|tensor|mapping with bytes|mapping with path|OpenAI|"
-    "list|nested list"
+    "JSON bytes|base64 source|float array|float tensor|tensor with gradients|list|nested list"
 ).split("|")
 
 
@@ -90,6 +96,24 @@ def test_every_form_gives_the_same_pixels(root: Path, form: str) -> None:
     assert check_image(picture, LIMITS) == (7, 5)
     pixels = np.asarray(decode_image(read_image(picture, LIMITS), picture, LIMITS))
     np.testing.assert_array_equal(pixels, PIXELS)
+
+
+def test_tensors_of_bfloat16_are_pictures_and_those_without_values_are_refused(root: Path) -> None:
+    [picture] = inputs(root).resolve(torch.full((3, 4, 6), 0.5).bfloat16(), "row")
+    assert decode_image(read_image(picture, LIMITS), picture, LIMITS).getpixel((0, 0)) == (128, 128, 128)
+    with pytest.raises(PictureError, match="no values that can be read"):
+        inputs(root).resolve(torch.zeros(3, 4, 6, device="meta"), "row")
+    for values in (np.full((4, 6), 255.0), np.full((4, 6), -0.1), np.full((4, 6), np.nan)):
+        with pytest.raises(PictureError, match=r"bring them to \[0, 1\]"):
+            inputs(root).resolve(values, "row")
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
+def test_pictures_of_modes_that_png_does_not_have_are_converted(root: Path, mode: str) -> None:
+    image = Image.new("RGB", (6, 4), (200, 100, 50)).convert(mode)
+    [picture] = inputs(root).resolve(image, "row")
+    found = decode_image(read_image(picture, LIMITS), picture, LIMITS).getpixel((0, 0))
+    assert np.abs(np.array(found) - (200, 100, 50)).max() <= 4
 
 
 def test_lists_keep_their_order_and_nothing_is_no_picture(root: Path) -> None:
@@ -123,7 +147,8 @@ def test_grey_alpha_and_one_channel_arrays_are_pictures(root: Path) -> None:
         ({"bytes": [b"x", b"y"]}, "bad_image"),
         ([["sub/a b.png", ["sub/a b.png"]]], "bad_image"),
         (7, "bad_image"),
-        (np.zeros((4, 4)), "bad_image"),
+        (np.full((4, 4), 2.0), "bad_image"),
+        (np.zeros((4, 4), dtype=np.int64), "bad_image"),
         (np.zeros((4, 4, 4, 3), dtype=np.uint8), "bad_image"),
         (np.zeros((0, 4), dtype=np.uint8), "bad_image"),
         ("https://example.org/a.png", "host_not_allowed"),
@@ -187,7 +212,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Location", places[self.path])
             self.end_headers()
             return
-        content = {"/ok": png(), "/large": bytes(20_000)}.get(self.path)
+        content = {"/ok": png(), "/large": bytes(20_000)}.get(self.path.partition("?")[0])
         self.send_response(200 if content else 404)
         self.end_headers()
         self.wfile.write(content or b"")
@@ -231,6 +256,17 @@ def test_a_download_stays_within_its_limits(root: Path, server: str, path: str, 
         inputs(root, "127.0.0.1").resolve(server + path, "row")
     assert found.value.reason == reason
     assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
+
+
+def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: str) -> None:
+    """The server's large file is too large a picture, and neither too large a video nor too large a sound."""
+    kinds = ("image", "video", "audio")
+    rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in kinds]
+    (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    split = read_split(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
+    assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
+    assert count_by_reason(split.skipped) == {"download_failed": 1}
+    assert "data.max_image_bytes=10,000" in split.skipped[0].detail
 
 
 def test_a_server_that_is_not_there_is_named(root: Path) -> None:

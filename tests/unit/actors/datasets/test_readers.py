@@ -255,6 +255,73 @@ def test_pictures_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
     assert row.images[0].content == content.getvalue()
 
 
+def write_media(folder: Path, columns: dict[str, Any], record: dict[str, Any], *, is_hub: bool) -> None:
+    """A data set of one record with columns of media, written without the libraries that encode them."""
+    datasets = pytest.importorskip("datasets")
+    stored = pa.Table.from_pylist([record], schema=datasets.Features(columns).arrow_schema)
+    if is_hub:
+        folder.mkdir()
+        pq.write_table(stored, folder / "train.parquet")
+    else:
+        split = datasets.Dataset(datasets.table.InMemoryTable(stored))
+        datasets.DatasetDict({"train": split}).save_to_disk(str(folder))
+
+
+@pytest.mark.parametrize("is_hub", [False, True])
+@pytest.mark.parametrize("kind", ["Image", "Audio", "Video"])
+@pytest.mark.parametrize("num", [0, 2])
+def test_media_columns_of_a_hugging_face_dataset_stay_files(tmp_path: Path, kind: str, num: int, is_hub: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    medium, value = getattr(datasets, kind)(), {"bytes": b"content", "path": None}
+    column = {"Image": "images", "Audio": "audios", "Video": "videos"}[kind]
+    columns = {
+        "question": datasets.Value("string"),
+        "answer": datasets.Value("string"),
+        column: datasets.List(medium) if num else medium,
+    }
+    record = {"question": f"<{column[:-1]}>" * (num or 1), "answer": "7", column: [value] * num if num else value}
+    write_media(tmp_path / "d", columns, record, is_hub=is_hub)
+    for streamed in (0, 1):
+        [row] = read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed).rows
+        assert [medium.content for medium in getattr(row, column)] == [b"content"] * (num or 1)
+
+
+def test_media_in_the_messages_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    text = datasets.Value("string")
+    part = {"type": text, "text": text, "image": datasets.Image(), "audio": datasets.Audio()}
+    columns = {"messages": datasets.List({"role": text, "content": datasets.List(part)}), "answer": text}
+    empty = dict.fromkeys(part)
+    content = [
+        {**empty, "type": "image", "image": {"bytes": b"picture", "path": None}},
+        {**empty, "type": "audio", "audio": {"bytes": b"sound", "path": None}},
+        {**empty, "type": "text", "text": "?"},
+    ]
+    write_media(
+        tmp_path / "d", columns, {"messages": [{"role": "user", "content": content}], "answer": "7"}, is_hub=False
+    )
+    [row] = read_split(tmp_path / "d", "train", "huggingface", row_format="messages").rows
+    assert (row.question, row.images[0].content, row.audios[0].content) == ("<image><audio>?", b"picture", b"sound")
+
+
+@pytest.mark.parametrize("streamed", [0, 1])
+def test_a_dataset_of_several_configurations_gives_the_one_that_is_named(tmp_path: Path, streamed: int) -> None:
+    pytest.importorskip("datasets")
+    listed = []
+    for name in ("easy", "hard"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        (tmp_path / "d" / name / "train.jsonl").write_text(json.dumps({"question": name, "answer": "7"}))
+        listed.append(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n")
+    (tmp_path / "d" / "README.md").write_text(f"---\nconfigs:\n{''.join(listed)}---\n")
+    for name in ("easy", "hard"):
+        split = read_split(tmp_path / "d", "train", "huggingface", subset=name, streamed_rows=streamed)
+        assert [row.question for row in split.rows] == [name]
+    with pytest.raises(DatasetError, match="Config name is missing"):
+        read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed)
+    with pytest.raises(DatasetError, match=r"data\.subset=hard is for data\.kind=huggingface"):
+        read_split(tmp_path / "d", "train", "jsonl", subset="hard")
+
+
 def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     write_huggingface(tmp_path / "d")

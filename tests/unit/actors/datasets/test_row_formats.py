@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from io import BytesIO
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from data_rows import data_config, read_split
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, PictureDownloads
+from actors.datasets.downloads import DownloadLimits, MediaDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.formats.base import StoredMedia
 from actors.datasets.open_split import open_split
@@ -24,7 +26,7 @@ from configs.schema import DataConfig
 
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}
-NO_DOWNLOADS = PictureDownloads(Path("unused"), (), DownloadLimits(1, 0, 1.0))
+NO_DOWNLOADS = MediaDownloads(Path("unused"), (), DownloadLimits(1, "data.max_image_bytes", 0, 1.0))
 ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same picture
     "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
     "messages": {"messages": [{"role": "user", "content": [PICTURE_PART, TEXT_PART]}], "answer": "7"},
@@ -296,3 +298,57 @@ def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> Non
         assert found.value.reason == "bad_video"
     with pytest.raises(PictureError, match="leads out of the data folder"):
         inputs.resolve_videos(["../a.png"], "row")
+
+
+def test_lists_of_encoded_pictures_are_one_video_and_lists_of_files_several(tmp_path: Path) -> None:
+    folder_of(tmp_path)
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    png, gif = (tmp_path / "a.png").read_bytes(), (tmp_path / "a.gif").read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    for frames in ([png, bytearray(png)], [url, url], [{"bytes": png, "path": None}] * 2, [{"path": "a.png"}, "a.png"]):
+        for value in (frames, [frames], {"video": frames}):
+            [video] = inputs.resolve_videos(value, "row")
+            assert len(video.frames) == 2
+    for files in ([gif, gif], [{"bytes": gif, "path": None}] * 2, [f"data:video/mp4;base64,{url[22:]}"] * 2):
+        assert len(inputs.resolve_videos(files, "row")) == 2
+    assert inputs.resolve_videos({"video_url": {"url": "a.gif"}}, "row") == (tmp_path / "a.gif",)
+
+
+def test_tensors_of_frames_may_be_floats_and_need_gradients(tmp_path: Path) -> None:
+    inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
+    frames = torch.rand(3, 3, 4, 6)  # [T, C, H, W]
+    for value in (frames, frames.bfloat16(), frames.clone().requires_grad_(), [frame.numpy() for frame in frames]):
+        [video] = inputs.resolve_videos(value, "row")
+        assert len(video.frames) == 3
+    with pytest.raises(PictureError, match="no values that can be read"):
+        inputs.resolve_videos(torch.zeros(3, 3, 4, 6, device="meta"), "row")
+
+
+@pytest.mark.parametrize(
+    ("media", "question"),
+    [
+        ({"video": ["a.png", "a.png"]}, "<video>?"),
+        ({"videos": [["a.png", "a.png"], "a.gif"]}, "<video><video>?"),
+        ({"images": [["a.png", "a.png"]]}, "<image><image>?"),
+        ({"images": ["a.png", ["a.png"]]}, "<image><image>?"),
+        ({"images": []}, "?"),
+        ({"audios": [["a.wav"], "a.wav"]}, "<audio><audio>?"),
+    ],
+)
+def test_media_of_lightrft_in_front_of_the_question_are_counted_as_they_are_read(
+    tmp_path: Path, media: dict[str, Any], question: str
+) -> None:
+    (tmp_path / "a.wav").write_bytes(b"sound")
+    [row] = read(tmp_path, "lightrft", {"prompt": "?", "reference": "7", **media})
+    assert row.question == question
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [("['7']", "7"), ('["7"]', "7"), (["7"], "7"), ("[7]", "7"), ("[0, 1)", "[0, 1)"), ("[a]", "[a]"), ("[[", "[[")],
+)
+def test_a_reference_of_lightrft_that_is_written_as_a_list_of_one_is_its_item(
+    tmp_path: Path, reference: Any, answer: str
+) -> None:
+    [row] = read(tmp_path, "lightrft", {"prompt": "?", "reference": reference})
+    assert row.answer == answer

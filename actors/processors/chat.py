@@ -117,8 +117,16 @@ class ChatProcessor:
     """
 
     def __init__(
-        self, model: str, data: DataConfig, sampler: SamplerConfig, media: MediaKeeper, *, keep_files: bool
+        self,
+        model: str,
+        data: DataConfig,
+        sampler: SamplerConfig,
+        media: MediaKeeper,
+        *,
+        keep_files: bool,
+        device: str = "cpu",
     ) -> None:
+        """`device` is `resources.device`, on which the engines run."""
         self._data = data
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
@@ -130,7 +138,8 @@ class ChatProcessor:
         self._video_limits = VideoLimits.of(data)
         self._limits = self._video_limits.frame
         self._family = family_at(model)
-        self.takes_pictures = self._family.takes_pictures
+        self._without_pictures = self._family.without_pictures_on(device, sampler.kind)
+        self.takes_pictures = not self._without_pictures
         self._takes_parts = self.takes_pictures or isinstance(self._family, AudioFamily)
         self._processor = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
         self._tokenizer = self._processor.tokenizer if self._takes_parts else self._processor
@@ -150,7 +159,7 @@ class ChatProcessor:
         self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
         config = self._model_config = AutoConfig.from_pretrained(model)
         self.image_token_id: int | None = (
-            self._family.placeholder_id(config) if isinstance(self._family, PictureFamily) else None
+            self._family.compact_placeholder_id(config) if isinstance(self._family, PictureFamily) else None
         )
         pad = self._tokenizer.pad_token_id
         self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
@@ -214,6 +223,8 @@ class ChatProcessor:
 
     def tokenize(self, text: str) -> np.ndarray:
         """int32 [T]: the ids of rendered text, one placeholder a picture."""
+        if self.takes_pictures and isinstance(self._family, PictureFamily):
+            text = self._family.spaced(text, self._tokenizer)
         return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
@@ -229,7 +240,7 @@ class ChatProcessor:
         """
         if images and not self.takes_pictures:
             raise PromptError(
-                f"{name} has {len(images)} pictures, and {self._family.without_pictures}: "
+                f"{name} has {len(images)} pictures, and {self._without_pictures}: "
                 "remove the row, or choose a vision-language model"
             )
         if len(images) > self._max_images:
@@ -570,7 +581,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
                 f"{type(processor.image_processor).__name__} of policy.model={model} does not take data.min_pixels and "
                 "data.max_pixels: choose another checkpoint of its family"
             )
-    _refuse_unfit_tokenizer(processor, model, processor.image_token, family.placeholder_id(config))
+    _refuse_unfit_tokenizer(processor, model, processor.image_token, family.compact_placeholder_id(config))
     family.refuse_unfit(processor, config)
     return processor
 

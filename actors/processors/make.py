@@ -33,7 +33,12 @@ def make_processor(
     if config.sampler.draws_tokens:
         return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
     chat = ChatProcessor(
-        config.policy.model, config.data, config.sampler, media, keep_files=config.rewards.needs_pictures
+        config.policy.model,
+        config.data,
+        config.sampler,
+        media,
+        keep_files=config.rewards.needs_pictures,
+        device=config.resources.device,
     )
     if not config.offline.is_on:
         return chat

@@ -39,7 +39,14 @@ class EpisodeActor(RolloutActor):
     ) -> None:
         super().__init__(sampler, settings, object_timeout_s=object_timeout_s)
         store = MediaStore(lambda media: media, episodes.data.media_cache_bytes)
-        chat = ChatProcessor(settings.model, episodes.data, episodes.sampler, store, keep_files=episodes.keeps_files)
+        chat = ChatProcessor(
+            settings.model,
+            episodes.data,
+            episodes.sampler,
+            store,
+            keep_files=episodes.keeps_files,
+            device=settings.device,
+        )
         self._episodes = EpisodeRunner(
             episodes.environment,
             chat,

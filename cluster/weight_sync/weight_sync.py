@@ -103,6 +103,7 @@ class WeightSync:
         self._canary_tolerance = canary_tolerance
         self._ranks_of_receiver = ranks_of_receiver
         self._probe = probe
+        self._arrival_listeners: list[Callable[[int], Awaitable[None]]] = []
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
         self._announcement_listeners: list[Callable[[int], None]] = []
         self._announced = -1
@@ -118,6 +119,11 @@ class WeightSync:
     def on_announced(self, listener: Callable[[int], None]) -> None:
         """Call `listener` with the version once its push is under way; every receiver will have it or be lost."""
         self._announcement_listeners.append(listener)
+
+    def on_arrived(self, listener: Callable[[int], Awaitable[None]]) -> None:
+        """Call `listener` with the version of every push whose receivers have it, before they are compared with the
+        learner."""
+        self._arrival_listeners.append(listener)
 
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
         """Call `listener` after every push that succeeded."""
@@ -176,6 +182,8 @@ class WeightSync:
     async def _settle(self, push: _Underway, sent: _Sent | None, expected: np.ndarray | None) -> None:
         """See the last wave of a push to its end, and tell of the push. `expected` is what the canary compares with."""
         await self._arrive(push, sent)
+        for arrival_listener in self._arrival_listeners:
+            await arrival_listener(push.version)
         gap = None if expected is None else await self._canary(push, expected)
         self._members.published(push.version)
         num_lost = max(0, push.num_receivers - len(self._members.receivers()))

@@ -30,6 +30,7 @@ from cluster.runtime.placement import PlacedWorker
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.schema.rollout import SamplerKind
 from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, SOUND_LENGTHS, SOUND_RATE, Case, cases
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
@@ -39,7 +40,7 @@ from learner.policies.adapters import is_factor, save_adapters, with_saved_adapt
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
 from learner.policies.families.base import AudioFamily, Family, VideoFamily
-from learner.policies.loading import load_model, load_policy_model, save_policy
+from learner.policies.loading import DTYPES, load_model, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.tiny import write_tiny
 from learner.policies.token import TokenPolicy
@@ -85,6 +86,7 @@ class Report:
     model_type: str
     is_tied: bool
     num_parameters: int
+    dtype: str = "float32"  # in which engine and learner compute
     same_ids: dict[str, bool] = field(default_factory=dict)  # case -> the engine expands the prompt as we do
     gaps: dict[str, Gap] = field(default_factory=dict)  # case -> prompt and sampled tokens
     pushes: dict[str, Gap] = field(default_factory=dict)  # part -> over all cases, after a push
@@ -109,6 +111,7 @@ class Measurement:
         checkpoint = checkpoint.below(self.family.checkpoint_prefix)
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
+        self._dtype = DTYPES[self.config.resources.dtype]
         self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1 + len(SOUND_LENGTHS))
         self._learn(self.config)
         self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
@@ -118,7 +121,7 @@ class Measurement:
         """Have a learner of the checkpoint's weights."""
         model = load_policy_model(config.policy, torch.float32)
         self._weights = PolicyWeights(model, config)
-        self._backend = SingleBackend(self._cpu, torch.float32, config.learner)
+        self._backend = SingleBackend(self._cpu, self._dtype, config.learner)
         self._policy = self._backend.wrap(TokenPolicy(model, config.learner))
         self._publisher = WeightPublisher(
             self._weights.manifest,
@@ -250,8 +253,9 @@ def measure(words: str, folder: Path) -> Report:
     worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
     os.environ.update(OFFLINE | engine_environment(measurement.config, worker))
     model_type = json.loads((measurement.model / "config.json").read_text())["model_type"]
-    num_parameters = sum(spec.num_bytes // 4 for spec in measurement.prepared.checkpoint.tensors)
-    report = Report(name, model_type, is_tied, num_parameters)
+    value = DTYPES[measurement.config.resources.dtype].itemsize
+    num_parameters = sum(spec.num_bytes // value for spec in measurement.prepared.checkpoint.tensors)
+    report = Report(name, model_type, is_tied, num_parameters, measurement.config.resources.dtype)
     asyncio.run(measurement.run(report))
     return report
 
@@ -266,8 +270,8 @@ def read_report(file: Path) -> Report:
 
 
 def takes_media(family: Family) -> bool:
-    """Whether its parts are pushed one by one; those of a family that is trained on text alone are not."""
-    return family.takes_pictures or isinstance(family, AudioFamily)
+    """Whether its parts are pushed one by one; those of a family that is trained on text alone on CPU are not."""
+    return not family.without_pictures_on("cpu", SamplerKind.VLLM) or isinstance(family, AudioFamily)
 
 
 def _config(model: Path, *words: str) -> RunConfig:
@@ -279,6 +283,7 @@ def _config(model: Path, *words: str) -> RunConfig:
             "policy.tiny=none",
             "learner=single",
             "resources.learner.num_workers=1",
+            f"resources.dtype={family.engine_dtypes_on_cpu[0]}",
             "sampler.max_images_per_prompt=3",
             f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
             f"sampler.max_audios_per_prompt={len(SOUND_LENGTHS) * isinstance(family, AudioFamily)}",

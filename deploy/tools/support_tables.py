@@ -26,6 +26,8 @@ from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
 from learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from learner.optim.optimizers import OPTIMIZERS
 from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VISION_FAMILIES
+from learner.policies.families.refused import REFUSED
+from learner.policies.families.registry import FAMILIES
 from learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
 from rewards.functions import BUILT_IN, EXTRAS
 
@@ -48,8 +50,7 @@ def choices(key: str) -> tuple[str, ...]:
 
 def text() -> str:
     """The whole block, markers included."""
-    parts = [BEGIN, *_table("models and data", _models()), *_table("algorithm", _algorithms())]
-    parts += [*_table("system", _system()), *_table("reward functions", _rewards())]
+    parts = [BEGIN, *_table("models and data", _models()), *_table("algorithm, system and rewards", _choices())]
     return "\n".join([*parts, *_presets(), "", END])
 
 
@@ -74,6 +75,11 @@ def _models() -> Iterator[Row]:
     yield "sounds, by `model_type`", AUDIO_TYPES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model
     yield "other image-text-to-text models of transformers", ("parity gate before the first step",), by_model
+    for family in FAMILIES:
+        if family.on_cpu:
+            yield f"on CPU: {family.on_cpu}", family.model_types, by_model
+    for kind, reason in REFUSED.items():
+        yield f"refused: {reason}", (kind,), "-"
     yield "data", groups()["data"], "`data=`, `data.path`"
     yield "dataset readers", READERS, "`data.kind`"
     yield "row formats", FORMATS, "`data.row_format`"
@@ -81,8 +87,14 @@ def _models() -> Iterator[Row]:
     yield "flow models of diffusers", FLOW_PIPELINES, "`sampler=flow`, `policy.model`"
 
 
+def _choices() -> Iterator[Row]:
+    yield from _algorithms()
+    yield from _system()
+    yield from _rewards()
+
+
 def _algorithms() -> Iterator[Row]:
-    yield "presets", groups()["algorithm"], "`algorithm=`"
+    yield "algorithms", groups()["algorithm"], "`algorithm=`"
     yield "advantages", (*ADVANTAGES, *TOKEN_ADVANTAGES, *TURN_ADVANTAGES), "`algorithm.advantage`"
     yield "policy losses", POLICY_LOSSES, "`algorithm.loss`"
     yield "policy losses of flow models", FLOW_LOSSES, "`algorithm.loss`"
@@ -111,11 +123,11 @@ def _rewards() -> Iterator[Row]:
         for folder in ("functions", "models", "http")
     )
     by_name = "`rewards.components`"
-    yield "rules", rules, by_name
-    yield "models and judges", models, by_name
-    yield "servers", served, by_name
-    yield "need an extra", [f"mobula[{extra}]" for extra in EXTRAS.values()], "installation"
-    yield "your own", ("module:function", "path/to/file.py:function"), by_name
+    yield "reward rules", rules, by_name
+    yield "reward models and judges", models, by_name
+    yield "reward servers", served, by_name
+    yield "rewards that need an extra", [f"mobula[{extra}]" for extra in EXTRAS.values()], "installation"
+    yield "rewards of your own", ("module:function", "path/to/file.py:function"), by_name
 
 
 def _presets() -> Iterator[str]:

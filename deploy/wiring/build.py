@@ -245,7 +245,7 @@ def build_controller(
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
-    weights.on_published(parity_gate(prepared, training.learner, inference.rollouts.receivers))
+    weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers))
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
     records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)

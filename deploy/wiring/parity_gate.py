@@ -11,7 +11,6 @@ import numpy as np
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.interfaces import Receiver
-from cluster.weight_sync.weight_sync import Push
 from deploy.wiring.parity_prompts import cases
 from deploy.wiring.preparation import Prepared
 from learner.policies.families import family_at, model_type_at
@@ -32,7 +31,9 @@ class Scorer(Protocol):
 
 
 class ParityGate:
-    """Called after every push; on the first one it compares the log-probs of a few prompts.
+    """Called with the version of every push that arrived; on the first one it compares the log-probs of a few prompts.
+
+    It comes before the canary of that push, which has one prompt and takes a difference for a failed transfer.
 
     Raises:
         CanaryError: they differ by more than the tolerance on some prompt.
@@ -55,7 +56,7 @@ class ParityGate:
         self._tolerance = tolerance
         self._is_passed = not prompts
 
-    async def __call__(self, push: Push) -> None:
+    async def __call__(self, version: int) -> None:
         if self._is_passed:
             return
         gaps = {name: await self._gap(prompt) for name, prompt in self._prompts.items()}

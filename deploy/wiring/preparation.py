@@ -30,8 +30,9 @@ from cluster.records.media import MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
+from configs.schema.rollout import SamplerKind
 from deploy.datasets.written_data import write_data
-from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions
+from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions, model_type_at
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
 from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
@@ -121,6 +122,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         _check_flow(checkpoint, config)
     else:
         checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
+        _check_dtype(config)
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
@@ -153,7 +155,8 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
     """The rows of `algorithm.supervised`, checked; their media are stored beside those of the prompts."""
     supervised = config.algorithm.supervised
-    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
+    device = config.resources.device
+    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False, device=device)
     processor = ConversationProcessor(
         chat, system_prompt=config.data.system_prompt, max_tokens=supervised.max_tokens, has_tail=False
     )
@@ -164,6 +167,18 @@ def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
 def _splits(evaluation: EvaluationConfig) -> list[str]:
     used = (TRAIN, VALIDATION, evaluation.split, *(suite.split for suite in evaluation.suites.values()))
     return list(dict.fromkeys(used))
+
+
+def _check_dtype(config: RunConfig) -> None:
+    """Whether vLLM on CPU computes the model in this precision."""
+    dtypes = family_at(config.policy.model).engine_dtypes_on_cpu
+    resources, is_vllm = config.resources, config.sampler.kind is SamplerKind.VLLM
+    if resources.device == "cpu" and is_vllm and resources.dtype not in dtypes:
+        raise PreflightError(
+            f"policy.model={config.policy.model} is of the model type {model_type_at(config.policy.model)}, which vLLM "
+            f"on CPU computes in {' and '.join(dtypes)} alone, and resources.dtype is {resources.dtype}: set "
+            f"resources.dtype={dtypes[0]} with weight_sync.canary_tolerance=0.2, or sampler=huggingface"
+        )
 
 
 def _check_answers(config: RunConfig) -> None:

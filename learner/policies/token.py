@@ -31,8 +31,13 @@ class TokenModel(Policy):
         """With `packs` the decoder computes rows without their padding (`learner.packing`)."""
         super().__init__()
         self.model = model
-        self._packing = RowPacking(model) if packs else None
         self.family = family_of(model.config, model.config.name_or_path)
+        if packs and not self.family.keeps_packed_rows_apart:
+            raise ValueError(
+                f"policy.model is of type {model.config.model_type}, whose layers run through rows that lie behind one "
+                "another: set learner.packing=false"
+            )
+        self._packing = RowPacking(model) if packs else None
 
     def blocks(self) -> Iterator[nn.Module]:
         return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))

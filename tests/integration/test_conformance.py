@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema.rollout import SamplerKind
 from deploy.conformance.__main__ import measure_apart
 from deploy.conformance.measure import ALL, TIED, Report, takes_media
 from deploy.conformance.table import failures
@@ -41,10 +42,11 @@ def check(report: Report, model: Path) -> None:
     assert failures(report) == []
     family = family_at(str(model))
     assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})
-    expected = {*CASES} if family.takes_pictures else {"text"}
+    sees = not family.without_pictures_on("cpu", SamplerKind.VLLM)
+    expected = {*CASES} if sees else {"text"}
     expected |= {VIDEO} if isinstance(family, VideoFamily) else set()
     if isinstance(family, AudioFamily):
-        expected |= {name for name, (_, pictures, _) in SOUNDS.items() if family.takes_pictures or not pictures}
+        expected |= {name for name, (_, pictures, _) in SOUNDS.items() if sees or not pictures}
     assert set(report.gaps) == expected
     assert report.adapters is not None
     assert report.num_parameters < 3_000_000

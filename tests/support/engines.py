@@ -204,7 +204,8 @@ def open_model(folder: Path, *overrides: str) -> Model:
     )
     config = tiny_config(folder, *overridden(own, overrides))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
+    device = config.resources.device
+    processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False, device=device)
     rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
     prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
     checkpoint = checkpoint_manifest(folder, config.resources.dtype)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
+from actors.datasets.rows import Row
+from actors.datasets.videos import FrameList
 from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import SOUND_RATE, Case, cases
+from deploy.wiring.parity_prompts import FRAME_RATE, SOUND_RATE, VIDEO, Case, cases
 from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily
+from learner.policies.families.base import AudioFamily, VideoFamily
+
+MIXED = "picture and video"  # the case of families with videos that the conformance suite does not have
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class FamilyPrompts:
         options = family.processor_options(self.config.data) if family.takes_pictures else {}
         processor = AutoProcessor.from_pretrained(self.folder, **options)
         media = {"images": list(case.pictures)} if case.pictures else {}
+        if case.frames:
+            frames = np.stack([np.asarray(frame) for frame in case.frames])
+            media |= {"videos": [frames], "do_sample_frames": False}
         if case.sounds:
             media |= {"audio": list(case.sounds), "sampling_rate": SOUND_RATE}
         made = processor(text=[case.prompt.text], return_tensors="pt", add_special_tokens=False, **media)
@@ -43,13 +51,26 @@ class FamilyPrompts:
         return {name: value for name, value in made.items() if name not in unused}
 
 
+def _mixed(found: dict[str, Case], data: Path, processor: ChatProcessor) -> Case:
+    """A video behind a picture, in one prompt."""
+    frames = tuple(data / f"frame{n}.png" for n in range(len(found[VIDEO].frames)))
+    video = FrameList(frames, FRAME_RATE, "frames")
+    row = Row("mixed", "<image>Which of these? <video>And now?", "7", "7", (data / "picture1.png",), videos=(video,))
+    return Case(processor.prepare(row, "0/mixed"), found["picture at the end"].pictures, found[VIDEO].frames)
+
+
 def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
-    """Of the checkpoint in `folder`; pictures are written to `data`."""
+    """Of the checkpoint in `folder`, as a run on a GPU has them; pictures are written to `data`."""
+    family = family_at(str(folder))
     config = load_config([
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_images_per_prompt=3",
         "data.max_prompt_tokens=512", "sampler.max_model_len=1024",
-        f"sampler.max_audios_per_prompt={2 * isinstance(family_at(str(folder)), AudioFamily)}",
+        f"sampler.max_audios_per_prompt={2 * isinstance(family, AudioFamily)}",
+        f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
     ])  # fmt: skip
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    processor = ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=False)
-    return FamilyPrompts(folder, config, processor, cases(processor, data))
+    processor = ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=False, device="cuda")
+    found = cases(processor, data)
+    if processor.takes_videos:
+        found[MIXED] = _mixed(found, data, processor)
+    return FamilyPrompts(folder, config, processor, found)

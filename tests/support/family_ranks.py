@@ -14,12 +14,12 @@ from cluster.records.trajectory import ScoredGroup
 from learner.backends import fsdp2
 from learner.learner import Learner
 from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily
+from learner.policies.families.base import AudioFamily, VideoFamily
 
 
 def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
-    """Text, one picture, several of different sizes, one twice, one at the end; as many groups of text as of pictures,
-    so that one of two ranks may have no picture at all."""
+    """Text, one picture, several of different sizes, one twice, one at the end, and of families with them a video, a
+    picture with a video, and sounds; as many groups of text as of media, so that one of two ranks may have none."""
     prompts = [case.prompt for case in family_prompts(folder, data).cases.values()]
     text = [prompts[0]] * max(1, len(prompts) - 1)
     answers = [[1, 2], [3, 4, 5]]
@@ -31,13 +31,14 @@ def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, o
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name in names:
-        hears = isinstance(family_at(str(models / name)), AudioFamily)
+        family = family_at(str(models / name))
         words = ("learner=fsdp2", "resources.learner.num_workers=2") if world_size > 1 else ()
         config = config_of(
             models / name,
             "data.max_prompt_tokens=512",
             "sampler.max_images_per_prompt=3",
-            f"sampler.max_audios_per_prompt={2 * hears}",
+            f"sampler.max_audios_per_prompt={2 * isinstance(family, AudioFamily)}",
+            f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
             *words,
         )
         data = out / f"{name}-{rank}"

@@ -336,12 +336,12 @@ class VLLMSampler:
         places = list(zip(media, prompt.media, prompt.media_spans, strict=True))
         kinds = {kind: [place for place in places if place[0].modality == kind] for kind in self._placeholder_ids}
         kinds = {kind: found for kind, found in kinds.items() if found}
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray | list[np.ndarray]] = {}
         for kind, found in kinds.items():
             inputs = [medium.inputs for medium, _, _ in found]
             take = self._family.audio_engine_inputs if kind == "audio" else self._family.engine_inputs
             arrays |= take(self._model, inputs)
-        features = BatchFeature({key: torch.from_numpy(array) for key, array in arrays.items()})
+        features = BatchFeature({key: _tensors(array) for key, array in arrays.items()})
         return mm_input(
             ids,
             MultiModalKwargsItems.from_hf_inputs(features, self._fields(features, arrays)),
@@ -371,13 +371,11 @@ class VLLMSampler:
         is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_ids[kind])
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
-    def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray]) -> Any:
+    def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray | list[np.ndarray]]) -> Any:
         """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
         their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
         """
-        layout = tuple(
-            (name, array.shape, None if array.dtype.kind == "f" else array.tobytes()) for name, array in arrays.items()
-        )
+        layout = tuple((name, _layout_of(array)) for name, array in arrays.items())
         if layout not in self._fields_by_layout:
             if len(self._fields_by_layout) >= MAX_LAYOUTS:
                 self._fields_by_layout.clear()
@@ -416,3 +414,14 @@ class VLLMSampler:
                 self._failure = core_failure(self._engine)
             _logger.error("the engine's core ended: %s\n%s", self._failure, self._failure.traceback)
         return self._failure
+
+
+def _tensors(array: np.ndarray | list[np.ndarray]) -> torch.Tensor | list[torch.Tensor]:
+    return [torch.from_numpy(one) for one in array] if isinstance(array, list) else torch.from_numpy(array)
+
+
+def _layout_of(array: np.ndarray | list[np.ndarray]) -> tuple[Any, ...]:
+    """Shape and whole numbers, of each one of a list."""
+    if isinstance(array, list):
+        return tuple(map(_layout_of, array))
+    return array.shape, None if array.dtype.kind == "f" else array.tobytes()

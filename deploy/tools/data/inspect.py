@@ -185,7 +185,9 @@ def _checker(config: RunConfig) -> tuple[RowChecker, str]:
         return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"
     ensure_model(config)
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
-    return ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False), "tokens"
+    device = config.resources.device
+    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False, device=device)
+    return chat, "tokens"
 
 
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[Sample]:

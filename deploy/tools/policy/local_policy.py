@@ -52,7 +52,9 @@ class LocalPolicy:
         folder = ensure_model(config)
         media = MediaStore(lambda processed: processed, config.data.media_cache_bytes)
         self.config = config
-        self.chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False)
+        self.chat = ChatProcessor(
+            config.policy.model, config.data, config.sampler, media, keep_files=False, device=config.resources.device
+        )
         checkpoint = checkpoint_manifest(folder, config.resources.dtype)
         prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
         self._sampler = build_sampler(config.sampler.kind.value, engine_settings(prepared, 0))

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from configs.schema import DataConfig
 from configs.schema.data import VideoConfig
+from configs.schema.rollout import SamplerKind
 from learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of a picture as it is in its file
@@ -57,6 +58,12 @@ class Family(ABC):
     needs_gate = False
     """Whether a run compares engine and learner before its first step. It does where no conformance run has done so, or
     where that depends on the weights."""
+    engine_dtypes_on_cpu: tuple[str, ...] = ("float32", "bfloat16")
+    """The values of `resources.dtype` in which vLLM computes it on CPU; the first one is that of its measurements."""
+    on_cpu = ""
+    """What is other with vLLM on CPU than on a GPU, and why; the support tables of README.md have it."""
+    keeps_packed_rows_apart = True
+    """Whether `learner.packing` computes its rows as it computes them alone."""
     note = ""
     """What docs/models.md says of the family beside its measurements."""
 
@@ -67,6 +74,10 @@ class Family(ABC):
         The vision tower, where there is one, is entered exactly once whatever the batch holds, so that sharded
         parameters are gathered equally often on every rank.
         """
+
+    def without_pictures_on(self, device: str, sampler: SamplerKind) -> str:
+        """Why prompts have no pictures in a run on this `resources.device` with this sampler; empty if they may."""
+        return "" if self.takes_pictures else self.without_pictures
 
     def policy_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """The configuration of the part of a checkpoint that is the policy."""
@@ -89,6 +100,14 @@ class PictureFamily(Family):
     def placeholder_id(self, config: PreTrainedConfig) -> int:
         """The token whose places the embeddings of pictures take."""
         return int(config.image_token_id)
+
+    def compact_placeholder_id(self, config: PreTrainedConfig) -> int:
+        """The token that stands for a picture in a prompt before its expansion."""
+        return self.placeholder_id(config)
+
+    def spaced(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+        """Rendered text as it is tokenised, with what the processor writes around the placeholders of pictures."""
+        return text
 
     def processor_options(self, data: DataConfig) -> dict[str, int]:
         """Settings of `data` that the checkpoint's processor is loaded with."""
@@ -115,8 +134,9 @@ class PictureFamily(Family):
 
     def engine_inputs(
         self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
-        """The tensors of a prompt's pictures together, by the names that the inference engine gives them."""
+    ) -> dict[str, np.ndarray | list[np.ndarray]]:
+        """The tensors of a prompt's pictures together, by the names that the inference engine gives them; a list has
+        one for each, where their shapes differ."""
         return {name: joined([picture[name] for picture in pictures]) for name in pictures[0]}
 
     def forward_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

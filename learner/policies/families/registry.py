@@ -14,6 +14,7 @@ from learner.policies.families.glm4v import Glm4v
 from learner.policies.families.idefics import Idefics
 from learner.policies.families.internvl import InternVL
 from learner.policies.families.llava_onevision import LlavaOneVision
+from learner.policies.families.qwen3_5 import Qwen35
 from learner.policies.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
 from learner.policies.families.qwen_vl import QwenVL
 from learner.policies.families.refused import REFUSED
@@ -24,6 +25,7 @@ FAMILIES: tuple[Family, ...] = (
     QwenVL(),
     Qwen3VL(),
     Qwen3VLMoe(),
+    Qwen35(),
     Glm4v(),
     InternVL(),
     LlavaOneVision(),

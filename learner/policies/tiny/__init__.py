@@ -20,6 +20,7 @@ from learner.policies.tiny.llava import write_tiny_llava
 from learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
 from learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
 from learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
+from learner.policies.tiny.qwen3_5 import write_tiny_qwen3_5
 from learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
 from learner.policies.tiny.qwen3_vl_moe import write_tiny_qwen3_vl_moe
 from learner.policies.tiny.text import ARCHITECTURES as TEXT
@@ -39,6 +40,7 @@ TINY: dict[str, Writer] = {
     "qwen2-vl": write_tiny_qwen2_vl,
     "qwen2.5-vl": write_tiny_qwen2_5_vl,
     "qwen3-vl": write_tiny_qwen3_vl,
+    "qwen3.5": write_tiny_qwen3_5,
     "qwen3-vl-moe": write_tiny_qwen3_vl_moe,
     **{name: partial(write_tiny_internvl, name) for name in DECODERS},
     "llava-onevision": write_tiny_llava_onevision,

@@ -72,5 +72,6 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool 
         config,
         processor,
         seed=seed,
+        drawn="mm_input_projection_weight",
         renamed={"vision_tower.": "vision_tower.vision_model."},
     )

@@ -57,15 +57,20 @@ def write_checkpoint(
     *,
     seed: int,
     renamed: Mapping[str, str] | None = None,
+    drawn: str = "",
 ) -> Path:
     """Write float32 weights of this seed, tokenizer and processor into `folder`, and return `folder`.
 
-    `renamed` has beginnings of parameter names as a new model saves them, and what they are in released checkpoints.
+    `renamed` has beginnings of parameter names as a new model saves them, and what they are in released checkpoints;
+    `drawn` is the end of the name of a parameter that a new model has as zeros, so that nothing behind it is seen.
     """
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(device="cpu", dtype=torch.float32)
+        if drawn:
+            [zeros] = [parameter for name, parameter in model.named_parameters() if name.endswith(drawn)]
+            zeros.data.normal_(std=INITIALIZER_RANGE)
     # Only stop and pad ids: an engine that takes its sampling defaults from this file samples from the plain policy.
     model.generation_config = GenerationConfig(
         eos_token_id=list(dict.fromkeys([tokenizer.eos_token_id, tokenizer.pad_token_id])),

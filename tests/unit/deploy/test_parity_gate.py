@@ -11,13 +11,10 @@ from family_prompts import family_prompts
 
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
-from cluster.weight_sync.weight_sync import Push
 from deploy.wiring.parity_gate import ParityGate
 from learner.policies.families import family_at
 from learner.policies.tiny import write_tiny
 from learner.policies.tiny.llava import write_tiny_llava
-
-PUSH = Push(version=0, num_bytes=0, seconds=0.0, canary_gap=None, num_lost=0)
 
 
 class Scores:
@@ -48,8 +45,8 @@ async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], cap
     learner, engine = Scores(), Scores(1e-6)
     gate = ParityGate("llava", learner, lambda: [engine], prompts, 1e-4)
     with caplog.at_level(logging.INFO):
-        await gate(PUSH)
-        await gate(PUSH)
+        await gate(0)
+        await gate(0)
     assert (learner.num_asked, engine.num_asked) == (3, 3)
     assert "llava trains because engine and learner agree (text: 0, one picture: 0" in caplog.text
 
@@ -58,12 +55,12 @@ async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], cap
 async def test_a_gap_is_refused_with_its_size(prompts: dict[str, Prompt], off: float) -> None:
     gate = ParityGate("llava", Scores(), lambda: [Scores(off)], prompts, 1e-4)
     with pytest.raises(CanaryError, match=rf"model type llava.*two pictures: {off:.2g}.*cannot be trained"):
-        await gate(PUSH)
+        await gate(0)
 
 
 async def test_a_measured_family_is_not_compared(tmp_path: Path) -> None:
     folder = write_tiny("qwen3", tmp_path / "model")
     assert not family_at(str(folder)).needs_gate
     learner = Scores()
-    await ParityGate("qwen3", learner, lambda: [Scores(1.0)], {}, 1e-4)(PUSH)
+    await ParityGate("qwen3", learner, lambda: [Scores(1.0)], {}, 1e-4)(0)
     assert learner.num_asked == 0

@@ -24,7 +24,7 @@ from learner.policies.families import max_positions, takes_pictures
 from learner.policies.families.text import TextFamily
 from learner.policies.loading import load_model
 from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import MAX_POSITIONS, write_tiny_qwen2_5_vl
+from learner.policies.tiny import MAX_POSITIONS, write_tiny, write_tiny_qwen2_5_vl
 from learner.policies.token import TokenPolicy
 
 
@@ -76,10 +76,7 @@ def test_a_text_model_without_chat_template_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "qwen3_5",
-            "is of the model type qwen3_5, which is not supported .engines compute it on CPU in bfloat16",
-        ),
+        ("qwen3_5_moe", "is of the model type qwen3_5_moe, which is not supported .its experts lie transposed"),
         ("gemma2", "is of the model type gemma2, which is not supported .its logits are capped"),
         ("bert", "is of the model type bert, which is not supported"),
         ("no_such_family", "config.json that transformers .* cannot use"),
@@ -93,6 +90,21 @@ def test_another_family_is_refused_by_its_name_with_those_that_there_are(
     (model / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
     with pytest.raises(PreflightError, match=rf"policy\.model=.*{message}.*: choose .*qwen2_5_vl.* or .*qwen3"):
         prepare(config(model, tmp_path), lambda media: media)
+
+
+def test_precision_and_packing_that_do_not_fit_a_family_are_refused(tmp_path: Path) -> None:
+    model = write_tiny("qwen3.5", tmp_path / "model")
+    run = config(model, tmp_path)
+    with pytest.raises(
+        PreflightError, match=r"qwen3_5, which vLLM on CPU computes in bfloat16 alone.*dtype is float32"
+    ):
+        prepare(run, lambda media: media)
+    for words in (["resources.dtype=bfloat16"], ["sampler=huggingface"]):
+        with pytest.raises(PreflightError, match="train"):  # the data is what is missing next
+            prepare(config(model, tmp_path, *words), lambda media: media)
+    with pytest.raises(ValueError, match=r"qwen3_5, whose layers run through rows.*set learner\.packing=false"):
+        words = ["experiment=digits", "learner.packing=true"]
+        TokenPolicy(load_model(str(model), torch.float32, "sdpa"), load_config(words).learner)
 
 
 def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:

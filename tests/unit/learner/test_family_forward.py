@@ -21,7 +21,7 @@ from learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
-SHOWN = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama", "gemma3")]
+SHOWN = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
 TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 
 
@@ -76,11 +76,13 @@ def test_ids_and_log_probs_equal_the_familys_own(folder: Path, asked: FamilyProm
     plain = load_model(str(folder), torch.float32, "sdpa").eval()  # the policy's output layer gives log-probs
     plain.load_state_dict(policy.model.state_dict())
     for row, (name, prompt) in enumerate(zip(asked.cases, prompts(asked), strict=True)):
+        if asked.cases[name].frames and policy.family.has_pixel_budget:  # test_family_videos compares them
+            continue
         inputs = asked.own_inputs(name)
         assert inputs["input_ids"][0].tolist() == prompt.expanded_ids.tolist(), name
         answer = torch.from_numpy(ANSWER[: 1 + row]).long()
         for key, value in inputs.items():
-            if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+            if key in ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"):
                 tail = {"input_ids": answer, "attention_mask": torch.ones_like(answer)}.get(key, answer * 0)
                 inputs[key] = torch.cat([value, tail[None]], dim=1)
         logits = plain(**inputs).logits[0, -len(answer) - 1 : -1]
@@ -113,7 +115,7 @@ def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
         policy(batch([row]), PLAIN).logprobs.sum().backward()
     for name, grad in together.items():
         p = policy.get_parameter(name)
-        torch.testing.assert_close(grad, p.grad, atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(grad, p.grad, atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
     for tower in towers:
         assert max(p.grad.abs().max() for p in tower.parameters() if p.grad is not None) > 0
 

@@ -26,7 +26,7 @@ from learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
-NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
 RATE = 4
 FRAMES = noise_frames(24, (70, 50))
 PICTURE = noise_frames(1, (101, 133), seed=1)[0]

@@ -130,6 +130,20 @@ async def test_a_push_brings_every_receiver_to_the_version_and_reports_what_it_t
     assert push.seconds >= 0
 
 
+async def test_who_listens_for_arrivals_is_called_before_the_canary_finds_a_difference() -> None:
+    sender, arrived = FakeSender(), []
+    receiver = FakeReceiver("rollout/0", sender, error=0.5)
+    sync = weight_sync(sender, receiver)
+
+    async def listen(version: int) -> None:
+        arrived.append((version, receiver.version))
+
+    sync.on_arrived(listen)
+    with pytest.raises(CanaryError):
+        await sync.publish(3)
+    assert arrived == [(3, 3)]
+
+
 async def test_a_push_is_announced_once_while_its_receivers_are_at_it() -> None:
     class Patient(FakeReceiver):
         """Receives once the push is announced."""

@@ -1,0 +1,88 @@
+"""Videos whose frames are tiles: of any number in a prompt and a batch, with pictures in one call of the tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clips import noise_frames
+
+from actors.datasets.rows import Row
+from actors.datasets.videos import FrameList
+from actors.processors.chat import ChatProcessor
+from cluster.errors import MediaError
+from cluster.records.media import MediaReader, MediaStore
+from configs.load import load_config
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import family_at
+from learner.policies.loading import load_model
+from learner.policies.logprobs import PLAIN
+from learner.policies.tiny import write_tiny
+from learner.policies.token import TokenPolicy
+
+CPU = torch.device("cpu")
+TOKENS_OF_A_FRAME = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny("llava-onevision", tmp_path_factory.mktemp("tiny") / "model", seed=1)
+
+
+def chat_of(folder: Path, *words: str) -> ChatProcessor:
+    run = load_config([
+        "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_videos_per_prompt=2",
+        "data.max_prompt_tokens=512", "sampler.max_model_len=1024", *words,
+    ])  # fmt: skip
+    return ChatProcessor(str(folder), run.data, run.sampler, MediaStore(lambda media: media, 1 << 20), keep_files=False)
+
+
+def video(folder: Path, num_frames: int) -> FrameList:
+    paths = [folder / f"{num_frames}-{n}.png" for n in range(num_frames)]
+    for path, frame in zip(paths, noise_frames(num_frames, (70, 50), seed=num_frames), strict=True):
+        frame.save(path)
+    return FrameList(tuple(paths), 2.0, f"{num_frames} frames")
+
+
+def logprobs(policy: TokenPolicy, rows: list[TokenSequence]) -> list[np.ndarray]:
+    batch = collate(rows, MediaReader(timeout_s=1, max_items=8), CPU)
+    with torch.no_grad():
+        found = policy(batch, PLAIN).logprobs.numpy()
+    return [row[: sequence.num_targets] for row, sequence in zip(found, rows, strict=True)]
+
+
+def test_videos_of_any_length_share_a_batch_and_a_prompt(folder: Path, tmp_path: Path) -> None:
+    noise_frames(1, (101, 133), seed=9)[0].save(tmp_path / "a.png")
+    one, three, five = (video(tmp_path, n) for n in (1, 3, 5))
+    asked = [
+        Row("all", "<video>and <image>and <video>?", "7", "7", (tmp_path / "a.png",), videos=(three, five)),
+        Row("one", "<video>?", "7", "7", videos=(one,)),
+        Row("text", "What?", "7", "7"),
+    ]
+    chat = chat_of(folder)
+    prompts = [chat.prepare(row, row.sample_id) for row in asked]
+    spans = [span.end - span.start for span in prompts[0].media_spans]
+    assert (spans[0], spans[2]) == (3 * TOKENS_OF_A_FRAME + 1, 5 * TOKENS_OF_A_FRAME + 1)
+    videos = [handle.reference.inputs for handle in prompts[0].media if handle.modality == "video"]
+    given = family_at(str(folder)).engine_inputs(None, videos)["pixel_values_videos"]
+    assert [array.shape[0] for array in given] == [3, 5]
+
+    policy = TokenPolicy(
+        load_model(str(folder), torch.float32, "sdpa").eval(), load_config(["experiment=digits"]).learner
+    )
+    calls: list[int] = []
+    policy.model.model.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    rows = [TokenSequence.of_prompt(prompt) for prompt in prompts]
+    together = logprobs(policy, rows)
+    assert len(calls) == 1
+    for row, found in zip(rows, together, strict=True):
+        np.testing.assert_allclose(found, logprobs(policy, [row])[0], atol=1e-5)
+
+
+def test_frames_that_take_too_many_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
+    chat = chat_of(folder, "data.video.max_tokens=20")
+    row = Row("r", "<video>?", "7", "7", videos=(video(tmp_path, 5),))
+    with pytest.raises(MediaError, match=r"5 frames take 21 tokens.*max_tokens is 20: lower data\.video\.max_frames"):
+        chat.check(row)

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import diffusers
 import httpx
+import numpy as np
 import pytest
 import torch
 from flow_model import DENOISING, encoded_prompts, flow_sampler, sample
 from huggingface_hub.errors import GatedRepoError
+from PIL import Image
 
 from configs.load import load_config
 from deploy.conformance.flow.plain import CALLS
@@ -101,6 +103,34 @@ def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: obj
     assert found.sigmas[0].item() == pytest.approx(first, abs=1e-6) and found.sigmas[-1] == 0
     assert (found.sigmas.diff() < 0).all()
     torch.testing.assert_close(found.timesteps, 1000 * found.sigmas[:-1], rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_FLOW if name != "sd3_glyphs"])
+def test_latents_of_pictures_are_those_of_plain_diffusers_and_are_decoded_as_by_it(name: str, tmp_path: Path) -> None:
+    checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
+    own, vae = checkpoint.family, checkpoint.vae(torch.float32).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    given = diffusers.image_processor.VaeImageProcessor().preprocess(list(map(Image.fromarray, pixels)))
+    with torch.no_grad():
+        latents = own.encode_pictures(vae, pixels)
+        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_frames=1)))
+        if hasattr(vae.config, "scaling_factor") and getattr(vae.config, "latents_mean", None) is None:
+            found, shift = vae.encode(given), vae.config.get("shift_factor") or 0
+            raw = found.latent if hasattr(found, "latent") else found.latent_dist.mode()
+            expected = (raw - shift) * vae.config.scaling_factor
+        else:
+            raw = vae.encode(given.unsqueeze(2)).latent_dist.mode()
+            mean, std = (
+                torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)
+            )
+            expected = (raw - mean) / std
+        torch.testing.assert_close(latents, expected.view_as(latents), atol=1e-5, rtol=1e-5)
+        again = own.decode(vae, latents)
+        back = vae.decode(raw).sample
+        back = (back if back.ndim == 5 else back.unsqueeze(2)).permute(0, 2, 3, 4, 1)
+        whole = ((back / 2 + 0.5).clamp(0, 1) * 255).round().numpy()
+    assert again.shape == (2, 1, 32, 32, 3)
+    assert np.abs(again.astype(float) - whole).max() <= 1
 
 
 def test_a_scheduler_with_other_levels_is_refused(flux: Path, tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def num_nodes(pair: Pair) -> int:
     return int(done.stdout.rpartition("nodes ")[2]) if "nodes " in done.stdout else 0
 
 
-def train(pair: Pair, *own: str, small: Sequence[str] = SMALL, reward: str = REWARD) -> subprocess.CompletedProcess[str]:
+def train(
+    pair: Pair, *own: str, small: Sequence[str] = SMALL, reward: str = REWARD
+) -> subprocess.CompletedProcess[str]:
     """Learner and reference on the head, engines on the other host."""
     (pair.folder / "job_reward.py").write_text(reward)
     words = [

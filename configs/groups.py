@@ -40,7 +40,7 @@ def own_values(group: str, option: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
         if isinstance(entry, str) and not entry.startswith("_"):
-            merge(values, own_values(group, entry))
+            merge(values, own_values(group, entry.partition("@")[0]))
     said = without_missing(content)
     return merge(values, said if text.startswith(GLOBAL_PACKAGE) else {group: said})
 

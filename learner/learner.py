@@ -117,7 +117,9 @@ class Learner:
         self._critic.connect()
         self._average = self._weight_average()
         self._slow = self._slow_weights()
-        self._residence = Residence(self._policy, self._optimizer, self._device)
+        self._residence = Residence(
+            self._policy, self._optimizer, self._device, of_policy=(self._slow,), of_optimizer=(self._average,)
+        )
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
 

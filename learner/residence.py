@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -12,13 +13,33 @@ from learner.policies.base import Policy
 HOST = torch.device("cpu")
 
 
-class Residence:
-    """Moves policy and optimizer of one rank; not collective. Where the device is the host nothing moves."""
+class Movable(Protocol):
+    """Tensors beside the weights."""
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def to(self, device: torch.device) -> None: ...
+
+
+class Residence:
+    """Moves policy and optimizer of one rank; not collective. Where the device is the host nothing moves.
+
+    Of the copies of the weights, those `of_policy` are pushed to engines and move with the policy; those `of_optimizer`
+    are read by optimizer steps alone.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        *,
+        of_policy: Sequence[Movable] = (),
+        of_optimizer: Sequence[Movable] = (),
+    ) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._device = device
+        self._of_policy = tuple(of_policy)
+        self._of_optimizer = tuple(of_optimizer)
         self.is_policy_here = True  # on the device
 
     def offload(self, part: str) -> None:
@@ -49,9 +70,13 @@ class Residence:
 
     def _move_policy(self, device: torch.device) -> None:
         self._policy.to(device)
+        for copy in self._of_policy:
+            copy.to(device)
         self.is_policy_here = device == self._device
 
     def _move_optimizer(self, device: torch.device) -> None:
+        for copy in self._of_optimizer:
+            copy.to(device)
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:  # a step count stays where Adam keeps it

@@ -20,7 +20,6 @@ from configs.schema import DataConfig
 from configs.schema.rollout import FlowConfig
 from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families import PictureCodec
 from learner.policies.flow.rows import CONDITION, WHERE
 
 TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
@@ -128,10 +127,10 @@ class FlowProcessor:
     @lru_cache(maxsize=MAX_PICTURES)  # noqa: B019 - one processor a run
     @torch.no_grad()
     def _encoded_picture(self, path: Path) -> np.ndarray:
-        if not isinstance(self._family, PictureCodec):
+        if self._flow.num_frames > 1:
             raise PromptError(
-                f"{type(self._family).__name__} cannot turn pictures of {TARGETS} into latents: set warm_start=none, "
-                "or choose a model of another family"
+                f"{path} is one picture, and a video of this run has sampler.flow.num_frames={self._flow.num_frames}: "
+                "name a .npy file with the latents of a video, or set sampler.flow.num_frames=1"
             )
         size = (self._flow.width, self._flow.height)
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from actors.samplers.base import EngineSettings
 from actors.samplers.pictures import PictureSampler, png
 from cluster.errors import RolloutError
-from cluster.records.actions import LatentActions
+from cluster.records.actions import LatentActions, to_bfloat16
 from cluster.records.media import MediaHandle, ProcessedMedia
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
@@ -25,7 +25,7 @@ from learner.policies.flow.rows import collate_latents
 from learner.policies.loading import DTYPES
 from learner.policies.sde import KERNELS, FlowStep
 
-ROUNDED = {"float32": torch.float32, "float16": torch.float16}
+ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class FlowSampler(PictureSampler):
@@ -109,7 +109,8 @@ class FlowSampler(PictureSampler):
         index = np.arange(how.window_start, how.window_end, dtype=np.int32)
         schedule = self._schedules[how.num_steps]
         timesteps, sigmas = schedule.timesteps.numpy()[index], schedule.sigmas.numpy()
-        actions = LatentActions(latents.astype(how.dtype), index, timesteps, sigmas)
+        stored = to_bfloat16(latents) if how.dtype == "bfloat16" else latents.astype(how.dtype)
+        actions = LatentActions(stored, index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
         pictures = tuple(map(png, frames))
         return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, pictures)

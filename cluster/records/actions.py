@@ -166,7 +166,7 @@ class LatentActions:
     before that. What the model was conditioned on is the group's `Prompt.media`.
     """
 
-    latents: np.ndarray  # float32 or float16 [T + 1, ...]
+    latents: np.ndarray  # float32, float16 or uint16 [T + 1, ...]: uint16 holds the bits of bfloat16
     step_index: np.ndarray  # int32 [T]: place of each step in the schedule; step i goes from sigmas[i] to sigmas[i + 1]
     timesteps: np.ndarray  # float32 [T]: the time of each step, as the model takes it
     sigmas: np.ndarray  # float32 [S + 1]: the noise levels of the whole schedule, falling
@@ -186,6 +186,11 @@ class LatentActions:
         """A picture [...] that was not denoised here: one step that ends with it, of a schedule of that step alone."""
         levels = np.array([1, 0], dtype=np.float32)
         return cls(np.stack([latents, latents]), np.zeros(1, dtype=np.int32), levels[:1], levels)
+
+    @property
+    def values(self) -> np.ndarray:
+        """float32 or float16 [T + 1, ...]: the latents as numbers."""
+        return from_bfloat16(self.latents) if self.latents.dtype == np.uint16 else self.latents
 
     @property
     def num_steps(self) -> int:
@@ -219,6 +224,16 @@ class LatentActions:
     @classmethod
     def unpacked(cls, column: list[LatentActions], num_steps: Sequence[int]) -> list[LatentActions]:
         return column
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """uint16: the bits in bfloat16 of float32 values that are rounded to it, a type that NumPy does not have."""
+    return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    """float32: the values that `to_bfloat16` was given."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:

@@ -622,19 +622,11 @@ def _backend_can_offload(config: RunConfig) -> str | None:
 
 
 def _average_can_be_kept(config: RunConfig) -> str | None:
-    decay, resources = config.learner.ema_decay, config.resources
-    if decay == 0:
-        return None
-    key = f"learner.ema_decay={decay:g}"
-    if config.learner.backend == "deepspeed":
+    decay = config.learner.ema_decay
+    if decay > 0 and config.learner.backend == "deepspeed":
         return (
-            f"{key} keeps an average that `mobula export` can read, which it cannot of learner.backend=deepspeed: use "
-            "learner=fsdp2, or set learner.ema_decay=0"
-        )
-    if resources.colocated and resources.device == "cuda":
-        return (
-            f"{key} keeps a copy of the weights on the GPU, which resources.colocated=true gives to the engines: set "
-            "learner.ema_decay=0, or use a preset with devices for both"
+            f"learner.ema_decay={decay:g} keeps an average that `mobula export` can read, which it cannot of "
+            "learner.backend=deepspeed: use learner=fsdp2, or set learner.ema_decay=0"
         )
     return None
 

@@ -197,7 +197,7 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
         "algorithm.kl.coef above 0 or offline.job=dpo, since nothing reads a reference": reads,
         "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
         "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
-        "sampler.kind=vllm or huggingface": not (sampler.is_flow or sampler.draws_tokens),
+        "sampler.kind other than flow, whose models are compared without one": not sampler.is_flow,
         "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
     }
     missing = [what for what, is_there in needed.items() if not is_there]

@@ -13,6 +13,7 @@ from configs.schema.base import NOT_EMPTY, Section
 
 class DataKind(StrEnum):
     JSONL = "jsonl"
+    PROMPTS = "prompts"
     CHAT = "chat"
     JSON = "json"
     PARQUET = "parquet"

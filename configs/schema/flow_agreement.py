@@ -141,7 +141,10 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
     asked = {
         "algorithm.advantage of a critic": (algorithm.critic.is_on, "algorithm.advantage=grpo"),
         "algorithm.distillation.teacher": (algorithm.distillation.is_on, "no teacher"),
-        "algorithm.kl.coef": (algorithm.kl.coef > 0, "algorithm.kl.coef=0"),
+        "algorithm.kl.coef": (
+            algorithm.kl.coef > 0 and config.reference.place != "learner_ranks",
+            "algorithm.kl.coef=0, or policy.lora.rank above 0 and reference.place=learner_ranks",
+        ),
         "resources.reference.num_workers": (
             config.resources.reference.num_workers > 0,
             "resources.reference.num_workers=0",

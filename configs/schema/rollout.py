@@ -107,7 +107,7 @@ class FlowConfig(Section):
     """Where the window is: at a random place for each group, or first at `window_start` and then further on."""
     window_interval: PositiveInt
     """Weight versions after which a `progressive` window moves."""
-    latents: Literal["float32", "float16"]
+    latents: Literal["float32", "float16", "bfloat16"]
     """The type that latents are rounded to before they are scored, and in which they travel."""
     divergence: Literal["exact", "per_time"]
     """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""

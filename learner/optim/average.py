@@ -53,6 +53,10 @@ class WeightAverage:
         """Take the weights of this moment into the average."""
         torch._foreach_lerp_(local(self.tensors.values()), local(self._weights.values()), 1 - self._decay)
 
+    def to(self, device: torch.device) -> None:
+        """Move it; it must be where the weights are when it takes them."""
+        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copy it; what is returned writes the copy to `folder`, beside training."""
         return self._copy(self.tensors, folder / self.folder)
@@ -72,6 +76,8 @@ class NullAverage:
     def begin(self) -> None: ...
 
     def update(self) -> None: ...
+
+    def to(self, device: torch.device) -> None: ...
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         return lambda: None

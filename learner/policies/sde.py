@@ -27,7 +27,7 @@ class FlowStep:
     velocity: Tensor  # [N, ...]
     sigmas: Tensor  # float32 [N]: of `latents`
     next_sigmas: Tensor  # float32 [N]
-    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, the highest below 1
+    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, which bounds the noise of its first step
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,14 @@ Kernel = Callable[[FlowStep, float], Transition]
 
 
 def flow_grpo(step: FlowStep, level: float) -> Transition:
-    """rate = a sqrt(sigma / (1 - sigma)), with max_sigma in place of a sigma of 1. Source: Flow-GRPO."""
+    """rate = a sqrt(sigma / (1 - min(sigma, max_sigma))). Source: Flow-GRPO.
+
+    Flow-GRPO puts max_sigma in the place of a sigma of exactly 1, with which its schedules begin. UniPC and DPMSolver
+    begin just below 1, where 1 / (1 - sigma) is up to 1,000,000. Later levels are at most max_sigma.
+    """
     sigmas = _wide(step.sigmas, step)
-    below_1 = torch.where(sigmas == 1, _wide(step.max_sigmas, step), sigmas)
-    return _euler_maruyama(step, level * torch.sqrt(sigmas / (1 - below_1)))
+    bounded = torch.minimum(sigmas, _wide(step.max_sigmas, step))
+    return _euler_maruyama(step, level * torch.sqrt(sigmas / (1 - bounded)))
 
 
 def sde(step: FlowStep, level: float) -> Transition:

@@ -49,15 +49,25 @@ class Aesthetic:
 
     `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another one with the
     image processor or null, `head` the file of the head's weights (.safetensors, or .pth, of which only tensors are
-    read), `pictures` those of the prompt or of the response.
+    read), `pictures` those of the prompt or of the response. Of several (a video's frames) every `frame_stride`-th is
+    rated, from the first on.
     """
 
     def __init__(
-        self, tools: Tools, *, model: str, processor: str | None, head: str, pictures: str, batch_size: int
+        self,
+        tools: Tools,
+        *,
+        model: str,
+        processor: str | None,
+        head: str,
+        pictures: str,
+        batch_size: int,
+        frame_stride: int = 1,
     ) -> None:
         self._in_time = tools.in_time
         self._pictures = one_of("pictures", pictures, PICTURES_FROM)
         self._batch_size = positive_int("batch_size", batch_size)
+        self._frame_stride = positive_int("frame_stride", frame_stride)
         self._head = load_head(existing_file("head", head)).to(tools.device)
         self._clip = ClipEmbedder(model, processor, tools)
         width = self._clip.model.config.projection_dim
@@ -78,7 +88,7 @@ class Aesthetic:
         )
 
     def _encode(self, request: RewardRequest) -> tuple[Image.Image, ...]:
-        return decoded_pictures(request, self._pictures)
+        return decoded_pictures(request, self._pictures, self._frame_stride)
 
     def _score(self, batch: Sequence[tuple[Image.Image, ...]]) -> list[Outcome]:
         ratings = self._head(self._clip.pictures([image for images in batch for image in images]))

@@ -65,7 +65,8 @@ class ClipScore:
     `model` is a CLIP checkpoint; `processor` another one with tokenizer and image processor, or null. `text` is
     question or response, `pictures` those of the prompt or of the response. `clamp` raises negative values to 0.
     CLIPScore as published is `scale` 2.5 with `clamp`; the common percentage is 100. `question_pattern` is as in
-    `QuestionFinder`. Texts beyond CLIP's length lose their end, which the score's reason states.
+    `QuestionFinder`. Of several pictures (a video's frames) every `frame_stride`-th is scored, from the first on. Texts
+    beyond CLIP's length lose their end, which the score's reason states.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ClipScore:
         pictures: str,
         question_pattern: str | None,
         batch_size: int,
+        frame_stride: int = 1,
     ) -> None:
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not scale > 0 or math.isinf(scale):
             raise ValueError(f"options.scale={scale!r} is no number above 0: use 100, 2.5 or 1")
@@ -92,6 +94,7 @@ class ClipScore:
         self._pictures = one_of("pictures", pictures, PICTURES_FROM)
         self._questions = QuestionFinder(question_pattern)
         self._batch_size = positive_int("batch_size", batch_size)
+        self._frame_stride = positive_int("frame_stride", frame_stride)
         self._clip = ClipEmbedder(model, processor, tools)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
@@ -109,7 +112,7 @@ class ClipScore:
         text = request.response.text if self._text == "response" else self._questions.find(request)
         num_tokens, limit = self._clip.num_tokens(text), self._clip.max_tokens
         note = f"the text was cut from {num_tokens} to {limit} tokens" if num_tokens > limit else ""
-        return _Pair(decoded_pictures(request, self._pictures), text, note)
+        return _Pair(decoded_pictures(request, self._pictures, self._frame_stride), text, note)
 
     def _score(self, pairs: Sequence[_Pair]) -> list[Outcome]:
         texts = self._clip.texts([pair.text for pair in pairs])  # [B, D]
@@ -134,6 +137,7 @@ class PickScore(ClipScore):
         pictures: str,
         question_pattern: str | None,
         batch_size: int,
+        frame_stride: int = 1,
     ) -> None:
         super().__init__(
             tools,
@@ -145,5 +149,6 @@ class PickScore(ClipScore):
             pictures=pictures,
             question_pattern=question_pattern,
             batch_size=batch_size,
+            frame_stride=frame_stride,
         )
         self._scale = self._clip.learnt_scale

@@ -45,11 +45,12 @@ class Judge:
     r"""Asks `urls`, whole chat-completion URLs such as http://127.0.0.1:8000/v1/chat/completions, one answer a request.
 
     `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
-    `pictures` are sent ahead of the text: none, prompt, response or both. `verdict` names where in the reply the score
-    stands: a way of `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a
-    group `score`. A score outside of `minimum` and `maximum`, or none at all, is a failure. `extra` is added to the
-    request, e.g. {seed: 0, response_format: {...}}. `question_pattern` is as in `QuestionFinder`; see `Connection` for
-    the other options, of which `max_request_bytes` bounds one answer with its pictures.
+    `pictures` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
+    every `frame_stride`-th, from the first on. `verdict` names where in the reply the score stands: a way of
+    `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a group `score`. A
+    score outside of `minimum` and `maximum`, or none at all, is a failure. `extra` is added to the request, e.g.
+    {seed: 0, response_format: {...}}. `question_pattern` is as in `QuestionFinder`; see `Connection` for the other
+    options, of which `max_request_bytes` bounds one answer with its pictures.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Judge:
         temperature: float,
         extra: dict[str, Any],
         question_pattern: str | None,
+        frame_stride: int = 1,
         **connection: Any,
     ) -> None:
         if not minimum < maximum:
@@ -79,6 +81,7 @@ class Judge:
         self._system = system
         self._find_score = _verdict(verdict)
         self._range = (float(minimum), float(maximum))
+        self._frame_stride = positive_int("frame_stride", frame_stride)
         limits = {"max_tokens": positive_int("max_tokens", max_tokens), "temperature": float(temperature)}
         self._fields = {"model": model, **limits, **extra}
         self._questions = QuestionFinder(question_pattern)
@@ -128,7 +131,7 @@ class Judge:
         if self._pictures in ("prompt", "both"):
             chosen.append(("prompt", request.prompt_pictures))
         if self._pictures in ("response", "both"):
-            chosen.append(("response", request.response.pictures))
+            chosen.append(("response", request.response.pictures[:: self._frame_stride]))
         return [
             data_url(file, f"picture {number} of the {source}")
             for source, files in chosen

@@ -47,8 +47,8 @@ class QuestionFinder:
         return without_markers(found["question"] or "").strip()
 
 
-def decoded_pictures(request: RewardRequest, source: str) -> tuple[Image.Image, ...]:
-    """The pictures to score, of the prompt or of the response, as RGB.
+def decoded_pictures(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
+    """The pictures to score, of the prompt or of the response, as RGB; every `frame_stride`-th, from the first on.
 
     Raises:
         RewardError: there are none, or one cannot be read.
@@ -57,4 +57,5 @@ def decoded_pictures(request: RewardRequest, source: str) -> tuple[Image.Image, 
     if not files:
         hint = "set needs_pictures for the component" if source == "prompt" else "only generated pictures can be scored"
         raise RewardError(f"the {source} has no pictures: {hint}")
-    return tuple(decode_picture(file, f"picture {n} of the {source}") for n, file in enumerate(files, start=1))
+    chosen = list(enumerate(files, start=1))[::frame_stride]
+    return tuple(decode_picture(file, f"picture {n} of the {source}") for n, file in chosen)

@@ -6,33 +6,19 @@ from pathlib import Path
 
 import pytest
 from diffusers import DiffusionPipeline
-from flow_run import WORDS, write_texts
+from flow_run import REDNESS, WORDS, write_texts
 from jobs import Job
 
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 2
-REWARD = '''
-"""How much redder than green a picture is."""
-
-import io
-
-import numpy as np
-from PIL import Image
-
-
-def score(request, **options):
-    [picture] = request.response.pictures
-    pixels = np.asarray(Image.open(io.BytesIO(picture))).astype(float) / 255
-    return float(pixels[..., 0].mean() - pixels[..., 1].mean())
-'''
 
 
 def finished(tmp_path: Path, preset: str) -> RunFolder:
     """Of a short run on the resources of `preset`."""
     reward, texts = tmp_path / "redness.py", write_texts(tmp_path / "texts")
-    reward.write_text(REWARD, encoding="utf-8")
+    reward.write_text(REDNESS, encoding="utf-8")
     own = (f"data.path={texts}", f"policy.model={tmp_path / 'model'}", f"num_steps={NUM_STEPS}")
     own += (f"resources={preset}", "resources.learner.num_workers=1", "resources.reference.num_workers=0")
     own += ("evaluation.num_prompts=4",)

@@ -1,4 +1,4 @@
-"""The digits job over two hosts whose name resolves to 127.0.1.1: weights reach the other host, or it is refused."""
+"""Jobs over two hosts whose name resolves to 127.0.1.1: weights reach the other host, or it is refused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from diffusers import DiffusionPipeline
+from flow_run import REDNESS, WORDS, write_texts
 from jobs import REPOSITORY, REWARD, SMALL
 from namespaces import Host, reason_against, two_hosts
 from ray_apart import ENVIRONMENT, end_all, start_command
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import read_run_folder
+from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from configs.words import overridden
 
 WHY_NOT = reason_against()
@@ -94,35 +96,53 @@ def num_nodes(pair: Pair) -> int:
     return int(done.stdout.rpartition("nodes ")[2]) if "nodes " in done.stdout else 0
 
 
-def train(pair: Pair) -> subprocess.CompletedProcess[str]:
+def train(
+    pair: Pair, *own: str, small: Sequence[str] = SMALL, reward: str = REWARD
+) -> subprocess.CompletedProcess[str]:
     """Learner and reference on the head, engines on the other host."""
-    (pair.folder / "job_reward.py").write_text(REWARD)
+    (pair.folder / "job_reward.py").write_text(reward)
     words = [
-        "experiment=digits",
         "name=job",
         "num_steps=2",
         f"folder={pair.folder / 'runs'}",
-        f"data.path={pair.folder / 'digits'}",
         f"policy.model={pair.folder / 'model'}",
         f"resources.address={pair.address}",
         f"rewards.components.0.function={pair.folder / 'job_reward.py'}:score",
         f"resources.rollout.node_labels={{host: {pair.other.address}}}",
         f"resources.learner.node_labels={{host: {pair.head.address}}}",
+        *(own or ("experiment=digits", f"data.path={pair.folder / 'digits'}")),
     ]
-    return on_head(pair, "-m", "deploy.cli", "train", *overridden(SMALL, words))
+    return on_head(pair, "-m", "deploy.cli", "train", *overridden(small, words))
 
 
 @pytest.mark.parametrize("pair", [{}], indirect=True, ids=["as-it-is"])
 def test_weights_reach_engines_on_the_other_host(pair: Pair) -> None:
     looked_up = on_head(pair, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))")
     assert looked_up.stdout.strip() == "127.0.1.1", "the trap is set"
-    done = train(pair)
+    placed(pair, train(pair))
+
+
+@pytest.mark.parametrize("pair", [{}], indirect=True, ids=["as-it-is"])
+def test_a_flow_model_is_sampled_on_one_host_and_trained_on_the_other(pair: Pair) -> None:
+    texts = write_texts(pair.folder / "texts")
+    words = [word for word in WORDS if not word.startswith("resources.")]
+    words += ["resources=laptop", "resources.learner.num_workers=1", "resources.reference.num_workers=0"]
+    words += ["evaluation.num_prompts=4", "metrics.progress=false", "resources.object_store_bytes=100000000"]
+    run = placed(pair, train(pair, f"data.path={texts}", small=words, reward=REDNESS))
+    assert run.summary is not None and run.summary.logprob_gap_mean == 0
+    pipeline = DiffusionPipeline.from_pretrained(pair.folder / "runs" / "job" / "policy")
+    assert type(pipeline).__name__ == "StableDiffusion3Pipeline"
+
+
+def placed(pair: Pair, done: subprocess.CompletedProcess[str]) -> RunFolder:
+    """The run of two steps that is done, its engines on the other host."""
     assert done.returncode == 0, done.stdout + done.stderr
     run = read_run_folder(pair.folder / "runs" / "job")
     assert run.summary is not None
     assert (run.summary.status, run.summary.weight_syncs, run.summary.restarts) == ("done", 3, 0)
     places = {(row.role, row.node.partition("(")[2].rstrip(")")) for row in run.plan}
     assert ("rollout", pair.other.address) in places and ("learner", pair.head.address) in places
+    return run
 
 
 @pytest.mark.parametrize("pair", [{"GLOO_SOCKET_IFNAME": "lo"}], indirect=True, ids=["on-the-loopback"])

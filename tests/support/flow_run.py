@@ -57,6 +57,22 @@ JANUS_WORDS = (
 )
 
 
+REDNESS = '''
+"""How much redder than green a picture is."""
+
+import io
+
+import numpy as np
+from PIL import Image
+
+
+def score(request, **options):
+    [picture] = request.response.pictures
+    pixels = np.asarray(Image.open(io.BytesIO(picture))).astype(float) / 255
+    return float(pixels[..., 0].mean() - pixels[..., 1].mean())
+'''
+
+
 def write_texts(folder: Path) -> Path:
     """A data set whose questions are what pictures should show."""
     folder.mkdir(parents=True, exist_ok=True)

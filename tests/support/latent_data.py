@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.records.actions import LatentActions
+from cluster.records.actions import LatentActions, to_bfloat16
 from cluster.records.media import MediaHandle, ProcessedMedia
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import (
@@ -24,8 +24,9 @@ NO_IDS = np.empty(0, dtype=np.int32)
 
 
 def latent_actions(seed: int, *, first: int = 0, num_steps: int = 3, dtype: type = np.float32) -> LatentActions:
-    """Random latents [T + 1, 4, 2, 2] of a window of the schedule `SIGMAS`."""
-    latents = np.random.default_rng(seed).normal(size=(num_steps + 1, 4, 2, 2)).astype(dtype)
+    """Random latents [T + 1, 4, 2, 2] of a window of the schedule `SIGMAS`; of uint16, the bits of bfloat16."""
+    numbers = np.random.default_rng(seed).normal(size=(num_steps + 1, 4, 2, 2))
+    latents = to_bfloat16(numbers) if dtype is np.uint16 else numbers.astype(dtype)
     index = np.arange(first, first + num_steps, dtype=np.int32)
     return LatentActions(latents, index, 1000 * SIGMAS[index], SIGMAS)
 

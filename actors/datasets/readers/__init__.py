@@ -5,10 +5,12 @@ from actors.datasets.readers.huggingface import open_huggingface
 from actors.datasets.readers.json_array import open_json
 from actors.datasets.readers.jsonl import open_jsonl
 from actors.datasets.readers.parquet import open_parquet
+from actors.datasets.readers.prompt_lists import open_prompts
 from actors.datasets.readers.webdataset import open_webdataset
 
 READERS: dict[str, Reader] = {
     "jsonl": open_jsonl,
+    "prompts": open_prompts,
     "json": open_json,
     "parquet": open_parquet,
     "huggingface": open_huggingface,

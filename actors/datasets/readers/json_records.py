@@ -95,6 +95,10 @@ class JsonTable:
         file, row = self._find(place)
         spans = self._files[file]
         text = os.pread(self._descriptors[file], int(spans.lengths[row]), int(spans.starts[row]))
+        return self.parsed(text)
+
+    def parsed(self, text: bytes) -> Record:
+        """The record that stands in some bytes of a file."""
         return parse_object(text, self._what)
 
     def name(self, place: int) -> str:

@@ -15,7 +15,12 @@ def open_jsonl(opened: Opened) -> Table:
 
 def lines_table(root: Path, files: list[Path]) -> JsonTable:
     """The lines of `files`."""
-    return JsonTable(root, [FileSpans(file, _lines(file)) for file in files], "line")
+    return JsonTable(root, [line_spans(file) for file in files], "line")
+
+
+def line_spans(file: Path) -> FileSpans:
+    """Where the lines that hold anything stand."""
+    return FileSpans(file, _lines(file))
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, int]]:

@@ -50,6 +50,19 @@ class NoSafetyChecker(nn.Module):
         return frames
 
 
+def _of_first_order(scheduler: Any, num_steps: int) -> Any:
+    """The scheduler, or one with its noise levels that follows the ODE by Euler steps, as the sampler does.
+
+    UniPC and DPMSolver are multistep solvers; their first order without corrector is an Euler step of the flow.
+    """
+    if "solver_order" not in scheduler.config:
+        return scheduler
+    own = {"solver_order": 1}
+    if "disable_corrector" in scheduler.config:
+        own["disable_corrector"] = list(range(num_steps))
+    return type(scheduler).from_config(scheduler.config, **own)
+
+
 def plain_frames(
     folder: Path, text: str, latents: Tensor, denoising: Denoising, max_text_tokens: int, adapters: Path | None = None
 ) -> np.ndarray:
@@ -59,6 +72,7 @@ def plain_frames(
         str(folder), **({"safety_checker": NoSafetyChecker()} if is_checked else {})
     )
     pipeline.set_progress_bar_config(disable=True)
+    pipeline.scheduler = _of_first_order(pipeline.scheduler, denoising.num_steps)
     if adapters is not None and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights(str(adapters))
     elif adapters is not None:

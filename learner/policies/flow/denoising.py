@@ -34,7 +34,7 @@ class Denoising:
     noise_level: float
     window_start: int
     window_end: int
-    dtype: str  # float32 | float16: latents are rounded to it before they are scored
+    dtype: str  # float32 | float16 | bfloat16: latents are rounded to it before they are scored
     window_size: int = 0  # 0: the whole window
     window_order: str = "random"  # random | progressive
     window_interval: int = 1  # weight versions between two moves of a progressive window

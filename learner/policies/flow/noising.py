@@ -57,7 +57,7 @@ class CleanSequence:
     @classmethod
     def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
         """The picture at the end of some denoising steps. The picture itself is the seed: no two are alike."""
-        clean = actions.latents[-1]
+        clean = actions.values[-1]
         seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
         return cls(clean, condition_of(prompt), noising, seed)
 

@@ -108,14 +108,15 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     has_negatives = len(sequences[0].media) == 2
     negatives = np.repeat([places[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
     actions = [s.actions for s in sequences]
+    latents = [a.values for a in actions]
     old = [s.old for s in sequences if s.old is not None]
 
     def column(arrays: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
 
     return LatentBatch(
-        latents=column([a.latents[:-1] for a in actions]),
-        next_latents=column([a.latents[1:] for a in actions]),
+        latents=column([a[:-1] for a in latents]),
+        next_latents=column([a[1:] for a in latents]),
         timesteps=column([a.timesteps for a in actions]),
         sigmas=column([a.sigmas[a.step_index] for a in actions]),
         next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),

@@ -395,6 +395,16 @@ def test_presets_state_the_values_of_their_papers() -> None:
         "flow_grpo_wan": (1e-3, 1e-3),
         "dance_grpo": (1e-4, 1e-4),
     }
+    steps = {
+        name: load_config(["experiment=glyphs_grpo", f"algorithm={name}"]).sampler.flow
+        for name in ("flow_grpo_wan", "dance_grpo")
+    }
+    assert {name: (flow.kernel, flow.noise_level) for name, flow in steps.items()} == {
+        "flow_grpo_wan": ("sde", 0.7),
+        "dance_grpo": ("dance", 0.3),
+    }
+    cps = load_config(["experiment=glyphs_grpo", "algorithm=dance_grpo", "sampler.flow.kernel=cps"])
+    assert cps.sampler.flow.kernel == "cps", "a key on the command line is stronger"
     guard = load_config(["experiment=glyphs_grpo", "algorithm=grpo_guard"]).algorithm
     assert (guard.losses.grpo_guard.clip_low, guard.losses.grpo_guard.clip_high) == (2e-6, 2e-6)
     nft = load_config(["experiment=glyphs_nft"]).algorithm.losses.nft

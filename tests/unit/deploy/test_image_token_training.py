@@ -37,6 +37,16 @@ async def test_training_raises_the_share_of_a_colour(tmp_path: Path, words: tupl
     assert after.mean() - before.mean() > 3 * error, (before.mean(), after.mean(), error)
 
 
+async def test_adapters_are_held_to_the_model_without_them(tmp_path: Path) -> None:
+    """The reference is the policy with its adapters off: the KL term is 0 before the first step, and then above 0."""
+    kl = ("algorithm.kl.coef=0.1", "policy.lora.rank=8", "reference.place=learner_ranks", "learner.learning_rate=0.005")
+    run = await FlowRun(janus_config(tmp_path, *kl)).start()
+    first, second = [await run.step(version) for version in (1, 2)]
+    assert abs(first["kl"]) < 1e-7 < 1e-5 < second["kl"]
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.coef \(set .* reference\.place=learner_ranks"):
+        janus_config(tmp_path, "algorithm.kl.coef=0.1", "policy.lora.rank=8")
+
+
 @pytest.mark.parametrize("guidance", [2.0, 5.0])
 async def test_greedy_pictures_are_those_of_transformers(tmp_path: Path, guidance: float) -> None:
     run = await FlowRun(janus_config(tmp_path, f"sampler.image_tokens.guidance={guidance}")).start()
@@ -113,7 +123,10 @@ def test_a_model_of_text_draws_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("algorithm.kl.coef=0.1", r"algorithm\.kl\.coef \(set algorithm\.kl\.coef=0\)"),
+        (
+            "algorithm.kl.coef=0.1",
+            r"algorithm\.kl\.coef \(set algorithm\.kl\.coef=0, or policy\.lora\.rank above 0 and reference\.place",
+        ),
         ("sampler.top_k=5", r"set sampler\.top_p=1 sampler\.top_k=0 sampler\.min_p=0"),
         ("sampler.stop_strings=[x]", r"set sampler\.stop_strings=\[\]"),
     ],

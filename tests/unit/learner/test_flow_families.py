@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import diffusers
 import httpx
+import numpy as np
 import pytest
 import torch
-from flow_model import DENOISING
+from flow_model import DENOISING, encoded_prompts, flow_sampler, sample
 from huggingface_hub.errors import GatedRepoError
+from PIL import Image
 
 from configs.load import load_config
 from deploy.conformance.flow.plain import CALLS
@@ -78,19 +80,57 @@ def test_tokens_of_2_x_2_are_those_of_the_pipelines() -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler",
+    ("scheduler", "first"),
     [
-        diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-        diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+        (
+            diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+            0.999999,
+        ),
+        (
+            diffusers.DPMSolverMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
+            0.999666,
+        ),
+        (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 1.0),
     ],
-    ids=lambda scheduler: type(scheduler).__name__,
+    ids=lambda given: type(given).__name__,
 )
-def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: object) -> None:
+def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: object, first: float) -> None:
+    """Those of UniPC and DPMSolver begin just below 1: `test_sde` bounds their first step."""
     found = FAMILIES["WanPipeline"].schedule(scheduler, 10, (16, 1, 4, 4))
     assert len(found.sigmas) == 11 and len(found.timesteps) == 10
-    assert 0.99 < found.sigmas[0] <= 1 and found.sigmas[-1] == 0 and (found.sigmas.diff() < 0).all()
+    assert found.sigmas[0].item() == pytest.approx(first, abs=1e-6) and found.sigmas[-1] == 0
+    assert (found.sigmas.diff() < 0).all()
     torch.testing.assert_close(found.timesteps, 1000 * found.sigmas[:-1], rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY_FLOW if name != "sd3_glyphs"])
+def test_latents_of_pictures_are_those_of_plain_diffusers_and_are_decoded_as_by_it(name: str, tmp_path: Path) -> None:
+    checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
+    own, vae = checkpoint.family, checkpoint.vae(torch.float32).eval()
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+    given = diffusers.image_processor.VaeImageProcessor().preprocess(list(map(Image.fromarray, pixels)))
+    with torch.no_grad():
+        latents = own.encode_pictures(vae, pixels)
+        assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_frames=1)))
+        if hasattr(vae.config, "scaling_factor") and getattr(vae.config, "latents_mean", None) is None:
+            found, shift = vae.encode(given), vae.config.get("shift_factor") or 0
+            raw = found.latent if hasattr(found, "latent") else found.latent_dist.mode()
+            expected = (raw - shift) * vae.config.scaling_factor
+        else:
+            raw = vae.encode(given.unsqueeze(2)).latent_dist.mode()
+            mean, std = (
+                torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std)
+            )
+            expected = (raw - mean) / std
+        torch.testing.assert_close(latents, expected.view_as(latents), atol=1e-5, rtol=1e-5)
+        again = own.decode(vae, latents)
+        back = vae.decode(raw).sample
+        back = (back if back.ndim == 5 else back.unsqueeze(2)).permute(0, 2, 3, 4, 1)
+        whole = ((back / 2 + 0.5).clamp(0, 1) * 255).round().numpy()
+    assert again.shape == (2, 1, 32, 32, 3)
+    assert np.abs(again.astype(float) - whole).max() <= 1
 
 
 def test_a_scheduler_with_other_levels_is_refused(flux: Path, tmp_path: Path) -> None:
@@ -99,6 +139,21 @@ def test_a_scheduler_with_other_levels_is_refused(flux: Path, tmp_path: Path) ->
     checkpoint._index["scheduler"] = ["diffusers", "UniPCMultistepScheduler"]
     with pytest.raises(ValueError, match="do not fall from 1 to 0 in sampler.flow.num_steps=6 steps: set use_flow_"):
         checkpoint.schedule(replace(DENOISING, num_frames=5))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"), [("wan", "UniPCMultistepScheduler"), ("sana", "DPMSolverMultistepScheduler")]
+)
+async def test_tiny_models_with_the_released_scheduler_sample_within_bounds(
+    name: str, scheduler: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_flow(name, tmp_path / name)
+    assert json.loads((folder / "model_index.json").read_text())["scheduler"] == ["diffusers", scheduler]
+    how = replace(DENOISING, num_frames=5 if name == "wan" else 1, guidance=1.0)
+    [prompt] = encoded_prompts(folder, ["71"], with_negative=False)
+    for own in await sample(await flow_sampler(folder, how), prompt):
+        assert own.actions.sigmas[0] < 1
+        assert 0.5 < own.actions.latents.std(axis=tuple(range(1, own.actions.latents.ndim))).max() < 2
 
 
 def test_more_pixels_shift_the_levels_of_flux(flux: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -63,7 +65,6 @@ def test_the_schedule_and_its_deviations_are_those_of_the_table() -> None:
 
 
 def test_the_schedule_is_that_of_diffusers() -> None:
-    diffusers = pytest.importorskip("diffusers")
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(10)
     np.testing.assert_allclose(scheduler.sigmas, SIGMAS, atol=5e-7)
@@ -95,6 +96,45 @@ def test_without_noise_every_step_is_the_ode_step(kind: str) -> None:
     for found in (KERNELS[kind](step, 0.0), KERNELS["ddim"](step, LEVEL)):
         np.testing.assert_allclose(found.mean, expected, atol=1e-5)
         assert not found.std.any()
+
+
+LEVELS_BELOW_1 = (  # UniPC as Wan 2.1 and Cosmos Predict 2.5 have it, DPMSolver as Sana has it
+    diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0),
+    diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, use_karras_sigmas=True, sigma_max=200.0, sigma_min=0.01
+    ),
+    diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
+)
+
+
+@pytest.mark.parametrize("scheduler", LEVELS_BELOW_1, ids=lambda own: type(own).__name__)
+@pytest.mark.parametrize(("kind", "level"), [("flow_grpo", 0.7), ("sde", 0.7), ("dance", 0.3), ("cps", 0.7)])
+@pytest.mark.parametrize("num_steps", [10, 20])
+def test_latents_stay_within_the_flow_where_a_schedule_begins_just_below_1(
+    scheduler: Any, kind: str, level: float, num_steps: int
+) -> None:
+    """Along an exact velocity, pictures and noise of a deviation of 1: that of the latents is within 0.6 to 1.2."""
+    scheduler.set_timesteps(num_steps)
+    sigmas, generator = scheduler.sigmas, torch.Generator().manual_seed(0)
+    clean, noise = torch.randn(2, 1, 10_000, generator=generator)
+    x = (1 - sigmas[0]) * clean + sigmas[0] * noise
+    for i in range(num_steps - 1):
+        step = FlowStep(x, (x - clean) / sigmas[i], sigmas[i : i + 1], sigmas[i + 1 : i + 2], sigmas[1:2])
+        move = KERNELS[kind](step, level)
+        x = move.mean + move.std * torch.randn(x.shape, generator=generator)
+        assert move.std.item() < 1.2 * level if kind != "cps" else move.std.item() < 1
+        assert 0.6 < x.std().item() < 1.2, f"after step {i}"
+
+
+def test_a_schedule_that_begins_at_1_has_the_published_rate_bit_for_bit() -> None:
+    step, *_ = steps()
+    below_1 = torch.where(step.sigmas == 1, step.max_sigmas, step.sigmas)  # flow_grpo's sd3_sde_with_logprob
+    assert step.sigmas[0] == 1
+    assert torch.equal(
+        KERNELS["flow_grpo"](step, LEVEL).rate.flatten(), LEVEL * torch.sqrt(step.sigmas / (1 - below_1))
+    )
 
 
 def test_an_ode_step_has_no_density() -> None:

@@ -13,11 +13,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from cluster.errors import CheckpointError
 from configs.errors import ConfigError
+from configs.load import load_config
 from configs.schema import RunConfig
 from learner.learner import Learner
-from learner.optim.average import NullAverage
+from learner.optim.average import NullAverage, WeightAverage
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.policy_weights import export_state
+from learner.residence import Residence
 
 DECAY = 0.75
 AVERAGE = f"learner.ema_decay={DECAY}"
@@ -68,6 +70,32 @@ def test_it_is_the_weighted_sum_of_the_weights_after_each_optimizer_step(folder:
             expected = expected + (1 - DECAY) * DECAY ** (k - i) * seen[i][name].double()
         torch.testing.assert_close(tensor.double(), expected, atol=1e-7, rtol=1e-6)
     assert max((found[name] - seen[-1][name]).abs().max() for name in found) > 1e-4
+
+
+def test_it_sleeps_with_the_optimizer_and_a_slow_copy_with_the_policy(folder: Path) -> None:
+    """Of a colocated learner: between two steps nothing of it is on the device. `meta` takes the device's place."""
+    learner, device = connected(config_of(folder)), torch.device("meta")
+    slow = WeightAverage(learner._policy, DECAY, lambda *_: lambda: None)
+    parts = (learner._policy, learner._optimizer, device)
+    residence = Residence(*parts, of_policy=(slow,), of_optimizer=(learner._average,))
+
+    def places() -> list[set[str]]:
+        weights = [p.device.type for p in learner._policy.parameters()]
+        return [set(weights), *({t.device.type for t in c.tensors.values()} for c in (slow, learner._average))]
+
+    residence.offload("optimizer")
+    assert places() == [{"cpu"}] * 3
+    before = averaged(learner)
+    learner._average.to(torch.device("cpu"))
+    update(learner, 1)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in averaged(learner).items())
+    residence.onload()
+    assert places() == [{"meta"}] * 3 and residence.is_policy_here
+
+
+def test_one_gpu_in_turns_keeps_an_average() -> None:
+    config = load_config(["experiment=sd3_5_ocr_grpo", "data.path=some/folder", "resources=one_gpu_colocated"])
+    assert config.learner.ema_decay == 0.9 and config.resources.colocated and config.resources.device == "cuda"
 
 
 def test_it_shares_no_memory_with_the_weights(folder: Path) -> None:

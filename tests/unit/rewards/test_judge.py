@@ -11,6 +11,7 @@ from http_servers import CONNECTION, Reply, Scripted, serving
 from tiny_reward_models import picture
 
 from cluster.records.trajectory import Response
+from configs.load import load_config
 from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolation.process import IsolatedProcess
@@ -66,6 +67,23 @@ def test_the_judge_is_asked_with_everything_put_in_once() -> None:
             ],
         }
     ]
+
+
+def test_a_video_is_judged_by_every_third_frame_and_a_rating_of_5_is_1() -> None:
+    """By `rewards=unified_judge`."""
+    config = load_config(["experiment=sd3_5_ocr_grpo", "data.path=some/folder", "rewards=unified_judge"]).rewards
+    [component] = config.components
+    frames = tuple(picture(seed) for seed in range(7))
+    asked = RewardRequest(Response("", 1, False, frames), (), {}, "a red cube")
+    server = Scripted(lambda *_: verdict_reply("The cube is red.\nFinal Score: 4.5"))
+    with serving(server) as running:
+        options = {**component.options, "urls": [running.url], "frame_stride": 3}
+        (found,) = evaluate_batch(build_function("judge", options, TOOLS), [asked])
+    [message] = server.bodies[0]["messages"]
+    *shown, text = message["content"]
+    sent = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in shown]
+    assert sent == list(frames[::3]) and "[a red cube]" in text["text"]
+    assert isinstance(found, Score) and component.weight * found.value == pytest.approx(0.9)
 
 
 def test_pictures_travel_as_data_urls() -> None:

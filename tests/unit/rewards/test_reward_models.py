@@ -316,6 +316,28 @@ def test_pick_score_uses_the_scale_that_was_learnt(clip: Path) -> None:
     assert values(found) == pytest.approx([scale * cosine for cosine in expected], abs=1e-3)
 
 
+def test_every_second_frame_of_a_video_is_scored(clip: Path, wide_clip: Path, tmp_path: Path) -> None:
+    frames = [picture(seed) for seed in range(5)]
+    video, chosen = (request("", "a cat", drawn=drawn) for drawn in (frames, frames[::2]))
+    torch.save(head_weights(), tmp_path / "head.pth")
+    fixed = {"scale": 100, "clamp": False, "text": "question"}
+    for function, options in {
+        "clip_score": {"model": clip, "pictures": "response", **fixed, **CLIP},
+        "pick_score": {"model": clip, "pictures": "response", **CLIP},
+        "aesthetic": {
+            "model": wide_clip,
+            "processor": None,
+            "head": tmp_path / "head.pth",
+            "pictures": "response",
+            "batch_size": 2,
+        },
+    }.items():
+        found, whole = (values(ask(function, [video], frame_stride=n, **options)) for n in (2, 1))
+        assert found == pytest.approx(values(ask(function, [chosen], **options)), abs=1e-4) and found != whole, function
+        with pytest.raises(ValueError, match=r"options\.frame_stride=0 is no number above 0"):
+            ask(function, [video], frame_stride=0, **options)
+
+
 @pytest.fixture(scope="module")
 def wide_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clip(tmp_path_factory.mktemp("wide"), projection_dim=768)

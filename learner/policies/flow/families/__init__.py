@@ -1,6 +1,6 @@
 """Families of flow models, one file for each."""
 
-from learner.policies.flow.families.base import Conditions, FlowFamily, PictureCodec, PictureSize, Schedule
+from learner.policies.flow.families.base import Conditions, FlowFamily, PictureSize, Schedule
 from learner.policies.flow.families.registry import (
     FAMILIES,
     INDEX,
@@ -17,7 +17,6 @@ __all__ = [
     "TRANSFORMER",
     "Conditions",
     "FlowFamily",
-    "PictureCodec",
     "PictureSize",
     "Schedule",
     "flow_family_at",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,6 +83,12 @@ class FlowFamily(ABC):
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         """uint8 [N, F, H, W, 3]: the frames of clean latents; one of a picture."""
 
+    @abstractmethod
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        """[N, ...]: clean latents of pictures, uint8 [N, H, W, 3]; `decode` gives the pictures again. Of a family of
+        videos they are those of videos of one frame.
+        """
+
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
         """Of a pipeline's scheduler, for latents of `shape`."""
         scheduler.set_timesteps(num_steps)
@@ -115,15 +121,6 @@ class PackedFamily(FlowFamily):
 
     def embeds_guidance(self, model: Config) -> bool:
         return bool(model.get("guidance_embeds"))
-
-
-@runtime_checkable
-class PictureCodec(Protocol):
-    """A family whose VAE turns pictures into latents: they can be taught, and chosen between."""
-
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        """[N, ...]: clean latents of uint8 [N, H, W, 3]; `decode` gives the pictures again."""
-        ...
 
 
 def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
@@ -196,16 +193,33 @@ def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
 
 def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
     """What `scaled_pictures` decodes, [N, C, H, W] of uint8 [N, H, W, 3]."""
-    scaled = torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.device, vae.dtype) / 127.5 - 1
-    found = vae.encode(scaled)
-    latents = found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latents
+    found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
+    latents = found if isinstance(found, Tensor) else found.mode()
     return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
 
 def normalised_frames(vae: Any, latents: Tensor) -> np.ndarray:
     """Decode [N, C, F, H, W] by a VAE with a mean and deviation for each channel."""
+    mean, std = _statistics(vae, latents.device)
+    return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
+
+
+def normalised_latents(vae: Any, pixels: np.ndarray) -> Tensor:
+    """What `normalised_frames` decodes, float32 [N, C, 1, H, W] of uint8 [N, H, W, 3]: one frame each."""
+    latents = vae.encode(_of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
+    mean, std = _statistics(vae, latents.device)
+    return (latents - mean) / std
+
+
+def _statistics(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, [1, C, 1, 1, 1]."""
     mean, std = (
-        torch.tensor(values, device=latents.device).view(1, -1, 1, 1, 1)
+        torch.tensor(values, device=device).view(1, -1, 1, 1, 1)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    return levels(vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0])
+    return mean, std
+
+
+def _of_levels(vae: Any, pixels: np.ndarray) -> Tensor:
+    """[N, 3, H, W] in -1 .. 1 of uint8 [N, H, W, 3]."""
+    return torch.from_numpy(np.array(pixels)).permute(0, 3, 1, 2).to(vae.device, vae.dtype) / 127.5 - 1

@@ -21,6 +21,7 @@ from learner.policies.flow.families.base import (
     fit,
     fit_frames,
     normalised_frames,
+    normalised_latents,
 )
 from learner.policies.sde import flow_level, guided
 
@@ -76,6 +77,9 @@ class CosmosPredict2(FlowFamily):
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return guided(conditional, unconditional, 1 + scale)
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return normalised_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return normalised_frames(vae, latents)

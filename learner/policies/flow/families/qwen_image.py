@@ -15,6 +15,7 @@ from learner.policies.flow.families.base import (
     PictureSize,
     fit,
     normalised_frames,
+    normalised_latents,
     packed,
     unpacked,
 )
@@ -61,6 +62,9 @@ class QwenImage(PackedFamily):
         own, both = packed(conditional.float()), packed(guided(conditional, unconditional, scale))
         kept = both * (own.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
         return unpacked(kept, *conditional.shape[-2:])
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return normalised_latents(vae, pixels).squeeze(2)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return normalised_frames(vae, latents.unsqueeze(2))

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from learner.policies.flow.families.base import Conditions, Config, FlowFamily, PictureSize, fit, scaled_pictures
+from learner.policies.flow.families.base import (
+    Conditions,
+    Config,
+    FlowFamily,
+    PictureSize,
+    fit,
+    scaled_latents,
+    scaled_pictures,
+)
 
 MASK = "encoder_attention_mask"
 
@@ -39,6 +47,9 @@ class Sana(FlowFamily):
             **conditions,
         )[0]
         return found[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return scaled_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return scaled_pictures(vae, latents)

@@ -15,6 +15,7 @@ from learner.policies.flow.families.base import (
     fit,
     fit_frames,
     normalised_frames,
+    normalised_latents,
 )
 
 
@@ -41,6 +42,9 @@ class Wan(FlowFamily):
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
+
+    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        return normalised_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
         return normalised_frames(vae, latents)

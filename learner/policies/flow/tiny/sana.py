@@ -1,11 +1,13 @@
-"""A Sana of random weights: a Gemma 2, a VAE that halves each side, and two blocks of linear attention."""
+"""A Sana of random weights: a Gemma 2, a VAE that halves each side, two blocks of linear attention, and the released
+scheduler.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline, SanaTransformer2DModel
+from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 
 from learner.policies.flow.tiny.text_encoders import gemma_encoder, gemma_tokenizer
 from learner.policies.flow.tiny.vaes import deep_vae
@@ -35,7 +37,9 @@ def write_tiny_sana(folder: Path, *, seed: int = 0) -> Path:
                 caption_channels=GEMMA_SIZE,
                 sample_size=16,
             ),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            scheduler=DPMSolverMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+            ),
         )
     pipeline.save_pretrained(folder)
     return folder

@@ -1,11 +1,11 @@
-"""A Wan 2.1 of random weights: a UMT5, the video VAE at a small width, and two blocks."""
+"""A Wan 2.1 of random weights: a UMT5, the video VAE at a small width, two blocks, and the released scheduler."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
 from learner.policies.flow.tiny.text_encoders import t5_tokenizer, umt5_encoder
 from learner.policies.flow.tiny.vaes import CHANNELS, video_vae
@@ -22,7 +22,7 @@ def write_tiny_wan(folder: Path, *, seed: int = 0) -> Path:
             tokenizer=tokenizer,
             text_encoder=umt5_encoder(tokenizer, T5_SIZE),
             vae=video_vae(),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
             transformer=WanTransformer3DModel(
                 in_channels=CHANNELS,
                 out_channels=CHANNELS,

@@ -18,8 +18,9 @@ from PIL import Image
 
 from actors.datasets.open_split import open_split
 from actors.datasets.readers import READERS
-from actors.datasets.rows import count_by_reason
+from actors.datasets.rows import RowError, count_by_reason
 from cluster.errors import DatasetError
+from configs.load import load_config
 from configs.schema.data import WRITTEN, DataKind
 
 NUM = 50
@@ -63,6 +64,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "jsonl": write_jsonl,
+    "prompts": write_jsonl,
     "json": write_json,
     "parquet": write_parquet,
     "huggingface": write_huggingface,
@@ -85,6 +87,22 @@ def test_every_reader_gives_the_rows_in_order_and_by_place(tmp_path: Path, kind:
     assert [row.metadata for row in rows] == [{"level": row["level"]} for row in ROWS]
     opened = open_split(data_config(tmp_path, kind), "train", "label").rows
     assert [opened[place].sample_id for place in (41, 3, 29, 30)] == ["r41", "r3", "r29", "r30"]
+
+
+def test_a_text_file_is_a_list_of_prompts(tmp_path: Path) -> None:
+    lines = b'\xef\xbb\xbfa sign that says "71"\r\n\r\n  a {red} cube\n\xff\xfe\nein Stra\xc3\x9fenschild'
+    (tmp_path / "train.txt").write_bytes(lines)
+    config = load_config(["experiment=sd3_5_ocr_grpo", f"data.path={tmp_path}"]).data
+    rows = open_split(config, "train", "label").rows
+    assert [(rows[n].question, rows[n].answer, rows.name(n)) for n in (0, 1, 3)] == [
+        ('a sign that says "71"',) * 2 + ("train.txt:1",),
+        ("a {red} cube",) * 2 + ("train.txt:3",),
+        ("ein Straßenschild",) * 2 + ("train.txt:5",),
+    ]
+    with pytest.raises(RowError, match="the line is not UTF-8"):
+        rows[2]
+    (tmp_path / "train.jsonl").write_text('{"prompt": "from JSON"}')
+    assert open_split(config, "train", "label").rows[0].question == "from JSON"
 
 
 def test_a_large_row_group_is_copied_and_gives_the_same_rows(tmp_path: Path) -> None:

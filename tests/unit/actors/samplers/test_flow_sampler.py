@@ -58,6 +58,7 @@ def replayed(
     [
         {},
         {"dtype": "float16"},
+        {"dtype": "bfloat16"},
         {"kernel": "cps"},
         {"kernel": "sde"},
         {"kernel": "dance"},
@@ -78,6 +79,19 @@ async def test_steps_are_scored_exactly_as_they_were_sampled(folder: Path, own: 
     for rows in (found, found[:1], found[:2], found[::-1]):
         expected = np.stack([sequence.logprobs for sequence in rows])
         np.testing.assert_array_equal(replayed(model, prompt, rows, denoising), expected)
+
+
+async def test_latents_of_bfloat16_are_half_the_bytes_and_the_values_that_are_denoised(
+    folder: Path, prompts: list[Prompt]
+) -> None:
+    [found, *_] = await sample(await flow_sampler(folder, replace(DENOISING, dtype="bfloat16")), prompts[0])
+    [whole, *_] = await sample(await flow_sampler(folder), prompts[0])
+    actions = found.actions
+    assert actions.latents.dtype == np.uint16 and 2 * actions.latents.nbytes == whole.actions.latents.nbytes
+    stored = torch.from_numpy(actions.latents.view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(stored.float(), torch.from_numpy(actions.values))
+    first = torch.from_numpy(whole.actions.latents[0]).bfloat16()
+    assert torch.equal(stored[0], first), "the same noise, rounded"
 
 
 async def test_a_sibling_does_not_depend_on_those_beside_it(folder: Path, prompts: list[Prompt]) -> None:

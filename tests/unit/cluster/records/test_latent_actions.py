@@ -43,7 +43,7 @@ def test_steps_without_their_latents_or_outside_of_the_schedule_are_refused() ->
         replace(whole, sigmas=SIGMAS[:3])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
 def test_a_group_arrives_as_it_left_and_its_latents_are_not_copied(dtype: type) -> None:
     left = latent_group(PROMPT, [latent_actions(0, dtype=dtype), latent_actions(1, first=1, dtype=dtype)])
     buffers: list[pickle.PickleBuffer] = []
@@ -65,7 +65,7 @@ def test_the_bytes_of_a_group_are_those_of_its_arrays() -> None:
     assert (summary.num_tokens, summary.num_prompt_tokens, summary.tokens_by_version) == (6, 0, {0: 6})
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
 def test_a_group_comes_back_from_arrow_as_it_was(dtype: type) -> None:
     group = latent_group(PROMPT, [latent_actions(0, dtype=dtype), latent_actions(1, first=1, dtype=dtype)])
     rewards = (Reward(0.5, {"ocr": 0.5}), None)

@@ -1,0 +1,28 @@
+"""Lists of prompts: text files with one prompt a line, or JSONL files."""
+
+from __future__ import annotations
+
+from actors.datasets.readers.base import Opened, Record, Table, files_of
+from actors.datasets.readers.json_records import JsonTable
+from actors.datasets.readers.jsonl import line_spans, lines_table
+from actors.datasets.rows import RowError
+
+TEXT = ".txt"
+
+
+def open_prompts(opened: Opened) -> Table:
+    """The JSONL files of a split or, where there are none, its text files."""
+    files = files_of(opened, (".jsonl", TEXT))
+    if files[0].suffix != TEXT:
+        return lines_table(opened.path, files)
+    return TextTable(opened.path, [line_spans(file) for file in files], "line")
+
+
+class TextTable(JsonTable):
+    """Lines of text as records with one column, `prompt`."""
+
+    def parsed(self, text: bytes) -> Record:
+        try:
+            return {"prompt": text.decode("utf-8-sig").strip()}
+        except UnicodeDecodeError as error:
+            raise RowError("broken_text", f"the line is not UTF-8 ({error}): convert the file") from error

@@ -124,8 +124,8 @@ def test_a_changed_history_is_a_conversation_of_its_own(served: Served) -> None:
     client, _, _ = served
     client.post("/v1/sessions", json={"session": "changed", "task": "other"}).raise_for_status()
     first = ask(client, [user("One?")], "changed")
-    told = [user("One?"), {"role": "assistant", "content": answer_of(first)["content"] + " edited"}, user("Two?")]
-    assert not ask(client, told, "changed")["is_continued"]
+    edited = [user("One?"), {"role": "assistant", "content": answer_of(first)["content"] + " edited"}, user("Two?")]
+    assert not ask(client, edited, "changed")["is_continued"]
     forks = [ask(client, [user("One?"), answer_of(first), user(text)], "changed") for text in ("Two?", "Three?")]
     assert all(fork["is_continued"] for fork in forks)
     assert client.post("/v1/sessions/changed/finish", json={"reward": 1.0}).json() == {"trajectories": 3}

@@ -11,7 +11,7 @@ from cluster.errors import PreflightError
 from rewards.offline.sources.jsonl import Batch, stretches
 
 
-class Part(Protocol):
+class SourcePart(Protocol):
     """A piece of the source that one process reads and scores by itself; its text names it in errors."""
 
     @property
@@ -27,7 +27,7 @@ class Source:
     path: Path
     kind: str
     unit: str
-    parts: Sequence[Part]
+    parts: Sequence[SourcePart]
 
     @property
     def size(self) -> int:

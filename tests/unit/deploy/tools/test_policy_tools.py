@@ -204,7 +204,7 @@ def test_a_session_is_opened_once_and_finished_once(served: Served) -> None:
 
 def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path: Path) -> None:
     words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0")
-    options = compare_samplers.Options(num_prompts=3, batch_size=2, num_runs=2)
+    options = compare_samplers.ComparisonOptions(num_prompts=3, batch_size=2, num_runs=2)
     shown = StringIO()
     assert compare_samplers.compare(config_of(model, *words), options, tmp_path, Console(file=shown, width=160)) == 0
     report = json.loads((tmp_path / compare_samplers.JSON_FILE).read_text())

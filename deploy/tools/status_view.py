@@ -1,4 +1,4 @@
-"""What `mobula status` shows, in 80 columns: a few lines about the run, then one line a worker."""
+"""The output of `mobula status`, in 80 columns: a few lines about the run, then one line a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What offline jobs minimise: one class a job, which turns a model's outputs into a loss and the numbers beside it."""
+"""Objectives of offline jobs: one class a job, which computes a loss and metrics from a model's outputs."""
 
 from __future__ import annotations
 

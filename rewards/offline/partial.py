@@ -1,4 +1,4 @@
-"""What is known of the scored records of one stretch of a file; stretches merge into the whole in their order."""
+"""Partial results of scored records of a part of a file; parts are merged in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be scored: a JSONL file, a Parquet file, or the recorded trajectories of a run, cut into parts."""
+"""Sources of records to score: a JSONL file, a Parquet file, or a run's recorded trajectories, cut into parts."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from actors.environments.rows import ENVIRONMENT
-from actors.rollout.episode import Admission, Episode
+from actors.rollout.episode import Episode, ObservationBudget
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.harness.stage import Stage, engines, private_ray, scratch_config
 from benchmarks.simulation.slow_environment import SlowPictures
@@ -112,7 +112,7 @@ async def _picture_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) 
 def _bridge_ms(stage: Stage, prompt: Prompt) -> tuple[float, ...]:
     """The time of `Admission.admit` for one observation, with pictures that were processed before."""
     config, chat = stage.prepared.config, stage.prepared.processor
-    admission = Admission(config.environment, chat, model=config.policy.model, max_images=NUM_BRIDGED)
+    admission = ObservationBudget(config.environment, chat, model=config.policy.model, max_images=NUM_BRIDGED)
     environment = SlowPictures(num_turns=NUM_TURNS)
     observation = environment.reset(seed=0, options={}).observation
     found = []

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.metrics.report.comparison import MAX_LINES, Line, render_comparison
+from cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
@@ -128,7 +128,7 @@ def _compare(folder: Path, known: Mapping[tuple[str, int], Result]) -> None:
     """A comparison page for each `MAX_LINES` recipes, of the runs whose folders are here."""
     folders = {name: [folder / f"{name}-{seed}" for seed in _seeds(known, name)] for name in EXPERIMENTS}
     lines = [
-        Line(name, [read_run_folder(run) for run in runs])
+        ComparedRuns(name, [read_run_folder(run) for run in runs])
         for name, runs in folders.items()
         if runs and all(map(_is_done, runs))
     ]

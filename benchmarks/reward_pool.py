@@ -21,7 +21,7 @@ from deploy.wiring.pooled_roles import reward_pool
 from rewards.isolation.process import IsolatedProcess
 from rewards.pool.reward_pool import RewardPool
 from rewards.pool.worker import group_requests
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 ROLES = ("reward",)
@@ -133,7 +133,7 @@ async def _latency(pool: RewardPool, groups: Sequence[Any], _: int) -> float:
 
 async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: int) -> float:
     isolated = IsolatedProcess(timeout_s=config.timeouts.reward_s, start_timeout_s=config.timeouts.start_s)
-    scoring = Scoring(config.rewards, None, Tools(isolated, config.resources.device, config.resources.dtype))
+    scoring = RewardScoring(config.rewards, None, Tools(isolated, config.resources.device, config.resources.dtype))
     started = time.perf_counter()
     for group in groups:
         scoring.rewards(group_requests(group, ()))

@@ -1,4 +1,4 @@
-"""What is raised for a user's mistake in a configuration; apart, so that commands without one load no YAML."""
+"""Errors for mistakes in a configuration; a module of its own, so that commands without one load no YAML."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Train a released vision-language checkpoint on your own data, with two GPUs.
-# MODEL is a checkpoint's folder, DATA a folder with train.jsonl and test.jsonl as docs/operations.md describes it.
+# MODEL is a checkpoint's folder or hub name, DATA a folder with train.jsonl, validation.jsonl and test.jsonl as
+# docs/operations.md describes it.
 # Run in the root of the repository: `MODEL=... DATA=... examples/own_model.sh`. Not run on a GPU so far.
 set -euo pipefail
 
 words=(
     experiment=own                        # values for a released checkpoint: no warm start, long answers
-    "policy.model=${MODEL:?set MODEL to the folder of a checkpoint}"
+    "policy.model=${MODEL:?set MODEL to the folder or hub name of a checkpoint}"
     "data.path=${DATA:?set DATA to the folder of a data set}"
     "resources=${RESOURCES:-two_gpu}"       # RESOURCES=laptop runs a small checkpoint on the CPU
     rewards=math_answer                   # the answer in \boxed{} is compared with the reference

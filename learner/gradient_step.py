@@ -14,7 +14,7 @@ from learner.policies.base import PolicyRow
 from learner.policies.packing import split_microbatches
 
 
-class Row(Protocol):
+class TrainableRow(Protocol):
     """What can be trained on."""
 
     @property
@@ -30,7 +30,7 @@ class Row(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=TrainableRow)
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,6 @@ def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) ->
     return [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
 
 
-def _groups(rows: Sequence[Row]) -> list[int] | None:
+def _groups(rows: Sequence[TrainableRow]) -> list[int] | None:
     groups = [row.group for row in rows if row.group is not None]
     return groups if len(groups) == len(rows) else None

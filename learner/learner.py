@@ -46,7 +46,7 @@ from learner.optim.average import NullAverage, WeightAverage
 from learner.optim.slow import NullSlow, SlowWeights
 from learner.pictures.teaching import PictureTrainer
 from learner.policies.base import PolicyOutput
-from learner.policies.flow.policy import Replay
+from learner.policies.flow.policy import StepRescoring
 from learner.policies.loading import DTYPES, recompute_blocks
 from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from learner.policy_weights import PolicyWeights
@@ -304,7 +304,7 @@ class Learner:
         step = self._gradient_step(self._backend.optimizer())
         parts = (self._policy, self._backend, step, self._reader, self._device)
         replay = self._scoring.canary
-        return PictureTrainer(*parts, replay) if isinstance(replay, Replay) else SupervisedTrainer(*parts)
+        return PictureTrainer(*parts, replay) if isinstance(replay, StepRescoring) else SupervisedTrainer(*parts)
 
     def _weight_average(self) -> WeightAverage | NullAverage:
         decay = self._config.learner.ema_decay

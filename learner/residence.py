@@ -1,4 +1,4 @@
-"""Where a learner rank's memory is: on its device, or in host memory while others use the device."""
+"""Moves the memory of a learner rank between its device and host memory, while others use the device."""
 
 from __future__ import annotations
 

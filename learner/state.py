@@ -17,7 +17,7 @@ from learner.backends.base import Backend, Optimizer
 ALGORITHM_FILE = "algorithm.json"
 
 
-class Part(Protocol):
+class CheckpointPart(Protocol):
     """What lies in the same checkpoint as the policy: the critic, the average of the weights."""
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
@@ -42,7 +42,7 @@ class StateWriter:
         folder: Path,
         backend: Backend,
         optimizer: Optimizer,
-        parts: Sequence[Part],
+        parts: Sequence[CheckpointPart],
         version: int,
         algorithm: dict[str, Any],
     ) -> None:
@@ -83,7 +83,7 @@ class StateWriter:
 
 
 def load_state(
-    folder: Path, backend: Backend, optimizer: Optimizer, parts: Sequence[Part], rank: int
+    folder: Path, backend: Backend, optimizer: Optimizer, parts: Sequence[CheckpointPart], rank: int
 ) -> tuple[int, dict[str, Any]]:
     """Read what this rank wrote to `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
     state. Collective.

@@ -13,7 +13,7 @@ from rewards.recipes import ComponentError, RecipeBook
 from rewards.tools import Tools
 
 
-class Scoring:
+class RewardScoring:
     """The components of one service, or of all, with the recipes that say who needs them.
 
     Example:

@@ -1,4 +1,4 @@
-"""What a reward function is given to work with, whatever its options."""
+"""Tools that every reward function is constructed with."""
 
 from __future__ import annotations
 

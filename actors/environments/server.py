@@ -24,7 +24,7 @@ from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse, Response
 
 from actors.environments.base import EpisodeError, checked_rewards
-from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
 from configs.schema.environment import EnvironmentConfig
 
@@ -37,7 +37,7 @@ CHECKS_A_LIMIT = 4  # how often abandoned sessions are looked for within the tim
 class _Held:
     """One session of a client, and its last reply."""
 
-    session: Session
+    session: EnvironmentSession
     stack: AsyncExitStack
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     last_call: int = -1
@@ -111,7 +111,7 @@ class EnvironmentServer:
                 if held.used_at < latest and not held.lock.locked():
                     await self._end(name, EpisodeError("abandoned", "no call came"), keep_reply=False)
 
-    async def _result(self, session: Session, method: str, given: Json) -> Any:
+    async def _result(self, session: EnvironmentSession, method: str, given: Json) -> Any:
         if method == "reset":
             return reset_to_json(await session.reset(given["seed"], given.get("options", {})))
         if method == "demonstrate":

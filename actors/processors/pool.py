@@ -17,7 +17,7 @@ from cluster.records.trajectory import Prompt, ScoredGroup
 from cluster.runtime.object_store import bring_here
 from cluster.runtime.ray_actors import answer
 from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, Place, WorkQueue
+from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "processor_died", "processor_hung"
 MAX_LOAD = 2  # calls at one worker: it need not wait for the driver between two rows
@@ -108,7 +108,7 @@ class ProcessorPool:
             row.sample_id,
         )
 
-    async def _prepare_at(self, place: Place, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
+    async def _prepare_at(self, place: WorkerSlot, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
         held = self._held(row.sample_id)
         num_media = self._num_media(row)
         if num_media:  # Ray takes a list apart only when several results are asked for

@@ -13,7 +13,7 @@ from cluster.records.trajectory import ScoredGroup
 from cluster.runtime.concurrency import run_all
 from cluster.runtime.ray_actors import answer
 from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, Place, WorkQueue
+from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "reference_died", "reference_hung"
 
@@ -101,7 +101,7 @@ class ReferencePool:
         await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=what)
         self._loaded[name] = handle
 
-    async def _score(self, place: Place, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    async def _score(self, place: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         """All results of one call appear together, so waiting for the last leaves the others where they are."""
         scorer = place.handle
         if len(groups) == 1:  # Ray takes a list apart only when several results are asked for

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from actors.environments.base import Action, EpisodeError
-from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from actors.environments.rows import ENVIRONMENT
 from actors.environments.tool_calls import parse_tool_calls
 from actors.processors.chat import ChatProcessor
-from actors.rollout.episode import Admission, Episode
+from actors.rollout.episode import Episode, ObservationBudget
 from cluster.errors import DatasetError
 from cluster.records.actions import TokenActions
 from cluster.records.partial_response import SampledSequence
@@ -41,7 +41,7 @@ class Demonstrations:
         self._config = config
         self._max_turn_tokens = sampler.max_tokens
         self._chat = chat
-        self._admission = Admission(config, chat, model=model, max_images=sampler.max_images_per_prompt)
+        self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
         self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
         self._made: dict[int, Demonstration] = {}
 
@@ -66,7 +66,9 @@ class Demonstrations:
     def close(self) -> None:
         self._pool.close()
 
-    async def _demonstrated(self, prompt: Prompt, session: Session, task: Mapping[str, Any]) -> Demonstration:
+    async def _demonstrated(
+        self, prompt: Prompt, session: EnvironmentSession, task: Mapping[str, Any]
+    ) -> Demonstration:
         start = await session.reset(task["seed"], task["options"])
         episode = Episode()
         if not session.spec.demonstrates:
@@ -79,7 +81,7 @@ class Demonstrations:
             action = Action(text, parse_tool_calls(text, session.spec.tools))
             step = await session.step(action)
             episode.note_step(begin, action, step)
-            if step.terminated or step.truncated or not self._admission.admit(episode, prompt, step.observation):
+            if step.terminated or step.truncated or not self._budget.admit(episode, prompt, step.observation):
                 break
         last = episode.turns[-1]
         return Demonstration(episode.actions.stretch(0, last.end), np.array(episode.mask[: last.end]))

@@ -85,7 +85,7 @@ class Episode:
         )
 
 
-class Admission:
+class ObservationBudget:
     """Appends observations to episodes, if they fit into `environment.max_tokens` with room for a token of the next
     turn, and into `sampler.max_images_per_prompt`.
     """

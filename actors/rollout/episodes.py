@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from actors.environments.base import Action, EpisodeError, observation_hash
-from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from actors.environments.rows import ENVIRONMENT
 from actors.environments.tool_calls import parse_tool_calls
 from actors.processors.chat import ChatProcessor
-from actors.rollout.episode import Admission, Episode
+from actors.rollout.episode import Episode, ObservationBudget
 from actors.rollout.media_batcher import MediaBatcher
 from actors.samplers.base import Sampler
 from cluster.errors import EnvironmentFailedError, RolloutError
@@ -109,8 +109,8 @@ class EpisodeRunner:
     """Runs the siblings of a prompt side by side, each a request of its own for every turn.
 
     Tokens are never made of text again: the prompt of a turn is the ids of the one before, the ids that were sampled,
-    and the ids of the observation (`TurnBridge`). An observation that does not fit (`Admission`) truncates the episode
-    behind the turn before.
+    and the ids of the observation (`TurnBridge`). An observation that does not fit (`ObservationBudget`) truncates the
+    episode behind the turn before.
 
     An episode whose environment fails is run again with the same seed, `environment.retries` times, and then has no
     reward. An episode of a rollout actor that was lost goes on from the turns that were reported: the environment is
@@ -133,7 +133,7 @@ class EpisodeRunner:
         self._chat = chat
         self._sampler = sampler
         self._media = media
-        self._admission = Admission(config, chat, model=model, max_images=max_images)
+        self._budget = ObservationBudget(config, chat, model=model, max_images=max_images)
         self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
         self._has_failed: deque[bool] = deque(maxlen=NUM_WATCHED)
         self.failures: Counter[str] = Counter()  # by kind, retried ones included
@@ -189,7 +189,9 @@ class EpisodeRunner:
             episode.add_turn(await self._sampled(episode, request, f"{name}/0", max_tokens=1))
         return episode
 
-    async def _run(self, episode: Episode, session: Session, request: _Request, turns: _TurnReport, name: str) -> None:
+    async def _run(
+        self, episode: Episode, session: EnvironmentSession, request: _Request, turns: _TurnReport, name: str
+    ) -> None:
         """Play the turns that are known, then sample the others.
 
         Raises: EpisodeError: the environment failed.
@@ -218,7 +220,7 @@ class EpisodeRunner:
             is_last = number + 1 == session.spec.max_turns
             if step.terminated:
                 episode.finish_reason = FinishReason.TERMINATED
-            elif step.truncated or is_last or not self._admission.admit(episode, request.prompt, step.observation):
+            elif step.truncated or is_last or not self._budget.admit(episode, request.prompt, step.observation):
                 episode.finish_reason = FinishReason.TRUNCATED
             is_over = episode.finish_reason is not FinishReason.ABORT
             seen = observation_hash(step.observation)

@@ -1,4 +1,4 @@
-"""What every sampler does: sample responses, report their progress, and have its weights replaced under a version."""
+"""The `Sampler` protocol: sample responses, report their progress, and replace weights under a version."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from cluster.roles import SamplingSettings
 from cluster.runtime.seeds import derived_seed
 from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising, velocities
-from learner.policies.flow.policy import FlowPolicy, Replay
+from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.rows import collate_latents
 from learner.policies.loading import DTYPES
 from learner.policies.sde import KERNELS, FlowStep
@@ -133,7 +133,7 @@ class FlowSampler(PictureSampler):
         row = self._checkpoint.canary(prompt, how)
         batch = collate_latents([row], _AtHand(media), self._device)
         policy = FlowPolicy(self._model, self._family)
-        return policy(batch, Replay(how, "none")).logprobs[0].cpu().numpy()
+        return policy(batch, StepRescoring(how, "none")).logprobs[0].cpu().numpy()
 
     @torch.no_grad()
     def _work_a_little(self) -> None:

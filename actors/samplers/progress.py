@@ -31,7 +31,7 @@ class GroupProgress:
         self._chunk_tokens = chunk_tokens
         self._emit = emit
         self._stop_strings = stop_strings
-        self._told = list(self.siblings)
+        self._reported = list(self.siblings)
 
     def add(self, sibling: int, piece: SampledSequence) -> None:
         """`piece` comes next in `sibling`. What an engine samples behind a stop string is left out."""
@@ -60,7 +60,7 @@ class GroupProgress:
             return
         if any(now.num_tokens - reported.num_tokens >= self._chunk_tokens for now, reported in self._pairs()):
             chunks = list(self._new_chunks())
-            self._told = list(self.siblings)
+            self._reported = list(self.siblings)
             self._emit(chunks, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
@@ -75,7 +75,7 @@ class GroupProgress:
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
         """Each sibling as it is, and as it was reported last."""
-        return zip(self.siblings, self._told, strict=True)
+        return zip(self.siblings, self._reported, strict=True)
 
     def _new_chunks(self) -> Iterator[TokenChunk]:
         for index, (sibling, reported) in enumerate(self._pairs()):

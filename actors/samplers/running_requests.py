@@ -1,4 +1,4 @@
-"""What is being sampled, as those see it who would rather not disturb it."""
+"""Counts the requests that an engine samples, so that a weight push can wait until they have ended."""
 
 from __future__ import annotations
 

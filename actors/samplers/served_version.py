@@ -1,4 +1,4 @@
-"""The weights that an engine serves, as those see it who need newer ones."""
+"""The version of the weights that an engine serves; requests that need a newer version wait for it."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ from cluster.records.trajectory import Response, Reward
 from configs.load import load_rewards
 from rewards.contract import RewardRequest
 from rewards.isolation.process import IsolatedProcess
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 TIMEOUT_S = 60.0
 
 
-def local_scoring(path: Path) -> Scoring:
+def local_scoring(path: Path) -> RewardScoring:
     """The functions of a rewards file, in this process."""
     isolated = IsolatedProcess(timeout_s=TIMEOUT_S, start_timeout_s=TIMEOUT_S)
-    return Scoring(load_rewards(path), None, Tools(isolated, "cpu", "float32"))
+    return RewardScoring(load_rewards(path), None, Tools(isolated, "cpu", "float32"))
 
 
 async def post_all(url: str, bodies: Sequence[bytes], concurrency: int) -> list[float]:

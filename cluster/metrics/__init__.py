@@ -1,1 +1,1 @@
-"""What a run measures, where the numbers go, and the report that is made from them."""
+"""Metrics of a run, their sinks, and the report that is made from them."""

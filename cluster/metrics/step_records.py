@@ -1,4 +1,6 @@
-"""What the hub hands to sinks: StepRecord, EvaluationRecord and SampleRecord; the first two also as lines of JSON."""
+"""Records that the metrics hub passes to sinks: StepRecord, EvaluationRecord and SampleRecord; the first two also as
+lines of JSON.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What flows between roles: prompts, trajectories, media, and their Arrow form."""
+"""Records that roles exchange: prompts, trajectories, media, and their Arrow form."""

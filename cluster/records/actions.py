@@ -1,4 +1,4 @@
-"""What the policy did, exactly as the engine did it. Only Processor, Sampler and Policy look inside."""
+"""The actions of a trajectory, exactly as the engine took them. Only processor, sampler and policy read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine has sampled of a response, whole or in part, and how parts travel and are put together again.
+"""Partial responses: the chunks that an engine has sampled so far, how they are sent, and how they are joined.
 
 sequence.until(k).followed_by(sequence.since(k)) == sequence      for every k
 """

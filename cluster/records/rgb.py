@@ -1,4 +1,4 @@
-"""Any decoded picture as RGB, the same for everybody who looks at it: the policy, a reward model, a judge."""
+"""Converts any decoded picture to RGB, identically for the policy, a reward model and a judge."""
 
 from __future__ import annotations
 

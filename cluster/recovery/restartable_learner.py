@@ -81,9 +81,9 @@ class RestartableLearner:
         self.num_steps_repeated = 0
 
     @property
-    def is_restoring(self) -> bool:
+    def is_restarting(self) -> bool:
         """Whether all ranks are being restarted."""
-        return self._restartable.is_restoring
+        return self._restartable.is_restarting
 
     @property
     def num_restarts(self) -> int:

@@ -1,4 +1,4 @@
-"""How many groups run at once, found from what engines report: additive increase, multiplicative decrease."""
+"""Adapts the number of groups in flight to the load that engines report: additive increase, multiplicative decrease."""
 
 from __future__ import annotations
 

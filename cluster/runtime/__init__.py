@@ -1,1 +1,1 @@
-"""What runs below the roles: Ray actors, object store, placement, network and concurrency."""
+"""The layer below the roles: Ray actors, object store, placement, network and concurrency."""

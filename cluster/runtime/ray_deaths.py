@@ -1,4 +1,4 @@
-"""Why the process of a Ray actor ended, as far as Ray and the worker's log on this node tell."""
+"""Finds why the process of a Ray actor ended, from Ray and from the worker's log on this node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds that follow from another one: the same for the same name, unrelated for different ones."""
+"""Derives seeds from a seed and a name: equal for equal names, unrelated for different ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process tree and the GPUs it sees use while it works, sampled by a thread: averages and peaks."""
+"""Samples the CPU, memory and GPU use of a process tree on a thread: averages and peaks."""
 
 from __future__ import annotations
 

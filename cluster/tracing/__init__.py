@@ -1,1 +1,1 @@
-"""What each prompt and each step went through, with times: OpenTelemetry spans and Chrome traces."""
+"""Tracing of prompts and steps: OpenTelemetry spans and Chrome traces."""

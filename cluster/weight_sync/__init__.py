@@ -1,1 +1,1 @@
-"""How weights travel from the learner to the rollout actors: manifest, packed buckets, transports, the push."""
+"""Weight sync from the learner to the rollout actors: manifest, packed buckets, transports, the push."""

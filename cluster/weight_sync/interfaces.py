@@ -1,4 +1,4 @@
-"""Who takes part in a push, as `WeightSync` sees them: one sender, and receivers that come and go."""
+"""Interfaces of the participants of a push: one sender, and receivers that join and leave."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class RestartableRole:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def is_restoring(self) -> bool:
+    def is_restarting(self) -> bool:
         """Whether the role is being brought back."""
         return self._under_way.locked()
 

@@ -1,4 +1,4 @@
-"""Suspects: prompts that may be the cause of engines' deaths run few at a time; one that is the cause is excluded."""
+"""Suspects: prompts that may have ended engines run few at a time, and a prompt that is the cause is excluded."""
 
 from __future__ import annotations
 

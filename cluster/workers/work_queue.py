@@ -30,7 +30,7 @@ class Hosts(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSlot:
     """A worker that has room for one more piece of work."""
 
     name: str
@@ -108,7 +108,7 @@ class WorkQueue:
             raise PreflightError(f"a {self.pool.role} worker cannot be started: {error.failure or error}") from error
 
     @asynccontextmanager
-    async def place(self, *, is_urgent: bool = False) -> AsyncIterator[Place]:
+    async def place(self, *, is_urgent: bool = False) -> AsyncIterator[WorkerSlot]:
         """Hold a place at the least loaded worker while the body runs; waits for one in the order of the calls.
 
         Urgent work goes first: work that was given to a worker before and has to be repeated.
@@ -121,15 +121,15 @@ class WorkQueue:
             self._leave(worker)
             worker = await self._next(is_urgent=True)
         try:
-            yield Place(worker.name, worker.handle, worker)
+            yield WorkerSlot(worker.name, worker.handle, worker)
         finally:
             self._leave(worker)
 
-    def lose(self, place: Place, error: Lost) -> None:
+    def lose(self, place: WorkerSlot, error: Lost) -> None:
         """Report that the worker died or hangs: it gets no more work and is restarted in the background."""
         self.pool.lose(place.handle, error)
 
-    async def failed(self, place: Place, error: Lost) -> Lost | LostReplyError:
+    async def failed(self, place: WorkerSlot, error: Lost) -> Lost | LostReplyError:
         """Handle a failed call to the worker, and return the error to raise for its work.
 
         A worker that died or hangs is lost. One that missed a deadline and answers a `ping` within `alive_s` is done

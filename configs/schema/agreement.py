@@ -1,4 +1,4 @@
-"""What sections of a run's configuration must agree on, one rule a function.
+"""Rules on which the sections of a run's configuration must agree, one function each.
 
 A rule returns what is wrong, with the value got and the next action, or None. All rules are asked, so that a user
 reads every contradiction at once.

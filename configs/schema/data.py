@@ -1,4 +1,4 @@
-"""What is asked: where rows are read from, what a prompt may be, mixtures and curricula."""
+"""Schema of data: where rows are read from, limits of a prompt, mixtures and curricula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How good a response is: named components, where they run, and the recipes that make one number of them."""
+"""Schema of rewards: named components, where they run, and the recipes that combine them into one number."""
 
 from __future__ import annotations
 

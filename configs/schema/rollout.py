@@ -1,4 +1,4 @@
-"""Who answers: policy and sampler."""
+"""Schema of policy and sampler."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def evaluate(
         if compare_with is not None:
             from deploy.tools.policy import compare_samplers
 
-            options = compare_samplers.Options(prompts, batch_size, runs)
+            options = compare_samplers.ComparisonOptions(prompts, batch_size, runs)
             raise typer.Exit(compare_samplers.compare(config, options, output or Path(), terminal(soft_wrap=True)))
         from deploy.run import runtime
 
@@ -316,11 +316,11 @@ def score(
     """Score recorded responses without a run: component averages, false passes, best and worst."""
     with explained():
         from deploy.tools import score as scoring
-        from rewards.offline.options import Options, parse_weights
+        from rewards.offline.options import ScoreOptions, parse_weights
 
         try:
             weights = parse_weights(weight or [])
-            options = Options(
+            options = ScoreOptions(
                 weights, require_json, regex_pattern, target_tokens, latency_budget_ms, pass_threshold, top_k, max_ids
             )
         except ValueError as error:
@@ -435,7 +435,7 @@ def serve_rewards(
         from deploy.tools import serve_rewards as serving
 
         token = serving.read_token(token_env, token_file)
-        options = serving.ServeOptions(
+        options = serving.ServeRewardsOptions(
             host, port, token, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype
         )
         serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))

@@ -94,7 +94,7 @@ def serve_environment(
         from deploy.tools.environments import serve_environment as serving
         from deploy.tools.serve_rewards import read_token
 
-        options = serving.ServeOptions(host, port, read_token(token_env, token_file), idle)
+        options = serving.ServeEnvironmentOptions(host, port, read_token(token_env, token_file), idle)
         console = terminal(soft_wrap=True)
         serving.serve(
             config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
@@ -118,7 +118,7 @@ def serve_policy(
         from deploy.tools.policy import serve_policy as serving
         from deploy.tools.serve_rewards import read_token
 
-        options = serving.ServeOptions(host, port, read_token(token_env, token_file), capture, siblings)
+        options = serving.ServePolicyOptions(host, port, read_token(token_env, token_file), capture, siblings)
         console = terminal(soft_wrap=True)
         serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))
 

@@ -1,4 +1,4 @@
-"""How every command of `mobula` ends when it fails: one message on stderr, and an exit code that says who acts next.
+"""How a failed `mobula` command ends: one message on stderr, and an exit code for the kind of the error.
 
 Exit codes: 0 done, 1 the run failed, 2 the user has something to change (one message on stderr, no traceback), 130 it
 was interrupted. The message of a run that failed ends with the log file, which holds the traceback.

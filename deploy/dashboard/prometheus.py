@@ -24,7 +24,7 @@ class PrometheusError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TimeRange:
     """A stretch of time to look at, in seconds since the epoch, and the distance of its points."""
 
     start: float
@@ -33,7 +33,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Line:
+class PanelSeries:
     """One series of a panel: (seconds since the epoch, value) in order."""
 
     label: str
@@ -44,7 +44,7 @@ class Prometheus:
     """The HTTP interface of one server.
 
     Example:
-        found = await Prometheus("http://127.0.0.1:9090").lines(panel, "digits", Stretch(start, end, 15))
+        found = await Prometheus("http://127.0.0.1:9090").lines(panel, "digits", TimeRange(start, end, 15))
     """
 
     def __init__(self, url: str) -> None:
@@ -66,9 +66,9 @@ class Prometheus:
         """Names of the runs of which it has a series."""
         return sorted(await self._get("/api/v1/label/run/values", {"match[]": "ray_mobula_up"}))
 
-    async def lines(self, panel: Panel, run: str, stretch: Stretch) -> list[Line]:
+    async def lines(self, panel: Panel, run: str, stretch: TimeRange) -> list[PanelSeries]:
         """The lines of all queries of a panel, for one run or for `EVERY_RUN`."""
-        found: list[Line] = []
+        found: list[PanelSeries] = []
         for query in panel.queries:
             found += await self._lines_of(query, run, stretch)
         return found
@@ -76,7 +76,7 @@ class Prometheus:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _lines_of(self, query: Query, run: str, stretch: Stretch) -> list[Line]:
+    async def _lines_of(self, query: Query, run: str, stretch: TimeRange) -> list[PanelSeries]:
         answer = await self._get(
             "/api/v1/query_range",
             {
@@ -86,7 +86,10 @@ class Prometheus:
                 "step": f"{stretch.step_s:g}",
             },
         )
-        lines = [Line(legend(query.legend, series["metric"]), _points(series["values"])) for series in answer["result"]]
+        lines = [
+            PanelSeries(legend(query.legend, series["metric"]), _points(series["values"]))
+            for series in answer["result"]
+        ]
         return [line for line in lines if line.points]
 
     async def _get(self, path: str, params: Mapping[str, str]) -> Any:

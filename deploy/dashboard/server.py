@@ -18,7 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from cluster.errors import PreflightError
 from cluster.metrics.report.page import STYLE, environment
-from deploy.dashboard.prometheus import EVERY_RUN, Prometheus, PrometheusError, Stretch
+from deploy.dashboard.prometheus import EVERY_RUN, Prometheus, PrometheusError, TimeRange
 from deploy.grafana.panels import DASHBOARDS, Panel
 
 LOOPBACK = "127.0.0.1"
@@ -111,14 +111,14 @@ def _listen(port: int) -> socket.socket:
         raise PreflightError(f"--port {port} is not free ({error.strerror}): give another one, or 0") from error
 
 
-def _stretch(end: float, minutes: int) -> Stretch:
+def _stretch(end: float, minutes: int) -> TimeRange:
     """The last `minutes`, on a grid that a later look shares."""
     step_s = max(MIN_STEP_S, float(round(60 * minutes / NUM_POINTS)))
     last = step_s * (end // step_s)
-    return Stretch(last - 60 * minutes, last, step_s)
+    return TimeRange(last - 60 * minutes, last, step_s)
 
 
-async def _as_json(panel: Panel, prometheus: Prometheus, run: str, stretch: Stretch) -> dict[str, Any]:
+async def _as_json(panel: Panel, prometheus: Prometheus, run: str, stretch: TimeRange) -> dict[str, Any]:
     lines = await prometheus.lines(panel, run, stretch)
     return {
         "title": panel.title,

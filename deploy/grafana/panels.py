@@ -1,4 +1,4 @@
-"""What the dashboards show: panels as data, their queries over the gauges of `cluster/metrics/definitions.py`.
+"""Panels of the dashboards as data: queries over the gauges of `cluster/metrics/definitions.py`.
 
 Every query keeps the tag `run` and drops Ray's `WorkerId`, which changes with each resume.
 """

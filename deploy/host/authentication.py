@@ -1,4 +1,4 @@
-"""How this process identifies itself to a Ray cluster: not at all, or with the token that all its nodes share."""
+"""Authentication of this process at a Ray cluster: none, or the token that all nodes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, as far as the operating system tells without loading a backend."""
+"""Cores, memory and GPUs of this machine, as far as the operating system reports them without loading a backend."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT, Popen
 
 HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
 TAIL_BYTES = 64 << 10
-COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+ANSI_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def run_logged(
@@ -53,7 +53,7 @@ def last_lines(log: Path, num: int) -> list[str]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    shown = [COLOURS.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    shown = [ANSI_COLORS.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in shown if line.strip()][-num:]
 
 

@@ -1,4 +1,4 @@
-"""How a run that goes on is found from outside: the mark on its processes, and the record of where its cluster is.
+"""Finds a running run from outside: the mark on its processes, and the record of its cluster's address.
 
 The record, `cluster.json`, lies in the run folder while the run goes on and is removed at its end. A private cluster
 has a copy in its Ray session folder, so that it is found even if the run folder is gone. A record whose driver is dead

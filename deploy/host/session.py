@@ -27,7 +27,7 @@ TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has 
 
 
 @dataclass(frozen=True)
-class Session:
+class ClusterSession:
     """The cluster as a run finds it."""
 
     nodes: tuple[NodeResources, ...]
@@ -36,7 +36,7 @@ class Session:
 
 
 @contextmanager
-def ray_session(config: RunConfig) -> Iterator[Session]:
+def ray_session(config: RunConfig) -> Iterator[ClusterSession]:
     """Join the cluster that `resources.address` or RAY_ADDRESS names (`ray job submit` sets it), or start one here;
     leave it at the end.
 
@@ -47,7 +47,7 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
     """
     with marking(config.name) as mark:
         if ray.is_initialized():
-            yield Session(cluster_nodes(), _is_loopback(), mark)
+            yield ClusterSession(cluster_nodes(), _is_loopback(), mark)
             return
         check_access(config)
         if config.resources.address:
@@ -57,7 +57,7 @@ def ray_session(config: RunConfig) -> Iterator[Session]:
         else:
             start_private(config, include_dashboard=config.resources.dashboard)
         try:
-            yield Session(cluster_nodes(), _is_loopback(), mark)
+            yield ClusterSession(cluster_nodes(), _is_loopback(), mark)
         finally:
             ray.shutdown()
 
@@ -76,7 +76,7 @@ def check_access(config: RunConfig) -> None:
         check_auth()
 
 
-def run_record(config: RunConfig, session: Session) -> RunRecord:
+def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
     """How the run on this session is found from outside."""
     ray_here = ray.get_runtime_context()
     folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()

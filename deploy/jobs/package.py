@@ -1,4 +1,4 @@
-"""What a working folder weighs before Ray packs and uploads it."""
+"""Measures a working folder before Ray packs and uploads it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How much memory a run takes, before anything starts."""
+"""Estimates the memory of a run before anything starts."""

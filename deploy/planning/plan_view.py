@@ -1,4 +1,4 @@
-"""What `mobula plan` shows: the placement, and the memory of every role and of every GPU and node."""
+"""The output of `mobula plan`: the placement, and the memory of every role, GPU and node."""
 
 from __future__ import annotations
 

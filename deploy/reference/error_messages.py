@@ -32,7 +32,7 @@ Written by `python -m deploy.reference.error_messages`; do not edit.
 
 
 @dataclass(frozen=True)
-class Message:
+class ErrorMessage:
     """One message as the code has it."""
 
     kind: str
@@ -46,7 +46,7 @@ def kinds() -> tuple[str, ...]:
     return (ConfigError.__name__, *own)
 
 
-def messages() -> list[Message]:
+def messages() -> list[ErrorMessage]:
     """All of the packages, each once, by kind and text."""
     found = {
         message
@@ -57,7 +57,7 @@ def messages() -> list[Message]:
     return sorted(found, key=lambda message: (message.kind, message.text.lower(), message.path))
 
 
-def messages_of(source: str, path: str) -> Iterator[Message]:
+def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
     """Those of one file."""
     known = set(kinds())
     for node in ast.walk(ast.parse(source)):
@@ -70,7 +70,7 @@ def messages_of(source: str, path: str) -> Iterator[Message]:
             case _:
                 continue
         if kind in known and sum(map(str.isalpha, text)) >= LEAST_LETTERS:
-            yield Message(kind, text.strip(), path)
+            yield ErrorMessage(kind, text.strip(), path)
 
 
 def template(node: ast.expr) -> str:
@@ -88,7 +88,7 @@ def template(node: ast.expr) -> str:
 
 def text() -> str:
     """The whole page."""
-    by_kind: Mapping[str, list[Message]] = defaultdict(list)
+    by_kind: Mapping[str, list[ErrorMessage]] = defaultdict(list)
     for message in messages():
         by_kind[message.kind].append(message)
     parts = [HEAD]

@@ -24,7 +24,7 @@ GLOO = INTERFACE_VARIABLES[0]
 
 
 @dataclass(frozen=True)
-class Place:
+class ListenAddress:
     """Where a node's collectives listen."""
 
     node: str  # its name in the plan
@@ -36,22 +36,22 @@ class Place:
         return f"{self.node} at {self.host} on {self.interface or 'no interface of its own'}"
 
 
-class Endpoint:
+class ProbeEndpoint:
     """One node's side: it listens as its collectives would, and connects to the others."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._listener: socket.socket | None = None
 
-    def open(self) -> Place:
+    def open(self) -> ListenAddress:
         """Listen on the interface that GLOO_SOCKET_IFNAME names, else at the node's Ray address."""
         host, interface = _own_place()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=LISTENING)
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-        return Place(self._node, host, self._listener.getsockname()[1], interface)
+        return ListenAddress(self._node, host, self._listener.getsockname()[1], interface)
 
-    def unreached(self, places: Sequence[Place]) -> list[tuple[Place, str]]:
+    def unreached(self, places: Sequence[ListenAddress]) -> list[tuple[ListenAddress, str]]:
         """The places that it cannot connect to, and why."""
         found = []
         for place in places:
@@ -89,7 +89,7 @@ def check_network(plan: PlacementPlan) -> None:
     names = {worker.node_id: worker.node_name for worker in plan.workers}
     if len(names) < 2:
         return
-    role = ray.remote(num_cpus=0, max_restarts=0)(Endpoint)
+    role = ray.remote(num_cpus=0, max_restarts=0)(ProbeEndpoint)
     there = {
         name: role.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(name)
         for node_id, name in names.items()
@@ -105,7 +105,7 @@ def check_network(plan: PlacementPlan) -> None:
             ray.kill(handle)
 
 
-def refuse_unreached(found: dict[Place, list[tuple[Place, str]]]) -> None:
+def refuse_unreached(found: dict[ListenAddress, list[tuple[ListenAddress, str]]]) -> None:
     """Raises:
     PreflightError: a place does not reach another one.
     """

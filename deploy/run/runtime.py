@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.host.session import Session, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
+from deploy.host.session import ClusterSession, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
 import ray
 from rich.console import Console
 
@@ -197,7 +197,7 @@ class _Cluster:
     """A connected cluster and everything that is to run on it."""
 
     prepared: Prepared
-    session: Session
+    session: ClusterSession
     plan: PlacementPlan
     logs: Path | None  # the folder of the workers' logs; None where there is no run folder
 

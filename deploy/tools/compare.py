@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cluster.errors import PreflightError
 from cluster.metrics.files import write_atomically
-from cluster.metrics.report.comparison import Line, Row, render_comparison, table
+from cluster.metrics.report.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
 from cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
 from cluster.metrics.step_records import strict
 from deploy.run.run_client import RUNS, named_folder
@@ -38,12 +38,12 @@ def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epo
     console.print(f"comparison: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(word: str) -> Line:
+def _line(word: str) -> ComparedRuns:
     label, _, names = word.rpartition("=")
     runs = [_run(name) for name in names.split(",") if name]
     if not runs:
         raise PreflightError(f"{word!r} names no run: give [LABEL=]RUN[,RUN...], each a folder or a name below {RUNS}/")
-    return Line(label or ", ".join(run.name for run in runs), runs)
+    return ComparedRuns(label or ", ".join(run.name for run in runs), runs)
 
 
 def _run(name: str) -> RunFolder:
@@ -54,7 +54,7 @@ def _run(name: str) -> RunFolder:
         raise PreflightError(f"run {folder} cannot be read: {error}") from error
 
 
-def _view(rows: Sequence[Row]) -> Table:
+def _view(rows: Sequence[SuiteAccuracy]) -> Table:
     view = Table("suite", "setting", "runs", "before", "after", "mean", "best")
     for row in rows:
         cells = (row.before, row.after, row.mean, row.best)

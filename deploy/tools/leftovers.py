@@ -1,4 +1,4 @@
-"""What dead runs left behind: processes and Ray session folders on this machine, placement groups on a cluster.
+"""Leftovers of dead runs: processes and Ray session folders on this machine, placement groups on a cluster.
 
 A process belongs to a run if it carries the run's mark in its environment, wherever it has gone since, or if it writes
 into the run's Ray session and hides its environment; the run is dead if the driver that the mark names is. Each

@@ -1,4 +1,4 @@
-"""What `mobula doctor --leftovers` shows and ends."""
+"""The output of `mobula doctor --leftovers`."""
 
 from __future__ import annotations
 

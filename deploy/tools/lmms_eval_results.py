@@ -1,4 +1,4 @@
-"""What a run of lmms-eval left in its folder: scores by task, and its samples read back and counted."""
+"""Reads the folder of an lmms-eval run: scores by task, and its samples."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ from configs.schema import RunConfig
 from deploy.wiring.build import Inference
 from deploy.wiring.preparation import Prepared, require_model
 from rewards.offline.evaluation import evaluate
-from rewards.offline.options import DEFAULT_WEIGHTS, Options
+from rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
 from rewards.offline.report import build_report
 from rewards.offline.rules.answers import read_answer
 from rewards.offline.rules.schemes import built_in_schemes
 from rewards.offline.scoring import SchemeScorer
 from rewards.offline.sources.source import open_source
 
-RULES = Options(
+RULES = ScoreOptions(
     weights=DEFAULT_WEIGHTS,
     require_json=False,
     regex_pattern="",
@@ -71,7 +71,7 @@ class TimedResponse:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelMeasurements:
     """What one model did with all prompts."""
 
     answers: Sequence[TimedResponse]
@@ -152,7 +152,9 @@ def _run(contestant: Contestant, records: Path) -> dict[str, Any]:
     return _report(contestant, measured, records)
 
 
-async def _answer_all(contestant: Contestant, started: float, prepared: Prepared, inference: Inference) -> Measured:
+async def _answer_all(
+    contestant: Contestant, started: float, prepared: Prepared, inference: Inference
+) -> ModelMeasurements:
     """All prompts through the engines, `num_in_flight` at a time; what they are worth is asked afterwards."""
     config = prepared.config
     usable = prepared.usable(config.evaluation.split)
@@ -182,7 +184,7 @@ async def _answer_all(contestant: Contestant, started: float, prepared: Prepared
         TimedResponse(prompt, group.trajectories[0], latency_ms, reward[0])
         for prompt, group, (_, latency_ms), reward in zip(held_out.prompts, groups, found, rewards, strict=True)
     ]
-    return Measured(answers, ready - started, generate_s, usage.summary())
+    return ModelMeasurements(answers, ready - started, generate_s, usage.summary())
 
 
 async def _all(calls: Iterable[Callable[[], Awaitable[Any]]]) -> list[Any]:
@@ -212,7 +214,7 @@ def record_of(answer: TimedResponse) -> dict[str, Any]:
     }
 
 
-def _report(contestant: Contestant, measured: Measured, records: Path) -> dict[str, Any]:
+def _report(contestant: Contestant, measured: ModelMeasurements, records: Path) -> dict[str, Any]:
     config, answers = contestant.config, measured.answers
     num_tokens = sum(answer.trajectory.response.num_tokens for answer in answers)
     return {

@@ -31,7 +31,7 @@ from deploy.wiring.preparation import TRAIN, Prepared, prepare
 from deploy.wiring.spawner import Spawner
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.pool.replay_evaluator import Rescoring, rescore
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 OUTPUT_FOLDER = "replay"  # of the run folder
@@ -82,7 +82,7 @@ def score(run_folder: Path, config: RunConfig) -> int:
         num_processes=config.rewards.processes, timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s
     )
     try:
-        scoring = Scoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
+        scoring = RewardScoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
         result = rescore(scoring, (group for step in steps for group in log.read(step)))
     except ValueError as error:  # a function is unknown, or its options are
         raise PreflightError(str(error)) from error

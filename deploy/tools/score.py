@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cluster.errors import PreflightError
 from rewards.offline.evaluation import BrokenSourceError, evaluate
-from rewards.offline.options import Options
+from rewards.offline.options import ScoreOptions
 from rewards.offline.report import build_report
 from rewards.offline.rules.schemes import Scheme, built_in_schemes
 from rewards.offline.scoring import SchemeScorer
@@ -30,7 +30,7 @@ class ScoreCommand:
     """What `mobula score` was asked for; the paths that are None are not written."""
 
     source: Path
-    options: Options
+    options: ScoreOptions
     is_compatible: bool  # aeroRL's reading on top of the report in place of ours
     recipe: Path | None
     output: Path | None

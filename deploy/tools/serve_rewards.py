@@ -23,7 +23,7 @@ from rewards.http.server import RewardServer, ServerLimits, make_app
 from rewards.isolation.deadline import InTime
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.recipes import ComponentError
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 PENDING_CONNECTIONS = 512
@@ -33,7 +33,7 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeRewardsOptions:
     """The options of `serve-rewards`."""
 
     host: str
@@ -53,14 +53,14 @@ class RewardScorer:
     A model or an engine that hangs is left behind in its thread and the lane goes on, until too many were.
     """
 
-    def __init__(self, rewards: RewardsConfig, options: ServeOptions) -> None:
+    def __init__(self, rewards: RewardsConfig, options: ServeRewardsOptions) -> None:
         function_s = options.timeout_s / FUNCTION_SHARE
         self._isolated = IsolatedPool(
             num_processes=rewards.processes, timeout_s=function_s, start_timeout_s=START_TIMEOUT_S
         )
         self._in_time = InTime(timeout_s=function_s)
         tools = Tools(self._isolated, options.device, options.dtype, self._in_time)
-        self._scoring = Scoring(rewards, None, tools)
+        self._scoring = RewardScoring(rewards, None, tools)
         self.is_stuck = False
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> list[Outcome]:
@@ -75,7 +75,7 @@ class RewardScorer:
         self._isolated.close()
 
 
-def serve(path: Path, options: ServeOptions, announce: Callable[[str], None]) -> None:
+def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; what is in flight then is finished first. `announce` receives the URL.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What `mobula status` shows, in 80 columns: a few lines about the run, then one line a worker."""
+"""The output of `mobula status`, in 80 columns: a few lines about the run, then one line a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cluster.roles import ReplayStats
 
 LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
-COLOURS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}
+STATE_COLORS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}
 MIB, GIB = 2**20, 2**30
 
 
@@ -91,7 +91,7 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
     for worker in workers:
         table.add_row(
             worker.name,
-            Text(worker.state, style=COLOURS[worker.state] if worker.state in COLOURS else ""),
+            Text(worker.state, style=STATE_COLORS[worker.state] if worker.state in STATE_COLORS else ""),
             "-" if worker.version is None else str(worker.version),
             str(worker.num_in_flight),
             str(worker.num_restarts),

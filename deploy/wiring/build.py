@@ -187,7 +187,7 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
     """The ranks that train as workers among others; they cannot be scaled."""
-    if learner.is_restoring:
+    if learner.is_restarting:
         state = WorkerState.WAITING
     else:
         state = WorkerState.SERVING if ranks.is_started else WorkerState.STARTING
@@ -229,9 +229,9 @@ def build_controller(
         on_skipped=prepared.note_skipped,
         is_open=partial(_is_open, curriculum) if curriculum else None,
     )
-    in_flight = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
+    gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     rollouts = RetryingRollouts(
-        LeasedRollouts(inference.rollouts, in_flight) if in_flight else inference.rollouts,
+        LeasedRollouts(inference.rollouts, gpu_lease) if gpu_lease else inference.rollouts,
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
@@ -267,15 +267,15 @@ def build_controller(
     )
     # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
     learner = (
-        LeasedLearner(records.learner, in_flight, before=evaluator.finish)
-        if in_flight
+        LeasedLearner(records.learner, gpu_lease, before=evaluator.finish)
+        if gpu_lease
         else RegeneratingLearner(records.learner, reference, regenerator)
     )
     return Controller(
         total_steps=config.num_steps,
         groups_per_step=config.algorithm.prompts_per_step,
         checkpoints=checkpoints,
-        weights=LeasedWeights(weights, in_flight) if in_flight else weights,
+        weights=LeasedWeights(weights, gpu_lease) if gpu_lease else weights,
         supervisor=Supervisor(
             [*training.watched, *inference.watched, *beside],
             [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],

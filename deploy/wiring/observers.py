@@ -1,4 +1,4 @@
-"""What watches a run: the sinks that its configuration asks for, and the samples kept for its report."""
+"""Builds the observers of a run: the metrics sinks of its configuration, and the samples for its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes down of its groups, and how it goes on from that: journal, recovery and trajectory log."""
+"""Builds the persistence of groups: journal, recovery and trajectory log."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from cluster.runtime.placement_groups import Booking, book_more, bundle_of, clus
 from cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
 from cluster.runtime.role_log import role_log
 from configs.schema import RunConfig
-from deploy.host.session import Session
+from deploy.host.session import ClusterSession
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Spawner:
     def __init__(
         self,
         config: RunConfig,
-        session: Session,
+        session: ClusterSession,
         plan: PlacementPlan,
         bookings: Mapping[str, Booking],
         logs: Path | None = None,
@@ -186,7 +186,7 @@ def _allocator_environment(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _environment(config: RunConfig, session: Session) -> dict[str, str]:
+def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
     """For every worker: nothing is reported to anybody, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env |= _allocator_environment(config) | session.mark.environment

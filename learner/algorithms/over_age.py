@@ -1,4 +1,4 @@
-"""What a step learns from tokens of policies that are too old. One formula a function, all values a token.
+"""Weights of tokens that are older than the staleness bound. One formula a function, one value a token.
 
 Dropping a whole response because its first tokens are old favours short answers, since long ones take longer to
 sample. So a token is judged by its own age: it leaves the loss, or it is weighted by how likely the policy of today

@@ -1,4 +1,4 @@
-"""What a critic is trained on and measured by."""
+"""The loss and the metrics of a critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner needs of a way to distribute training."""
+"""The `Backend` protocol: how training is distributed over ranks."""
 
 from __future__ import annotations
 

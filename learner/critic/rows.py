@@ -1,4 +1,4 @@
-"""What a critic is trained on: responses with the values before a step and the returns that followed."""
+"""Training rows of a critic: responses with the values before a step and the returns that followed."""
 
 from __future__ import annotations
 

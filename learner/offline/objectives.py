@@ -1,4 +1,4 @@
-"""What offline jobs minimise: one class a job, which turns a model's outputs into a loss and the numbers beside it."""
+"""Objectives of offline jobs: one class a job, which computes a loss and metrics from a model's outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_r
 from learner.meter import Meter
 from learner.pictures.teaching import errors
 from learner.policies.flow.noising import Noising
-from learner.policies.flow.policy import Replay
+from learner.policies.flow.policy import StepRescoring
 from learner.policies.logprobs import PLAIN
 from learner.policies.trained import teaching_noising
 
@@ -98,7 +98,7 @@ class PicturePreferenceObjective:
     with |.|^2 as a mean over the latents' numbers. Source: arXiv:2311.12908, equation 14.
     """
 
-    def __init__(self, config: OfflineConfig, noising: Noising, replay: Replay) -> None:
+    def __init__(self, config: OfflineConfig, noising: Noising, replay: StepRescoring) -> None:
         parameters = config.dpo
         self.row = partial(picture_row, noising)
         self._replay = replay
@@ -158,7 +158,7 @@ class RegressionScoreObjective:
 def build_objective(run: RunConfig, replay: object) -> Objective:
     """The objective of `offline.job`; `replay` is how the run's policy scores rows without a divergence."""
     config = run.offline
-    if isinstance(replay, Replay):
+    if isinstance(replay, StepRescoring):
         return PicturePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)
     name = f"{config.job}.{config.reward_model.loss}" if config.job == "reward_model" else config.job
     return OBJECTIVES[name](config)

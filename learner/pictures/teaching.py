@@ -17,7 +17,7 @@ from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.policies.base import Velocities
 from learner.policies.flow.noising import CleanSequence, collate_noised
-from learner.policies.flow.policy import Replay
+from learner.policies.flow.policy import StepRescoring
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PictureTrainer:
         step: GradientStep,
         reader: MediaReader,
         device: torch.device,
-        replay: Replay,
+        replay: StepRescoring,
     ) -> None:
         self._policy = policy
         self._backend = backend

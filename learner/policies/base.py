@@ -1,4 +1,4 @@
-"""What a learner needs of a policy, whatever its actions are: rows to train on, and a network to distribute."""
+"""Interfaces of policies, whatever their actions are: rows to train on, and a network to distribute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a token policy's forward takes: rows of tokens, right-padded, with their pictures found by recorded spans."""
+"""Batches of a token policy: rows of tokens, right-padded, with pictures placed by recorded spans."""
 
 from __future__ import annotations
 

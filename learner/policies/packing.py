@@ -1,4 +1,4 @@
-"""Which rows go through a policy together: micro-batches of bounded size, the same number on every rank."""
+"""Divides rows into micro-batches of bounded size, the same number on every rank."""
 
 from __future__ import annotations
 

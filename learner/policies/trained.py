@@ -22,7 +22,7 @@ from learner.policies.base import Policy, PolicyRow, RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
-from learner.policies.flow.policy import FlowPolicy, Replay
+from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from learner.policies.image_tokens.guidance import canary_tokens
 from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
@@ -44,8 +44,8 @@ PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
 class Scoring:
     """What a policy's forward takes beside a batch, and what a push of weights is proven by."""
 
-    training: Distribution | Replay
-    canary: Distribution | Replay
+    training: Distribution | StepRescoring
+    canary: Distribution | StepRescoring
     canary_row: Callable[[Prompt], PolicyRow]
     row: Callable[[Prompt, Any], PolicyRow]  # of a prompt and what the policy did after it
 
@@ -80,7 +80,7 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         canary_row = partial(checkpoint.canary, denoising=proof)
         clean = partial(CleanSequence.of_response, rl_noising(config, checkpoint))
         row = row_of if config.algorithm.has_likelihood else clean
-        return Scoring(Replay(denoising, divergence), Replay(proof, "none"), canary_row, row)
+        return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
     if config.sampler.draws_tokens:
         drawn = canary_tokens(config.policy.model).numpy()
         canary_row = partial(TokenSequence.of_response, token_ids=drawn)

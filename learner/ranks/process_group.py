@@ -1,4 +1,4 @@
-"""How the ranks of a model that is trained find each other."""
+"""Rendezvous of the ranks of a model that is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank knows of a trajectory that another rank has fetched."""
+"""Outlines: the parts of a trajectory that every rank knows, also of trajectories that other ranks fetched."""
 
 from __future__ import annotations
 

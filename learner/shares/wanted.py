@@ -1,4 +1,4 @@
-"""Which trajectories of a step each rank takes through a network."""
+"""Selects the items of a step that each rank trains or scores."""
 
 from __future__ import annotations
 

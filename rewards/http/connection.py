@@ -1,4 +1,4 @@
-"""How a service is reached: the options that every reward function that asks servers has in common."""
+"""Options that all reward functions which ask servers have in common."""
 
 from __future__ import annotations
 

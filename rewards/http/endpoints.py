@@ -1,4 +1,4 @@
-"""Several servers of one service: the least busy one is asked, one that fails is set aside for a while."""
+"""Balances requests over the servers of one service: the least busy first; a failing server is avoided for a while."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from cluster.errors import RewardError
 from cluster.records.trajectory import Response
 from rewards.contract import FailureKind, RewardRequest, ScoringFailure
-from rewards.http.wire import Message, decode_base64, encode_base64
+from rewards.http.wire import WireModel, decode_base64, encode_base64
 from rewards.markers import without_markers
 from rewards.pictures import portable_picture
 
 QueryForm = Literal["full", "response"]
 
 
-class LightrftBody(Message):
+class LightrftBody(WireModel):
     """A request in columns, a row a sample; what else a client of that protocol sends is not looked at."""
 
     model_config = ConfigDict(extra="ignore")
@@ -63,7 +63,7 @@ class LightrftBody(Message):
         return RewardRequest(response, references, {}, prompt, _pictures(columns["images"], row))
 
 
-class LightrftReply(Message):
+class LightrftReply(WireModel):
     """A reply: a number each, and no way to say that there is none."""
 
     rewards: list[FiniteFloat]

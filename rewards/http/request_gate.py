@@ -1,4 +1,4 @@
-"""What every request passes before it is read as anything: the token, the size of its body, the time it takes."""
+"""Checks every request before it is parsed: the token, the size of its body, the time it takes."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ Base64 = Annotated[
 ]
 
 
-class Message(BaseModel):
+class WireModel(BaseModel):
     """Base of everything on the wire: exact types, unknown fields refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class Sample(Message):
+class Sample(WireModel):
     """One response to score, with what it should have been."""
 
     response: str
@@ -66,13 +66,13 @@ class Sample(Message):
         return RewardRequest(response, tuple(self.references), self.metadata, self.prompt, tuple(self.pictures))
 
 
-class ScoreBody(Message):
+class ScoreBody(WireModel):
     """A request."""
 
     samples: Annotated[list[Sample], Field(min_length=1)]
 
 
-class OutcomeMessage(Message):
+class OutcomeMessage(WireModel):
     """What became of one sample: `value` is a number if and only if `status` is ok."""
 
     status: Literal["ok", "failed", "timed_out", "not_finite"]
@@ -101,7 +101,7 @@ class OutcomeMessage(Message):
         return Score(self.value, self.reason, self.breakdown)
 
 
-class ScoreReply(Message):
+class ScoreReply(WireModel):
     """A reply: outcomes in the order of the samples."""
 
     outcomes: list[OutcomeMessage]

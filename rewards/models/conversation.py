@@ -19,7 +19,7 @@ CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each roun
 
 
 @dataclass(frozen=True)
-class Conversation:
+class EncodedConversation:
     """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` names what was cut."""
 
     inputs: Mapping[str, torch.Tensor]
@@ -33,7 +33,7 @@ class Conversation:
 class ConversationReader(Protocol):
     """Encodes requests and puts encoded ones together."""
 
-    def read(self, request: RewardRequest) -> Conversation:
+    def read(self, request: RewardRequest) -> EncodedConversation:
         """One request.
 
         Raises:
@@ -50,16 +50,18 @@ class PairReader:
         self._questions = questions
         self._max_tokens = max_tokens
 
-    def read(self, request: RewardRequest) -> Conversation:
+    def read(self, request: RewardRequest) -> EncodedConversation:
         question, answer = self._questions.find(request), request.response.text
         whole = self._tokenizer(question, answer, return_tensors="pt")
         excess = whole["input_ids"].shape[-1] - self._max_tokens
         if excess <= 0:
-            return Conversation(dict(whole))
+            return EncodedConversation(dict(whole))
         num_answer = len(self._tokenizer(answer, add_special_tokens=False)["input_ids"])
         _refuse_long_question(excess, num_answer, self._max_tokens)
         limits = {"truncation": "only_second", "max_length": self._max_tokens}
-        return Conversation(dict(self._tokenizer(question, answer, **limits, return_tensors="pt")), _note(excess))
+        return EncodedConversation(
+            dict(self._tokenizer(question, answer, **limits, return_tensors="pt")), _note(excess)
+        )
 
 
 class ChatReader:
@@ -79,7 +81,7 @@ class ChatReader:
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
 
-    def read(self, request: RewardRequest) -> Conversation:
+    def read(self, request: RewardRequest) -> EncodedConversation:
         question = self._plain(self._questions.find(request))
         pictures = request.prompt_pictures if self._takes_pictures else ()
         images = [decode_picture(picture, f"picture {n} of the prompt") for n, picture in enumerate(pictures, start=1)]
@@ -89,7 +91,7 @@ class ChatReader:
         for _ in range(CUT_ROUNDS):
             excess = inputs["input_ids"].shape[-1] - self._max_tokens
             if excess <= 0:
-                return Conversation(inputs, _note(num_cut) if num_cut else "")
+                return EncodedConversation(inputs, _note(num_cut) if num_cut else "")
             ids = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
             _refuse_long_question(excess, len(ids), self._max_tokens)
             num_cut += excess
@@ -112,7 +114,7 @@ class ChatReader:
         return dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
 
-def pad(conversations: Sequence[Conversation], pad_token_id: int) -> dict[str, torch.Tensor]:
+def pad(conversations: Sequence[EncodedConversation], pad_token_id: int) -> dict[str, torch.Tensor]:
     """One batch: rows of tokens padded on the right, everything about pictures one behind the other."""
     longest = max(conversation.num_tokens for conversation in conversations)
     batch = {}

@@ -10,7 +10,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 
 from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from rewards.models.batching import score_in_batches
-from rewards.models.conversation import ChatReader, Conversation, ConversationReader, PairReader, pad
+from rewards.models.conversation import ChatReader, ConversationReader, EncodedConversation, PairReader, pad
 from rewards.models.loading import load_processor, load_strictly, one_of, positive_int
 from rewards.models.question import QuestionFinder
 from rewards.models.score_head import classifier_class, read_config, takes_pictures
@@ -64,7 +64,7 @@ class RewardModel:
             in_time=self._in_time,
         )
 
-    def _score(self, conversations: Sequence[Conversation]) -> list[Outcome]:
+    def _score(self, conversations: Sequence[EncodedConversation]) -> list[Outcome]:
         batch = pad(conversations, self._pad_token_id or 0)
         inputs = {
             name: part.to(self._device, self._model.dtype if part.is_floating_point() else part.dtype)

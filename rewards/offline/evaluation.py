@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from rewards.offline.options import Options
+from rewards.offline.options import ScoreOptions
 from rewards.offline.partial import Partial
 from rewards.offline.processes import Pulse, run_in_order
 from rewards.offline.scoring import SchemeScorer
 from rewards.offline.sources.jsonl import Batch
-from rewards.offline.sources.source import Part, Source
+from rewards.offline.sources.source import Source, SourcePart
 
 PIECE_RECORDS = 64  # of what may hang: a piece shares one deadline, and its pictures are in memory together
 
@@ -22,7 +22,7 @@ class BrokenSourceError(ValueError):
 def evaluate(
     source: Source,
     scorer: SchemeScorer,
-    options: Options,
+    options: ScoreOptions,
     *,
     num_processes: int,
     timeout_s: float,
@@ -40,7 +40,7 @@ def evaluate(
     piece_records = PIECE_RECORDS if scorer.may_hang else None
     pulse = Pulse()
 
-    def score_part(part: Part) -> Partial:
+    def score_part(part: SourcePart) -> Partial:
         found, lines = Partial.of(scorer.schemes), []
         scorer.prepare()
         pulse.beat()
@@ -73,7 +73,7 @@ def evaluate(
     return whole
 
 
-def _read(part: Part, with_metadata: bool, piece_records: int | None) -> Iterator[Batch]:
+def _read(part: SourcePart, with_metadata: bool, piece_records: int | None) -> Iterator[Batch]:
     """The part's batches, in pieces of so many records."""
     try:
         if piece_records is None:

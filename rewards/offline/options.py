@@ -14,7 +14,7 @@ NO_JSON_PENALTY, NO_MATCH_PENALTY = 1.3, 0.5
 
 
 @dataclass(frozen=True)
-class Options:
+class ScoreOptions:
     """The options of both readings of the rules, aeroRL's and ours."""
 
     weights: Mapping[str, float]
@@ -67,7 +67,7 @@ def parse_weights(words: Sequence[str]) -> dict[str, float]:
     return weights
 
 
-def format_scores(options: Options) -> dict[tuple[bool, bool], float]:
+def format_scores(options: ScoreOptions) -> dict[tuple[bool, bool], float]:
     """The format component by whether the response is JSON (as the reading means it), and the pattern was found."""
     found = {}
     for is_json in (True, False):

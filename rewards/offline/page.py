@@ -31,7 +31,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Histogram:
+class HistogramPair:
     """One component's scores (or the totals) under two schemes, side by side."""
 
     title: str
@@ -60,14 +60,14 @@ def render_page(report: Mapping[str, Any]) -> str:
     )
 
 
-def _histograms(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]) -> list[Histogram]:
+def _histograms(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str]) -> list[HistogramPair]:
     """The totals, then each component; bars of the second scheme where it has the component."""
     ours, theirs = first["histograms"], second["histograms"]
     order = [TOTAL, *(name for name in ours if name != TOTAL)]
     return [_histogram(name, [ours[name], *([theirs[name]] if name in theirs else [])], names) for name in order]
 
 
-def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> Histogram:
+def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str, str]) -> HistogramPair:
     shares = [[count / max(1, sum(s["counts"])) for count in s["counts"]] for s in series]
     tallest = max(max(share) for share in shares) or 1.0
     num_bins, low, high = len(shares[0]), min(s["low"] for s in series), max(s["high"] for s in series)
@@ -78,7 +78,7 @@ def _histogram(title: str, series: Sequence[Mapping[str, Any]], names: tuple[str
         if share
     ]
     ticks = [(25.0 * quarter, write_number(low + (high - low) * quarter / 4)) for quarter in range(5)]
-    return Histogram(title, num_bins, bars, ticks, f"{100 * tallest:.0f} %")
+    return HistogramPair(title, num_bins, bars, ticks, f"{100 * tallest:.0f} %")
 
 
 def _bar(

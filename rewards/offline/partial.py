@@ -1,4 +1,4 @@
-"""What is known of the scored records of one stretch of a file; stretches merge into the whole in their order."""
+"""Partial results of scored records of a part of a file; parts are merged in their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rewards.offline.tally import Disagreement, Tally
 
 
 @dataclass(frozen=True)
-class Example:
+class ScoredRecord:
     """One record as a report shows it. `record` counts the file's whole records from 1."""
 
     record: int
@@ -29,8 +29,8 @@ class SchemeResults:
     """One scheme's results; the best first, the worst last."""
 
     tally: Tally
-    best: list[Example] = field(default_factory=list)
-    worst: list[Example] = field(default_factory=list)
+    best: list[ScoredRecord] = field(default_factory=list)
+    worst: list[ScoredRecord] = field(default_factory=list)
     false_pass_ids: list[str] = field(default_factory=list)  # sorted
 
     def merge(self, other: SchemeResults, name: str, top_k: int, max_ids: int) -> None:
@@ -48,7 +48,7 @@ class Partial:
 
     schemes: list[SchemeResults]
     disagreement: Disagreement = field(default_factory=Disagreement)
-    disagreeing: dict[str, list[Example]] = field(default_factory=dict)
+    disagreeing: dict[str, list[ScoredRecord]] = field(default_factory=dict)
     num_records: int = 0
     num_manual_passes: int = 0
     num_lines: int = 0
@@ -78,7 +78,7 @@ class Partial:
     def _move(self, num_records: int, num_lines: int) -> None:
         """Count records and lines from where this stretch begins in the file."""
 
-        def moved(examples: list[Example]) -> list[Example]:
+        def moved(examples: list[ScoredRecord]) -> list[ScoredRecord]:
             return [replace(example, record=example.record + num_records) for example in examples]
 
         for results in self.schemes:

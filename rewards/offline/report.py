@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.offline.options import Options
-from rewards.offline.partial import Example, Partial, SchemeResults
+from rewards.offline.options import ScoreOptions
+from rewards.offline.partial import Partial, SchemeResults, ScoredRecord
 from rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme
 from rewards.offline.scoring import VERDICT, SchemeScorer
 from rewards.offline.sources.source import Source
@@ -16,7 +16,7 @@ MANUAL_METHOD = "manual_contains_reference"
 
 
 def build_report(
-    whole: Partial, scorer: SchemeScorer, options: Options, source: Source, *, primary: str
+    whole: Partial, scorer: SchemeScorer, options: ScoreOptions, source: Source, *, primary: str
 ) -> dict[str, Any]:
     """The results of the `primary` scheme on top, the others under `others`, their disagreement under `differences`.
 
@@ -106,7 +106,7 @@ def _differences(whole: Partial, scorer: SchemeScorer) -> dict[str, Any]:
     }
 
 
-def _example(example: Example, name: str) -> dict[str, Any]:
+def _example(example: ScoredRecord, name: str) -> dict[str, Any]:
     return {
         "id": example.id,
         "total_reward": example.totals[name],
@@ -119,7 +119,7 @@ def _example(example: Example, name: str) -> dict[str, Any]:
     }
 
 
-def _both(example: Example) -> dict[str, Any]:
+def _both(example: ScoredRecord) -> dict[str, Any]:
     shared = _example(example, next(iter(example.totals)))
     for key in ("total_reward", "components", "details"):
         del shared[key]
@@ -141,7 +141,7 @@ def _input(whole: Partial, source: Source) -> dict[str, Any]:
     }
 
 
-def _options(options: Options) -> Mapping[str, Any]:
+def _options(options: ScoreOptions) -> Mapping[str, Any]:
     return {
         "require_json": options.require_json,
         "regex_pattern": options.regex_pattern,

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from rewards.offline.options import Options
-from rewards.offline.partial import Example, Partial
+from rewards.offline.options import ScoreOptions
+from rewards.offline.partial import Partial, ScoredRecord
 from rewards.offline.rules.answers import read_answer
 from rewards.offline.rules.schemes import Scheme, Scores
 from rewards.offline.sources.jsonl import Batch
@@ -33,7 +33,7 @@ class SchemeScorer:
     """
 
     def __init__(
-        self, schemes: tuple[Scheme, ...], options: Options, *, compared: tuple[int, int], writes_rows: bool
+        self, schemes: tuple[Scheme, ...], options: ScoreOptions, *, compared: tuple[int, int], writes_rows: bool
     ) -> None:
         self.schemes = schemes
         self._options = options
@@ -150,7 +150,7 @@ class _Scored:
         found = (r.id for r, code in zip(self._records, self._codes, strict=True) if code in codes)
         return [str(id_) for id_ in found if id_ is not None]
 
-    def examples(self, places: Iterable[int]) -> list[Example]:
+    def examples(self, places: Iterable[int]) -> list[ScoredRecord]:
         return [self._example(place) for place in places]
 
     def rows(self) -> Iterator[bytes]:
@@ -167,11 +167,11 @@ class _Scored:
             for scheme, result in zip(self._schemes, outcome, strict=True)
         }
 
-    def _example(self, place: int) -> Example:
+    def _example(self, place: int) -> ScoredRecord:
         record, outcome = self._records[place], self.outcomes[self._codes[place]]
         answer = read_answer(record.response)
         pairs = list(zip(self._schemes, outcome, strict=True))
-        return Example(
+        return ScoredRecord(
             record=place + 1,
             id=record.id,
             prompt=shortened(record.prompt),

@@ -1,4 +1,4 @@
-"""What is kept of scored records: exact sums, counts and histograms, whatever the order in which they are added."""
+"""Statistics of scored records: exact sums, counts and histograms, independent of the order of addition."""
 
 from __future__ import annotations
 

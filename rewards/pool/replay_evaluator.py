@@ -17,7 +17,7 @@ TOTAL = "reward"  # the weighted sum
 
 
 class RewardsScorer(Protocol):
-    """`rewards.scoring.Scoring` with all components."""
+    """`rewards.scoring.RewardScoring` with all components."""
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]: ...
 

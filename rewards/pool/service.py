@@ -19,7 +19,7 @@ from cluster.errors import (
 )
 from cluster.runtime.ray_actors import answer
 from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, Place, WorkQueue
+from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 from rewards.pool.worker import GroupOutcomes, Question
 
 
@@ -157,7 +157,7 @@ class RewardService:
         alone = next((i for i in range(size) if self._queue[i].lost), size)
         return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
 
-    async def _deliver(self, place: Place, batch: Sequence[_Waiting]) -> None:
+    async def _deliver(self, place: WorkerSlot, batch: Sequence[_Waiting]) -> None:
         what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
         call = place.handle.score.remote([waiting.question for waiting in batch])
         try:

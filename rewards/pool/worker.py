@@ -16,7 +16,7 @@ from rewards.contract import Outcome, RewardRequest, Score
 from rewards.isolation.deadline import InTime
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.pool.scoring_ahead import response_digest
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 MAX_PICTURES = 64  # that one worker keeps at hand
@@ -94,7 +94,7 @@ class RewardWorker:
         )
         self._in_time = InTime(timeout_s=function_timeout_s)
         self._service = service
-        self._scoring = Scoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time))
+        self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time))
         own = [component for component in rewards.components if component.service == service]
         self._needs_pictures = any(component.needs_pictures for component in own)
         self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)

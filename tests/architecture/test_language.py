@@ -23,6 +23,9 @@ EXCLUDED = {
     r"desks?": "server",
     r"outbox(es)?": "message queue",
     r"correspondence": "client",
+    r"told": "sent, reported, informed",
+    r"news": "messages",
+    r"as those see": "name the object and its users",
 }
 WORDS = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(EXCLUDED)})(?![a-z])", re.IGNORECASE)
 HISTORY = "docs/CHANGELOG.md"
@@ -68,5 +71,18 @@ def test_an_excluded_word_is_seen(text: str, num: int) -> None:
 
 def test_the_style_guide_lists_what_is_excluded() -> None:
     guide = (ROOT / LISTS_THEM).read_text(encoding="utf-8")
-    listed = ("whoever", "nobody", "somebody", "anew", "befell", "mend", "herald", "crew", "desk", "outbox")
+    listed = (
+        "whoever",
+        "nobody",
+        "somebody",
+        "anew",
+        "befell",
+        "mend",
+        "herald",
+        "crew",
+        "desk",
+        "outbox",
+        "told",
+        "news",
+    )
     assert [word for word in listed if f"`{word}`" not in guide] == []

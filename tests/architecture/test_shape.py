@@ -1,4 +1,4 @@
-"""The shape of the house: fixed top-level folders, no print, a docstring in every module."""
+"""Top-level folders are fixed, no module prints, and every module has a docstring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from sources import ROOT, Source, parse, sources
 
 NAMES_OF_MODELS = ("learner/policies/families/", "learner/policies/tiny/")
-ROOMS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "examples", "learner", "rewards", "tests"}
+TOP_FOLDERS = {"actors", "benchmarks", "cluster", "configs", "deploy", "docs", "examples", "learner", "rewards"} | {
+    "tests"
+}
 
 
 def ignored_folders() -> set[str]:
@@ -24,10 +26,10 @@ def prints(source: Source) -> Iterator[str]:
             yield f"{source.path}:{node.lineno}"
 
 
-def test_the_rooms_are_the_designs() -> None:
+def test_the_top_level_folders_are_those_of_the_design() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     built = {name for name in folders if name.endswith(".egg-info")}
-    assert folders - ignored_folders() - built == ROOMS
+    assert folders - ignored_folders() - built == TOP_FOLDERS
 
 
 def test_nothing_prints() -> None:

@@ -39,7 +39,7 @@ from cluster.runtime.placement_groups import cluster_nodes, create_placement_gro
 from cluster.runtime.ray_actors import answer  # noqa: E402
 from configs.load import load_config  # noqa: E402
 from deploy.host.run_record import marking  # noqa: E402
-from deploy.host.session import Session  # noqa: E402
+from deploy.host.session import ClusterSession  # noqa: E402
 from deploy.wiring.scaling import RoleHosts  # noqa: E402
 from deploy.wiring.spawner import Spawner  # noqa: E402
 
@@ -128,7 +128,7 @@ class _Moving:
         mark = self._mark.__enter__()
         plan = PlacementPlan(tuple(worker for role in PLANNED for worker in self._planned(role)))
         bookings = await asyncio.to_thread(create_placement_groups, plan, run_name="moving", timeout_s=60)
-        self.spawner = Spawner(self._config, Session(cluster_nodes(), True, mark), plan, bookings)
+        self.spawner = Spawner(self._config, ClusterSession(cluster_nodes(), True, mark), plan, bookings)
         self._hosts = RoleHosts(self.spawner, "reward", self._start, stop_s=1)
         self._handle = await self._hosts.start(0)
         await self._ping()

@@ -29,7 +29,7 @@ from ray_apart import end_all, free_port, started
 from waiting import wait_until
 
 from cluster.tracing.spans import Stage
-from deploy.dashboard.prometheus import Line, Prometheus, Stretch
+from deploy.dashboard.prometheus import PanelSeries, Prometheus, TimeRange
 from deploy.dashboard.server import make_app
 from deploy.grafana.panels import DASHBOARDS
 
@@ -68,12 +68,12 @@ class Scraped:
     end: float
     run_folder: Path
 
-    def lines(self) -> dict[tuple[str, str], list[Line]]:
+    def lines(self) -> dict[tuple[str, str], list[PanelSeries]]:
         """(dashboard, panel) -> its lines over the time of the run."""
         return asyncio.run(self._lines())
 
-    async def _lines(self) -> dict[tuple[str, str], list[Line]]:
-        server, stretch = Prometheus(self.url), Stretch(self.start, self.end, 5.0)
+    async def _lines(self) -> dict[tuple[str, str], list[PanelSeries]]:
+        server, stretch = Prometheus(self.url), TimeRange(self.start, self.end, 5.0)
         try:
             return {
                 (name, panel.title): await server.lines(panel, "job", stretch)

@@ -75,7 +75,7 @@ def test_it_looks_like_something_in_light_and_dark(browser: Browser, page: str, 
 
 
 def picture(level: int, side: int) -> bytes:
-    """PNG of a square of one level on black, so that what is drawn can be told by its brightness."""
+    """PNG of a square of one level on black, so that its brightness identifies what is drawn."""
     pixels = np.zeros((side, side, 3), dtype=np.uint8)
     pixels[side // 4 : -side // 4, side // 4 : -side // 4] = level
     file = io.BytesIO()

@@ -28,7 +28,7 @@ from cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleReques
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.host.run_record import RECORD_FILE, marking, recorded
-from deploy.host.session import Session, run_record
+from deploy.host.session import ClusterSession, run_record
 from deploy.run.run_client import RunAddress, find_run, read_status, scale
 from deploy.wiring import scaling
 from deploy.wiring.pooled_roles import reward_pool
@@ -64,7 +64,7 @@ def config(tmp_path: Path) -> RunConfig:
 class Parts:
     """What a run has of scalable roles: here the reward pool alone."""
 
-    def __init__(self, config: RunConfig, namespace: str, session: Session, spawner: Spawner) -> None:
+    def __init__(self, config: RunConfig, namespace: str, session: ClusterSession, spawner: Spawner) -> None:
         self.config = config
         self.session = session
         self.spawner = spawner
@@ -104,7 +104,7 @@ class FakeMetrics:
 @asynccontextmanager
 async def parts(config: RunConfig, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Parts]:
     with marking(config.name) as mark:
-        session = Session(cluster_nodes(), True, mark)
+        session = ClusterSession(cluster_nodes(), True, mark)
         plan = plan_placement(config.resources, session.nodes, ("reward",))
         bookings = await asyncio.to_thread(create_placement_groups, plan, run_name=config.name, timeout_s=60)
         spawner = Spawner(config, session, plan, bookings, config.run_folder / LOGS_FOLDER)

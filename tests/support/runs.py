@@ -21,6 +21,7 @@ from fakes import (
     NoSupervisor,
     stop_request,
 )
+from pooled_fakes import PooledRollouts
 
 from cluster.controller import Controller
 from cluster.records.trajectory import GroupSummary
@@ -69,7 +70,7 @@ class Run:
         max_retries: int = 0,
         drop_uniform: bool = False,
         pauses: Callable[[str], int] = lambda prompt_id: 0,
-        fault: Callable[[str, int], Exception | None] = lambda prompt_id, attempt: None,
+        fault: Callable[[str, int], Exception | None] | None = None,
         values: Callable[[str], Sequence[float | None]] = lambda prompt_id: (0.0, 1.0),
         rollouts: Rollouts | None = None,
         rewards: Rewards | None = None,
@@ -84,7 +85,7 @@ class Run:
         stop_s: float = 5.0,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
-        self.rollouts = rollouts or FakeRollouts(pauses, fault)
+        self.rollouts = rollouts or (FakeRollouts(pauses, fault) if fault else PooledRollouts(FakeRollouts(pauses)))
         self.weights = FakeWeights(self.rollouts)
         self.journal = Journal(folder / "journal", {"seed": 0}, segment_bytes=SEGMENT_BYTES)
         self.replay = ReplayBuffer(
@@ -159,6 +160,8 @@ class Run:
         )
 
     async def go(self) -> int:
+        if isinstance(self.rollouts, PooledRollouts):
+            return await self.rollouts.during(self.controller.run)
         return await self.controller.run()
 
     async def _prepare(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rewards.offline.evaluation import evaluate
-from rewards.offline.options import DEFAULT_WEIGHTS, Options
+from rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
 from rewards.offline.report import build_report
 from rewards.offline.rules.schemes import built_in_schemes
 from rewards.offline.scoring import SchemeScorer
@@ -53,10 +53,10 @@ SIX_ROWS = (
 )
 
 
-def options(**changes: Any) -> Options:
+def options(**changes: Any) -> ScoreOptions:
     least = {"weights": DEFAULT_WEIGHTS, "require_json": False, "regex_pattern": "", "target_tokens": 128}
     least |= {"latency_budget_ms": 500.0, "pass_threshold": 0.3, "top_k": 3, "max_ids": 1000}
-    return Options(**{**least, **changes})
+    return ScoreOptions(**{**least, **changes})
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
@@ -65,7 +65,7 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def score_file(
-    path: Path, chosen: Options, *, primary: str = "mobula", num_processes: int = 1, num_bytes: int | None = None
+    path: Path, chosen: ScoreOptions, *, primary: str = "mobula", num_processes: int = 1, num_bytes: int | None = None
 ) -> dict[str, Any]:
     """The report of a JSONL file."""
     source = Source(path, "jsonl", "bytes", stretches(path, num_bytes))

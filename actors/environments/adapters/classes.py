@@ -1,4 +1,4 @@
-"""What adapters of a user's class share: finding it, pictures of PIL, and an event loop of one's own."""
+"""Shared parts of adapters of a user's environment class: finding the class, PIL pictures, an event loop of its own."""
 
 from __future__ import annotations
 

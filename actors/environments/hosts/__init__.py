@@ -1,1 +1,1 @@
-"""Where environments run: in this process, or in processes of their own that can be killed."""
+"""Hosts of environments: in this process, in processes that can be killed, or on a server."""

@@ -33,7 +33,7 @@ T = TypeVar("T")
 GRACE_S = 1.0  # a process is killed at its deadline; the wait for that is a little longer
 
 
-class Session:
+class EnvironmentSession:
     """One environment for one episode. What it returns is checked."""
 
     def __init__(
@@ -90,12 +90,12 @@ class EnvironmentPool:
         self._threads = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="environment")
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Session]:
+    async def session(self) -> AsyncIterator[EnvironmentSession]:
         """An environment for one episode, once a slot is free."""
         async with self._slots:
             environment = self._idle.pop() if self._idle else await self._make()
             try:
-                yield Session(environment, self._run, self._config, takes_pictures=self._takes_pictures)
+                yield EnvironmentSession(environment, self._run, self._config, takes_pictures=self._takes_pictures)
             except BaseException:
                 self._threads.submit(environment.close)
                 raise

@@ -11,7 +11,7 @@ from cluster.errors import DeadlineError, WorkerDiedError
 from cluster.workers.owned_actor import OwnedActor
 
 
-class Hosted:
+class HostedEnvironment:
     """The remote side: the specification of its environment."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class RayEnvironment:
     ) -> None:
         self._name = name
         self._timeouts = {"spec": start_timeout_s, "reset": reset_timeout_s, "step": step_s, "demonstrate": step_s}
-        self._actor = OwnedActor(Hosted, name, dict(options), name=f"environment {name}", num_cpus=num_cpus)
+        self._actor = OwnedActor(HostedEnvironment, name, dict(options), name=f"environment {name}", num_cpus=num_cpus)
         self.spec = self._called("spec")
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:

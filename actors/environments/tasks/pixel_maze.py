@@ -15,7 +15,7 @@ from actors.environments.base import Action, EnvironmentSpec, Message, Reset, St
 
 FROZEN_LAKE, MINIGRID = "frozen_lake", "minigrid"
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}  # (row, column), in Gymnasium's order
-COLORS = {"ice": (220, 235, 255), "hole": (20, 20, 60), "goal": (40, 180, 60), "player": (220, 40, 40)}
+SQUARE_COLORS = {"ice": (220, 235, 255), "hole": (20, 20, 60), "goal": (40, 180, 60), "player": (220, 40, 40)}
 TURNS = {"left": 0, "right": 1, "forward": 2}  # the actions of MiniGrid that move
 MAX_TRIES = 1000
 
@@ -101,8 +101,8 @@ class PixelMaze:
             return encoded(observation["image"])
         squares = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
         self._place = divmod(int(observation), self._size)
-        pixels = np.array([[COLORS[squares[square]] for square in row] for row in self._map], dtype=np.uint8)
-        pixels[self._place] = COLORS["player"]
+        pixels = np.array([[SQUARE_COLORS[squares[square]] for square in row] for row in self._map], dtype=np.uint8)
+        pixels[self._place] = SQUARE_COLORS["player"]
         return encoded(pixels, scale=self._scale)
 
 

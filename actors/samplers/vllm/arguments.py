@@ -1,4 +1,4 @@
-"""What vLLM is asked for: an engine of a run, and the responses to one prompt.
+"""Arguments of a vLLM engine, and the sampling parameters of a request.
 
 Importing this changes nothing of vLLM: what ours adds to it comes with `VLLMSampler.start` and with the
 worker extension that `engine_args` names.

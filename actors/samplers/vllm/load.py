@@ -1,4 +1,4 @@
-"""How loaded a vLLM engine is, from the statistics that it hands to its loggers after each step."""
+"""The load of a vLLM engine, from the statistics that it passes to its loggers after each step."""
 
 from __future__ import annotations
 

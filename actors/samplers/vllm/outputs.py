@@ -1,4 +1,4 @@
-"""What a running vLLM request has sampled, piece by piece, each token with the version that sampled it."""
+"""Reads the outputs of a running vLLM request piece by piece, each token with the version that sampled it."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ from actors.samplers.stop_strings import StopStrings
 from actors.samplers.vllm.arguments import engine_args, sampling_params
 from actors.samplers.vllm.load import LoadLogger
 from actors.samplers.vllm.outputs import OutputReader
+from actors.samplers.vllm.patches.core_process import core_failure, engine_in_its_own_process
 from actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
 from actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
-from actors.samplers.vllm.process import core_failure, engine_in_its_own_process
 from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
 from cluster.failures import Failure
 from cluster.records.media import ProcessedMedia

@@ -3,8 +3,7 @@
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
 tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine there, has pictures kept (`patches.pictures`) and tokens seeded by their
-position (`patches.seeds`).
+every worker, which registers the engine there and has tokens seeded by their position (`patches.seeds`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
-from actors.samplers.vllm.patches.pictures import keep_pictures
 from actors.samplers.vllm.patches.seeds import seed_by_position
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
@@ -143,5 +141,4 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
-keep_pictures()
 seed_by_position()

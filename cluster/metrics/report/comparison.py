@@ -38,7 +38,7 @@ _Values = Mapping[int, float]  # by step or version
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedRuns:
     """Runs that are shown as one, with what they are called."""
 
     label: str
@@ -58,7 +58,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Row:
+class SuiteAccuracy:
     """One line's accuracy on one suite: before RL, after it, mean and maximum over all later evaluations."""
 
     label: str
@@ -83,7 +83,7 @@ class Course:
     response_length: str
 
 
-def render_comparison(lines: Sequence[Line], *, by_epoch: bool) -> str:
+def render_comparison(lines: Sequence[ComparedRuns], *, by_epoch: bool) -> str:
     """The page as HTML. `by_epoch` draws over epochs of the training data instead of steps.
 
     Raises:
@@ -103,11 +103,11 @@ def render_comparison(lines: Sequence[Line], *, by_epoch: bool) -> str:
     )
 
 
-def _unit(lines: Sequence[Line]) -> str:
+def _unit(lines: Sequence[ComparedRuns]) -> str:
     return unit_of([run for line in lines for run in line.runs])
 
 
-def table(lines: Sequence[Line]) -> list[Row]:
+def table(lines: Sequence[ComparedRuns]) -> list[SuiteAccuracy]:
     """One row for each line and suite that was evaluated, suites together."""
     suites = dict.fromkeys(suite for line in lines for run in line.runs for suite in _evaluations(run))
     return [row for suite in suites for line in lines if (row := _row(line, suite)) is not None]
@@ -117,14 +117,14 @@ def _evaluations(run: RunFolder) -> dict[str, Sequence[EvaluationRecord]]:
     return {suite: found for suite, found in {HELD_OUT: run.evaluations, **run.suites}.items() if found}
 
 
-def _row(line: Line, suite: str) -> Row | None:
+def _row(line: ComparedRuns, suite: str) -> SuiteAccuracy | None:
     found = [evaluations[suite] for run in line.runs if suite in (evaluations := _evaluations(run))]
     if not found:
         return None
     later = [records[1:] for records in found if len(records) > 1]
     newest = [records[-1] for records in found]
     names = dict.fromkeys(name for record in newest for name in record.values)
-    return Row(
+    return SuiteAccuracy(
         line.label,
         suite,
         len(found),
@@ -147,7 +147,7 @@ def _interval(values: Sequence[float]) -> Interval:
     return Interval(mean(values), *bootstrap_interval(values, SEED))
 
 
-def _course(line: Line) -> Course:
+def _course(line: ComparedRuns) -> Course:
     summaries = [run.summary for run in line.runs if run.summary is not None]
     rates = [s.samples_per_s for s in summaries if s.samples_per_s is not None]
     lengths = [s.response_length for s in summaries if s.response_length is not None]
@@ -164,7 +164,7 @@ def _course(line: Line) -> Course:
 class _Charts:
     """Draws what the lines have, over steps or over epochs."""
 
-    def __init__(self, lines: Sequence[Line], by_epoch: bool) -> None:
+    def __init__(self, lines: Sequence[ComparedRuns], by_epoch: bool) -> None:
         self._lines = lines
         self._by_epoch = by_epoch
 
@@ -200,7 +200,7 @@ class _Charts:
         if drawing is not None:
             yield drawing
 
-    def _points(self, line: Line, values: Callable[[RunFolder], _Values]) -> list[Point]:
+    def _points(self, line: ComparedRuns, values: Callable[[RunFolder], _Values]) -> list[Point]:
         """The mean over the runs that have a value there, with one standard deviation on each side."""
         found: dict[float, list[float]] = {}
         for run in line.runs:

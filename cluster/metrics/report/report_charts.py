@@ -1,4 +1,4 @@
-"""Which curves the report shows."""
+"""The curves of the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a response is counted in: tokens, or the denoising steps of a flow model."""
+"""The unit in which responses are counted: tokens, or the denoising steps of a flow model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where records go. Import each sink from its own module: some of them load heavy libraries."""
+"""Sinks of metrics. Import each sink from its own module: some of them load heavy libraries."""

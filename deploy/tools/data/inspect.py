@@ -44,7 +44,7 @@ UNKNOWN_MODEL = "???"
 
 
 @dataclass
-class Measured:
+class SplitMeasurements:
     """What the check of a split says of its rows."""
 
     lengths: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class MeasuringChecker:
     def __init__(self, checker: RowChecker, config: RunConfig) -> None:
         self._checker = checker
         self._label_of = config.rewards.label_of
-        self.measured = Measured()
+        self.measured = SplitMeasurements()
 
     def check(self, row: Row) -> int:
         length = self._checker.check(row)
@@ -90,7 +90,7 @@ class HeaderChecker:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownRow:
     """One row as the page shows it."""
 
     row: Row
@@ -99,7 +99,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Histogram:
+class LengthHistogram:
     """How many rows have which length."""
 
     bars: Sequence[tuple[float, float, float, str]]  # left, width and height in per cent, text
@@ -135,9 +135,9 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
 def render(
     config: RunConfig,
     split: str,
-    measured: Measured,
+    measured: SplitMeasurements,
     skipped: Sequence[Skipped],
-    samples: Sequence[Sample],
+    samples: Sequence[ShownRow],
     num_rows: int,
     unit: str,
 ) -> str:
@@ -164,7 +164,7 @@ def render(
     )
 
 
-def histogram(lengths: Sequence[int]) -> Histogram | None:
+def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
     """Bars of equal width from the shortest to the longest; None without lengths."""
     if not lengths:
         return None
@@ -176,7 +176,7 @@ def histogram(lengths: Sequence[int]) -> Histogram | None:
         for place, count in enumerate(counts.tolist())
     ]
     ticks = [(25.0 * quarter, write_number(round(low + (high + 1 - low) * quarter / 4))) for quarter in range(5)]
-    return Histogram(bars, ticks)
+    return LengthHistogram(bars, ticks)
 
 
 def _checker(config: RunConfig) -> tuple[RowChecker, str]:
@@ -190,7 +190,7 @@ def _checker(config: RunConfig) -> tuple[RowChecker, str]:
     return chat, "tokens"
 
 
-def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[Sample]:
+def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[ShownRow]:
     """`num` of the rows that were checked, evenly spread over them."""
     limits, audio = VideoLimits.of(config.data), _audio_limits(config.data)
     found = []
@@ -199,7 +199,7 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
         pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
         pictures += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
         pictures += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
-        found.append(Sample(row, config.rewards.label_of(row.metadata), pictures))
+        found.append(ShownRow(row, config.rewards.label_of(row.metadata), pictures))
     return found
 
 
@@ -234,7 +234,9 @@ def _thumbnail(decode: Callable[[], Image.Image]) -> str:
     return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()
 
 
-def _facts(measured: Measured, skipped: Sequence[Skipped], num_rows: int, unit: str) -> list[tuple[str, str, str]]:
+def _facts(
+    measured: SplitMeasurements, skipped: Sequence[Skipped], num_rows: int, unit: str
+) -> list[tuple[str, str, str]]:
     """Label, value and help of each number of the headline."""
     lengths, num_checked = measured.lengths, len(measured.lengths) + len(skipped)
     num_pictures = sum(num * rows for num, rows in measured.pictures.items())

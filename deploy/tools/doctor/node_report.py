@@ -1,4 +1,4 @@
-"""What one node of a cluster has, as a task that runs on it finds it."""
+"""Checks one node of a cluster, in a task that runs on it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from actors.environments.base import Action, EpisodeError, Message, checked_rewards
-from actors.environments.hosts.pool import EnvironmentPool, Session
+from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from actors.environments.tool_calls import parse_tool_calls
 from configs.schema.environment import EnvironmentConfig
 
@@ -17,7 +17,7 @@ ASSISTANT = "assistant"
 
 
 @dataclass
-class Episode:
+class PlayedEpisode:
     """What has been said, and what was paid for each turn."""
 
     seed: int
@@ -43,8 +43,8 @@ class Game:
         self._pool = EnvironmentPool(config, takes_pictures=True)
         self._player = player
         self._stack = AsyncExitStack()
-        self._session: Session | None = None
-        self.episode: Episode | None = None
+        self._session: EnvironmentSession | None = None
+        self.episode: PlayedEpisode | None = None
 
     @property
     def has_player(self) -> bool:
@@ -54,11 +54,11 @@ class Game:
     def max_turns(self) -> int:
         return self._session.spec.max_turns if self._session is not None else 0
 
-    async def begin(self, seed: int) -> Episode:
+    async def begin(self, seed: int) -> PlayedEpisode:
         """Begin the episode of a seed; what the environment does wrong is its outcome."""
         await self._stack.aclose()
         self._stack = AsyncExitStack()
-        self.episode = episode = Episode(seed, [])
+        self.episode = episode = PlayedEpisode(seed, [])
         try:
             self._session = await self._stack.enter_async_context(self._pool.session())
             episode.messages += (await self._session.reset(seed)).observation
@@ -66,7 +66,7 @@ class Game:
             await self._fail(episode, error)
         return episode
 
-    async def act(self, text: str) -> Episode:
+    async def act(self, text: str) -> PlayedEpisode:
         """Take a turn with this text.
 
         Raises:
@@ -91,7 +91,7 @@ class Game:
             episode.outcome = "truncated"
         return episode
 
-    async def let_policy_act(self) -> Episode:
+    async def let_policy_act(self) -> PlayedEpisode:
         """Take a turn with the policy's message.
 
         Raises:
@@ -105,7 +105,7 @@ class Game:
         await self._stack.aclose()
         self._pool.close()
 
-    async def _fail(self, episode: Episode, error: EpisodeError) -> None:
+    async def _fail(self, episode: PlayedEpisode, error: EpisodeError) -> None:
         episode.outcome, episode.failure = "failed", f"{error.kind}: {error}"
         stack, self._stack, self._session = self._stack, AsyncExitStack(), None
         try:

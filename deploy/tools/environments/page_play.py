@@ -16,7 +16,7 @@ from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader
 
 from actors.environments.base import IMAGE_PLACEHOLDER
-from deploy.tools.environments.game import Episode, Game
+from deploy.tools.environments.game import Game, PlayedEpisode
 
 TEMPLATE = "play.html.j2"
 MAX_CHARS = 100_000  # of one turn
@@ -39,7 +39,7 @@ def make_page(game: Game, name: str, seed: int) -> FastAPI:
     async def show() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
-    async def played(given: str, turn: Callable[[], Awaitable[Episode]]) -> Response:
+    async def played(given: str, turn: Callable[[], Awaitable[PlayedEpisode]]) -> Response:
         if not hmac.compare_digest(given.encode(), word.encode()):
             return JSONResponse({"detail": "this request is not from the page"}, 403)
         async with lock:  # two clicks are two turns, one after the other
@@ -69,7 +69,7 @@ def make_page(game: Game, name: str, seed: int) -> FastAPI:
     return app
 
 
-def as_json(game: Game, episode: Episode) -> dict[str, Any]:
+def as_json(game: Game, episode: PlayedEpisode) -> dict[str, Any]:
     """What the page draws."""
     return {
         "seed": episode.seed,

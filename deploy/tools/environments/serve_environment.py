@@ -20,7 +20,7 @@ MAX_REQUEST_BYTES = 16 << 20  # one action of a policy
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeEnvironmentOptions:
     """The options of `serve-environment`."""
 
     host: str
@@ -29,7 +29,7 @@ class ServeOptions:
     idle_s: float
 
 
-def serve(config: EnvironmentConfig, options: ServeOptions, announce: Callable[[str], None]) -> None:
+def serve(config: EnvironmentConfig, options: ServeEnvironmentOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. `announce` receives the URL.
 
     Raises:

@@ -13,7 +13,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from deploy.tools.environments.game import ASSISTANT, Episode, Game
+from deploy.tools.environments.game import ASSISTANT, Game, PlayedEpisode
 
 MAX_COLUMNS = 56  # of a picture
 HALF_BLOCK = "\u2580"  # its upper half has the colour of the text, its lower half that of the background
@@ -58,7 +58,7 @@ async def watch(game: Game, seed: int, console: Console) -> None:
         _show(console, episode, num_shown)
 
 
-def _show(console: Console, episode: Episode, start: int) -> None:
+def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
     """The messages from `start` on, and what was paid."""
     for message in episode.messages[start:]:
         style = {"system": "dim", ASSISTANT: "bold cyan"}.get(message.role, "")

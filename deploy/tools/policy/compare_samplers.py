@@ -39,7 +39,7 @@ Generate = Callable[[int, int], Awaitable[list[list[int]]]]  # (most tokens, see
 
 
 @dataclass(frozen=True)
-class Options:
+class ComparisonOptions:
     """`num_prompts` prompts, `batch_size` of them at a time, `num_runs` times after one warm-up."""
 
     num_prompts: int
@@ -60,7 +60,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class SamplerMeasurements:
     """What one sampler did. `steady` leaves the first run out where there are several."""
 
     name: str
@@ -91,7 +91,7 @@ class Measured:
         return {"sampler": self.name, **rounded, "runs": [asdict(run) for run in self.runs]}
 
 
-def compare(config: RunConfig, options: Options, folder: Path, console: Console) -> int:
+def compare(config: RunConfig, options: ComparisonOptions, folder: Path, console: Console) -> int:
     """Time both, print a table, and write JSON and a plot to `folder`; returns the exit code.
 
     Raises:
@@ -136,7 +136,7 @@ def _rows(config: RunConfig, policy: LocalPolicy, num_prompts: int) -> list[Row]
     return [rows[number] for number in range(min(num_prompts, len(rows)))]
 
 
-async def _measure_ours(policy: LocalPolicy, rows: Sequence[Row], options: Options) -> Measured:
+async def _measure_ours(policy: LocalPolicy, rows: Sequence[Row], options: ComparisonOptions) -> SamplerMeasurements:
     started = time.perf_counter()
     await policy.start()
     load_s = time.perf_counter() - started
@@ -164,8 +164,8 @@ async def _measure_ours(policy: LocalPolicy, rows: Sequence[Row], options: Optio
 
 
 async def _measure_theirs(
-    policy: LocalPolicy, rows: Sequence[Row], prompts: Sequence[Prompt], options: Options
-) -> Measured:
+    policy: LocalPolicy, rows: Sequence[Row], prompts: Sequence[Prompt], options: ComparisonOptions
+) -> SamplerMeasurements:
     config, chat = policy.config, policy.chat
     started = time.perf_counter()
     plain = PlainTransformers(
@@ -202,7 +202,9 @@ async def _measure_theirs(
     return await _timed("transformers", generate, config, options, load_s)
 
 
-async def _timed(name: str, generate: Generate, config: RunConfig, options: Options, load_s: float) -> Measured:
+async def _timed(
+    name: str, generate: Generate, config: RunConfig, options: ComparisonOptions, load_s: float
+) -> SamplerMeasurements:
     """One warm-up, the first token of the first prompt, then the runs."""
     most = config.sampler.max_tokens
     await generate(most, config.seed)
@@ -214,7 +216,7 @@ async def _timed(name: str, generate: Generate, config: RunConfig, options: Opti
         started = time.perf_counter()
         answers = await generate(most, config.seed + number)
         runs.append(Timed(time.perf_counter() - started, sum(map(len, answers))))
-    return Measured(name, load_s, first_token_s, tuple(runs), answers)
+    return SamplerMeasurements(name, load_s, first_token_s, tuple(runs), answers)
 
 
 def _contents(row: Row) -> list[bytes]:

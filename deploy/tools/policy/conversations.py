@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.environments.base import Action, Message, Step, observation_hash
-from actors.rollout.episode import Admission, Episode
+from actors.rollout.episode import Episode, ObservationBudget
 from cluster.errors import MobulaError, PromptError
 from cluster.records.trajectory import (
     FinishReason,
@@ -74,7 +74,7 @@ class Conversations:
     def __init__(self, policy: LocalPolicy, folder: Path | None, *, num_siblings: int) -> None:
         config = policy.config
         self._policy = policy
-        self._admission = Admission(
+        self._budget = ObservationBudget(
             config.environment, policy.chat, model=config.policy.model, max_images=config.sampler.max_images_per_prompt
         )
         self._sessions: dict[str, _Session] = {}
@@ -165,7 +165,7 @@ class Conversations:
         if found is None:
             return None
         episode = _copied(found.episode)
-        if not self._admission.admit(episode, found.start, after):
+        if not self._budget.admit(episode, found.start, after):
             raise PromptError(
                 "the conversation is longer than environment.max_tokens behind its first prompt, or has more pictures "
                 "than sampler.max_images_per_prompt: raise them, or begin another conversation"

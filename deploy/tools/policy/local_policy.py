@@ -25,7 +25,7 @@ MEDIA_IN_MEMORY = 64
 
 
 @dataclass(frozen=True)
-class Answer:
+class PolicyAnswer:
     """What the policy said to a prompt."""
 
     prompt: Prompt
@@ -94,7 +94,7 @@ class LocalPolicy:
         """
         return self.chat.prepare(row, name)
 
-    async def sample(self, prompt: Prompt, settings: SamplingSettings) -> Answer:
+    async def sample(self, prompt: Prompt, settings: SamplingSettings) -> PolicyAnswer:
         """One answer to a prompt."""
         self._num_asked += 1
         media = self._media.read(prompt.media)
@@ -103,9 +103,9 @@ class LocalPolicy:
                 prompt, media, settings, Attempt(f"{prompt.prompt_id}/{self._num_asked}"), lambda chunks, siblings: None
             )
         assert isinstance(sampled.actions, TokenActions)
-        return Answer(prompt, sampled, self.chat.decode(sampled.actions.token_ids))
+        return PolicyAnswer(prompt, sampled, self.chat.decode(sampled.actions.token_ids))
 
-    async def answer(self, messages: Sequence[Message], settings: SamplingSettings) -> Answer:
+    async def answer(self, messages: Sequence[Message], settings: SamplingSettings) -> PolicyAnswer:
         """One answer to a conversation.
 
         Raises:

@@ -85,7 +85,7 @@ class FinishBody(BaseModel):
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServePolicyOptions:
     """The options of `serve-policy`."""
 
     host: str
@@ -95,7 +95,7 @@ class ServeOptions:
     num_siblings: int
 
 
-def serve(config: RunConfig, options: ServeOptions, announce: Callable[[str], None]) -> None:
+def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT. `announce` receives the URL.
 
     Raises:

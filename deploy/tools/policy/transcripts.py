@@ -22,7 +22,7 @@ TEMPLATE = "transcripts.html.j2"
 
 
 @dataclass(frozen=True)
-class Turn:
+class TranscriptTurn:
     """One turn: what the policy wrote, what followed, and what was paid for it."""
 
     action: str
@@ -42,7 +42,7 @@ class Transcript:
     prompt: str
     pictures: tuple[str, ...]
     references: tuple[str, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[TranscriptTurn, ...]
     finish_reason: str
     failure: str
     num_tokens: int
@@ -100,12 +100,12 @@ class TranscriptWriter:
         write_atomically(folder / JSON_FILE, text + "\n")
         write_atomically(folder / PAGE_FILE, self._page(summary))
 
-    def _turns(self, trajectory: Trajectory) -> tuple[Turn, ...]:
+    def _turns(self, trajectory: Trajectory) -> tuple[TranscriptTurn, ...]:
         response = trajectory.response
         if not response.turns:
-            return (Turn(response.text, "", (), {}, "none"),)
+            return (TranscriptTurn(response.text, "", (), {}, "none"),)
         return tuple(
-            Turn(turn.action, turn.observation, self._named(media), dict(turn.rewards), turn.status)
+            TranscriptTurn(turn.action, turn.observation, self._named(media), dict(turn.rewards), turn.status)
             for turn, media in zip(response.turns, trajectory.turn_media, strict=True)
         )
 

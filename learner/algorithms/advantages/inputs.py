@@ -1,4 +1,4 @@
-"""What advantage functions read: the rewards of one step's responses, and the options of `algorithm`."""
+"""Inputs of advantage functions: the rewards of one step's responses, and the options of `algorithm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What corrections have in common: the ratio of the proximal policy to the one that sampled."""
+"""Shared parts of corrections: the ratio of the proximal policy to the behaviour policy."""
 
 from __future__ import annotations
 

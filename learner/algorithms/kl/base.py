@@ -1,4 +1,4 @@
-"""What KL estimators have in common."""
+"""The type of KL estimators, and a bound on their values."""
 
 from __future__ import annotations
 

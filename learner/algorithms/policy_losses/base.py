@@ -1,4 +1,4 @@
-"""What policy losses have in common: their result, and ratios of the trained policy to the old one."""
+"""Shared parts of policy losses: their result, and ratios of the trained policy to the old one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What advantages of tokens read (rewards, values and ends of one response), and what they return."""
+"""Inputs of token advantages (rewards, values and ends of one response), and their results."""
 
 from __future__ import annotations
 

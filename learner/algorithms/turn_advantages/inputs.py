@@ -1,4 +1,4 @@
-"""What advantages of turns read: the rewards of the turns of one step's episodes."""
+"""Inputs of turn advantages: the rewards of the turns of one step's episodes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from learner.policies.sde import FlowStep, Transition, gaussian_kl
 
 
 @dataclass(frozen=True)
-class Replay:
+class StepRescoring:
     """How stored steps are scored again.
 
     `divergence` is the KL divergence to the model without its adapters: `exact`, or `per_time`, which does not depend
@@ -45,7 +45,7 @@ class FlowPolicy(Policy):
         return (module for module in self.model.modules() if type(module).__name__ in kinds)
 
     def forward(
-        self, batch: LatentBatch | NoisedBatch, replay: Replay, *, entropy_has_gradient: bool = False
+        self, batch: LatentBatch | NoisedBatch, replay: StepRescoring, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
         """Log-probs of the batch's steps, all N of them side by side, and their divergence where it is asked for. Of
         clean pictures: velocities at their noise levels, without guidance, and log-probs of 0.
@@ -73,7 +73,7 @@ class FlowPolicy(Policy):
         kl = gaussian_kl(moved.mean, reference.mean, scale)
         return output._replace(divergence=_by_row(kl, batch.target_mask))
 
-    def _at_levels(self, batch: NoisedBatch, replay: Replay) -> PolicyOutput:
+    def _at_levels(self, batch: NoisedBatch, replay: StepRescoring) -> PolicyOutput:
         """`divergence` is the mean over levels and numbers of (v - reference v)^2."""
         velocity = self._velocity(batch)
         nothing = velocity.new_zeros(len(velocity) // batch.num_draws, 1)

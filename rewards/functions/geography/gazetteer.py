@@ -39,7 +39,7 @@ ALIASES: Mapping[str, str] = {  # names in daily use that ISO does not have
 SAME_PLACE_KM = 50.0  # cities of one name that are nearer than this are one place
 
 
-class Place(NamedTuple):
+class GazetteerCity(NamedTuple):
     """A city of the gazetteer."""
 
     city: str
@@ -114,7 +114,7 @@ def fold(name: str) -> str:
     return " ".join(letters.casefold().split())
 
 
-def installed_places() -> tuple[Place, ...]:
+def installed_places() -> tuple[GazetteerCity, ...]:
     """All cities, with the common names of their countries.
 
     Raises:
@@ -124,7 +124,7 @@ def installed_places() -> tuple[Place, ...]:
 
     names = {country.alpha_2: _names(country)[0] for country in pycountry.countries}
     return tuple(
-        Place(row["name"], row["admin1"], names[row["cc"]], float(row["lat"]), float(row["lon"]))
+        GazetteerCity(row["name"], row["admin1"], names[row["cc"]], float(row["lat"]), float(row["lon"]))
         for row in _cities()
         if row["cc"] in names
     )

@@ -11,7 +11,7 @@ FULL = "full"
 
 
 @dataclass(frozen=True)
-class Stage:
+class GeographyStage:
     """Weights of country, region and city; the prompt that it begins with; what our kernels are widened by."""
 
     first_prompt: int
@@ -27,10 +27,10 @@ class Stage:
         return {field: w for field, w in {**named, "coords": max(self.city, 0.5 * self.region)}.items() if w > 0}
 
 
-STAGES: Mapping[str, Stage] = {
-    "country_coarse": Stage(0, 1.0, 0.0, 0.0, 4.0),
-    "country": Stage(100, 0.5, 0.0, 0.0, 2.0),
-    "region": Stage(300, 0.3, 0.4, 0.0, 2.0),
-    "city": Stage(600, 0.2, 0.3, 0.3, 1.5),
-    FULL: Stage(1000, 0.15, 0.25, 0.4, 1.0),
+STAGES: Mapping[str, GeographyStage] = {
+    "country_coarse": GeographyStage(0, 1.0, 0.0, 0.0, 4.0),
+    "country": GeographyStage(100, 0.5, 0.0, 0.0, 2.0),
+    "region": GeographyStage(300, 0.3, 0.4, 0.0, 2.0),
+    "city": GeographyStage(600, 0.2, 0.3, 0.3, 1.5),
+    FULL: GeographyStage(1000, 0.15, 0.25, 0.4, 1.0),
 }

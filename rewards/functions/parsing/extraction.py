@@ -1,4 +1,4 @@
-"""Where a response's answer stands: in a box, in a JSON field, between tags, on the last line, or all of it."""
+"""Extracts the answer of a response: in a box, in a JSON field, between tags, on the last line, or all of it."""
 
 from __future__ import annotations
 

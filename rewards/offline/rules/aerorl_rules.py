@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.offline.options import Options, clipped, format_scores
+from rewards.offline.options import ScoreOptions, clipped, format_scores
 from rewards.offline.rules.answers import Answer
 from rewards.offline.rules.entities import Memo, aerorl_aliases
 from rewards.offline.sources.records import Record
@@ -22,7 +22,7 @@ class AeroRLRules:
     may_hang = False
     num_stuck = 0
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ScoreOptions) -> None:
         self._require_json = options.require_json
         self._formats = format_scores(options)
         self._search = re.compile(options.regex_pattern).search if options.regex_pattern else None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.offline.options import Options, clipped, format_scores
+from rewards.offline.options import ScoreOptions, clipped, format_scores
 from rewards.offline.rules.aerorl_rules import CONTAINED, EXACT, UNKNOWN, WRONG, cost
 from rewards.offline.rules.answers import Answer
 from rewards.offline.rules.entities import Key, Memo, entity_keys, fold
@@ -33,7 +33,7 @@ class MobulaRules:
     may_hang = False
     num_stuck = 0
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: ScoreOptions) -> None:
         self._formats = format_scores(options)
         self._search = re.compile(options.regex_pattern, re.DOTALL).search if options.regex_pattern else None
         self._target_tokens = max(options.target_tokens, 1)

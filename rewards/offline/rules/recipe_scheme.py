@@ -16,13 +16,13 @@ from configs.schema.rewards import RewardsConfig
 from rewards.contract import FailureKind, RewardRequest
 from rewards.isolation.deadline import InTime
 from rewards.isolation.process_pool import IsolatedPool
-from rewards.offline.options import Options
+from rewards.offline.options import ScoreOptions
 from rewards.offline.rules.answers import Answer
 from rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme, Scores
 from rewards.offline.sources.pictures import PictureFiles
 from rewards.offline.sources.records import Everything, Record
 from rewards.recipes import ComponentError
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
@@ -68,7 +68,7 @@ class RecipeRules:
             start_timeout_s=BATCH_SHARE * timeout_s,
         )
         self._in_time = InTime(timeout_s=FUNCTION_SHARE * timeout_s)
-        self._scoring: Scoring | None = None
+        self._scoring: RewardScoring | None = None
         self._last: Sequence[Reward | ComponentError] = ()
 
     @property
@@ -99,9 +99,9 @@ class RecipeRules:
         reward = self._last[place]
         return {reward.component: reward.reason} if isinstance(reward, ComponentError) else dict(reward.reasons)
 
-    def _made(self) -> Scoring:
+    def _made(self) -> RewardScoring:
         if self._scoring is None:
-            self._scoring = Scoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
+            self._scoring = RewardScoring(self._rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
         return self._scoring
 
     def _rewards_of(self, batch: Sequence[tuple[Record, tuple[str, ...]]]) -> list[Reward | ComponentError]:
@@ -129,7 +129,7 @@ class RecipeRules:
         return (*(reward.components.get(name) for name in self.components), reward.value)
 
 
-def recipe_scheme(path: Path, options: Options, *, folder: Path, timeout_s: float) -> RecipeScheme:
+def recipe_scheme(path: Path, options: ScoreOptions, *, folder: Path, timeout_s: float) -> RecipeScheme:
     """The scheme of a recipe file; the records' pictures are named from `folder` on.
 
     Raises:

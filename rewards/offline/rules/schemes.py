@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rewards.offline.options import COMPONENTS, Options
+from rewards.offline.options import COMPONENTS, ScoreOptions
 from rewards.offline.rules.aerorl_rules import AeroRLRules
 from rewards.offline.rules.answers import Answer
 from rewards.offline.rules.mobula_rules import MobulaRules
@@ -75,7 +75,7 @@ class Scheme:
         return not isinstance(result, str) and self.total(result) >= self.pass_threshold
 
 
-def built_in_schemes(options: Options) -> tuple[Scheme, Scheme]:
+def built_in_schemes(options: ScoreOptions) -> tuple[Scheme, Scheme]:
     """aeroRL's published rules, then ours, under the same options."""
     weights = tuple(options.weights[name] for name in COMPONENTS)
     return tuple(

@@ -45,7 +45,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class LineRange:
     """The lines of a file that begin in the bytes [start, end)."""
 
     path: Path
@@ -84,11 +84,11 @@ class Stretch:
         return lines, num_too_long
 
 
-def stretches(path: Path, num_bytes: int | None = None) -> list[Stretch]:
+def stretches(path: Path, num_bytes: int | None = None) -> list[LineRange]:
     """A file cut into stretches of `num_bytes`, or of a size that fits its own."""
     size = os.path.getsize(path)
     num_bytes = num_bytes or min(max(size // NUM_STRETCHES, MIN_STRETCH_BYTES), MAX_STRETCH_BYTES)
-    return [Stretch(path, start, min(start + num_bytes, size)) for start in range(0, size, num_bytes)]
+    return [LineRange(path, start, min(start + num_bytes, size)) for start in range(0, size, num_bytes)]
 
 
 def _line_start(file: BufferedReader, start: int, end: int) -> int:

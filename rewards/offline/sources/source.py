@@ -1,4 +1,4 @@
-"""What can be scored: a JSONL file, a Parquet file, or the recorded trajectories of a run, cut into parts."""
+"""Sources of records to score: a JSONL file, a Parquet file, or a run's recorded trajectories, cut into parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cluster.errors import PreflightError
 from rewards.offline.sources.jsonl import Batch, stretches
 
 
-class Part(Protocol):
+class SourcePart(Protocol):
     """A piece of the source that one process reads and scores by itself; its text names it in errors."""
 
     @property
@@ -27,7 +27,7 @@ class Source:
     path: Path
     kind: str
     unit: str
-    parts: Sequence[Part]
+    parts: Sequence[SourcePart]
 
     @property
     def size(self) -> int:

@@ -1,4 +1,4 @@
-"""The tones dataset: ten patterns, equally often, reproducible, told apart by their spectrum alone."""
+"""The tones dataset: ten patterns, equally often, reproducible, distinguished by their spectrum alone."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ GIVEN = ("policy.model=x", "data.path=y")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["dpo", "experiment=digits"], "offline.job=none with experiment=digits: use `mobula train`, or name an"),
         (["reward-model", "experiment=dpo_rlaif_v"], "experiment whose offline.job is reward_model"),
     ],
 )
-def test_a_command_refuses_an_experiment_of_another_job(words: list[str], told: str) -> None:
+def test_a_command_refuses_an_experiment_of_another_job(words: list[str], message: str) -> None:
     result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2 and told in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
     assert "s3cret" not in str(refused.value)
 
 
-def test_no_server_and_another_server_are_told_before_anything_is_served(known: FakePrometheus) -> None:
+def test_no_server_and_another_server_are_reported_before_anything_is_served(known: FakePrometheus) -> None:
     result = CliRunner().invoke(app, ["dashboard", "--prometheus", "http://127.0.0.1:9"])
     assert result.exit_code == 2
     assert "does not answer" in result.stderr and "mobula top" in result.stderr

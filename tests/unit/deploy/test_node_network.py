@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import PreflightError
 from deploy.run import node_network
-from deploy.run.node_network import Endpoint, Place, refuse_unreached
+from deploy.run.node_network import ListenAddress, ProbeEndpoint, refuse_unreached
 
 
 @pytest.fixture(autouse=True)
@@ -21,39 +21,42 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    found = Endpoint("10.0.0.1")
+def endpoint() -> Iterator[ProbeEndpoint]:
+    found = ProbeEndpoint("10.0.0.1")
     yield found
     found.close()
 
 
-def test_an_endpoint_is_reached_at_the_address_of_its_node(endpoint: Endpoint) -> None:
+def test_an_endpoint_is_reached_at_the_address_of_its_node(endpoint: ProbeEndpoint) -> None:
     place = endpoint.open()
     assert (place.host, place.interface) == ("127.0.0.1", "lo")
-    assert Endpoint("10.0.0.2").unreached([place, place]) == []
+    assert ProbeEndpoint("10.0.0.2").unreached([place, place]) == []
 
 
-def test_a_closed_port_and_another_process_are_seen(endpoint: Endpoint) -> None:
+def test_a_closed_port_and_another_process_are_seen(endpoint: ProbeEndpoint) -> None:
     place = endpoint.open()
-    [(other, why)] = Endpoint("b").unreached([replace(place, node="10.0.0.9")])
+    [(other, why)] = ProbeEndpoint("b").unreached([replace(place, node="10.0.0.9")])
     assert other.node == "10.0.0.9" and "10.0.0.1 answers at that address" in why
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    [(_, why)] = Endpoint("b").unreached([replace(place, port=port)])
+    [(_, why)] = ProbeEndpoint("b").unreached([replace(place, port=port)])
     assert "refused" in why
 
 
-def test_a_chosen_interface_is_where_it_listens(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chosen_interface_is_where_it_listens(endpoint: ProbeEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_network, "node_address", lambda: "127.0.0.2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     place = endpoint.open()
     assert (place.host, place.interface) == ("127.0.0.1", "lo")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    assert Endpoint("c").open().interface is None, "a name that no interface has"
+    assert ProbeEndpoint("c").open().interface is None, "a name that no interface has"
 
 
 def test_the_refusal_names_both_ends_and_the_remedy() -> None:
-    a, b = Place("a (10.0.0.1)", "10.0.0.1", 4000, "eth0"), Place("b (10.0.0.2)", "127.0.0.1", 4001, "lo")
+    a, b = (
+        ListenAddress("a (10.0.0.1)", "10.0.0.1", 4000, "eth0"),
+        ListenAddress("b (10.0.0.2)", "127.0.0.1", 4001, "lo"),
+    )
     refuse_unreached({a: [], b: []})
     with pytest.raises(PreflightError) as refused:
         refuse_unreached({a: [(b, "Connection refused")], b: []})

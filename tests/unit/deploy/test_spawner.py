@@ -17,7 +17,7 @@ from configs.load import load_config
 from configs.schema import RunConfig, WorkerResources
 from deploy.host.processes import ProcessId
 from deploy.host.run_record import RunMark
-from deploy.host.session import Session
+from deploy.host.session import ClusterSession
 from deploy.wiring import spawner
 from deploy.wiring.spawner import Spawner, engine_environment
 
@@ -46,7 +46,7 @@ def started(
     monkeypatch.setattr(spawner, "spawn", lambda role, *args, **options: asked.update(role=role, args=args, **options))
     placed = plan(config)
     bookings = {worker.name: Booking(group=worker.name, bundle_index=0) for worker in placed.workers}
-    Spawner(config, Session(NODES, is_local, MARK), placed, bookings, logs).start(
+    Spawner(config, ClusterSession(NODES, is_local, MARK), placed, bookings, logs).start(
         Role, 1, 2, worker=placed.of_role("rollout")[1], env=env, max_concurrency=9, option=3
     )
     return asked
@@ -70,7 +70,9 @@ def test_a_worker_has_a_log_in_the_run_folder_if_there_is_one(monkeypatch: pytes
 def test_workers_of_a_role_are_those_of_the_plan() -> None:
     config = load_config(["experiment=digits"])
     placed = plan(config)
-    assert Spawner(config, Session(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role("learner")
+    assert Spawner(config, ClusterSession(NODES, True, MARK), placed, {}).workers("learner") == placed.of_role(
+        "learner"
+    )
 
 
 def test_a_private_cluster_stays_on_the_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +126,9 @@ class FakeGroups:
 
 def scaled(config: RunConfig) -> Spawner:
     placed = plan(config)
-    return Spawner(config, Session(NODES, True, MARK), placed, {w.name: Booking(w.name, 0) for w in placed.workers})
+    return Spawner(
+        config, ClusterSession(NODES, True, MARK), placed, {w.name: Booking(w.name, 0) for w in placed.workers}
+    )
 
 
 def test_a_worker_of_the_plan_keeps_its_place_and_one_that_joins_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,5 +268,5 @@ def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.
 
 
 def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
-    env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), Session(NODES, True, MARK))
+    env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), ClusterSession(NODES, True, MARK))
     assert not [name for name in env if name.startswith("MALLOC_")]

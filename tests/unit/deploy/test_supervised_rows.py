@@ -68,13 +68,13 @@ def test_a_run_without_rows_has_none(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("algorithm.supervised.path=nowhere",), "set algorithm.supervised.path to a folder that holds train.jsonl"),
         (("algorithm.supervised.max_tokens=1000000",), "set algorithm.supervised.max_tokens="),
         (("algorithm.supervised.max_tokens=8",), "samples of the split train are unusable"),
     ],
 )
-def test_rows_that_cannot_be_used_are_refused_before_a_role_starts(folder: Path, words, told: str) -> None:
-    with pytest.raises(PreflightError, match=told):
+def test_rows_that_cannot_be_used_are_refused_before_a_role_starts(folder: Path, words, message: str) -> None:
+    with pytest.raises(PreflightError, match=message):
         prepare(config_of(folder, *words), lambda value: value)

@@ -36,8 +36,9 @@ from learner.algorithms.corrections import CORRECTIONS
 from learner.algorithms.kl import KL_ESTIMATORS
 from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.learner import Learner
-from learner.policies.families import takes_pictures
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.families import family_at, takes_pictures
+from learner.policies.loading import checkpoint_names, load_model
+from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 from rewards.contract import RewardRequest
 from rewards.functions import build_function
 from rewards.isolation.process import IsolatedProcess
@@ -129,6 +130,17 @@ async def test_environment(model: Path) -> None:
 def test_model_family(tmp_path: Path) -> None:
     """The parity of its log-probs is checked by the test that the page names."""
     assert takes_pictures(str(write_text_policy(tmp_path, "olmo2"))) is False
+
+
+def test_vision_family(tmp_path: Path) -> None:
+    """Its log-probs and gradients are compared by the tests that the page names."""
+    folder = write_tiny("llava", tmp_path / "model", seed=0)
+    family = family_at(str(folder))
+    assert (family.model_types, family.takes_pictures, family.needs_gate) == (("llava",), True, False)
+    names = checkpoint_names(load_model(str(folder), torch.float32, "sdpa")).values()
+    parts = [start for starts in family.parts.values() for start in starts]
+    assert [name for name in names if not name.startswith(tuple(parts))] == []
+    assert [start for start in parts if not any(name.startswith(start) for name in names)] == []
 
 
 def test_dataset_reader(model: Path, tmp_path: Path) -> None:

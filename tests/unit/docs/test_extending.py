@@ -17,6 +17,11 @@ PAGE = REPOSITORY / "docs" / "extending.md"
 COPIED = ("actors", "cluster", "configs", "deploy", "docs", "learner", "rewards", "tests")
 CHECKS = "tests/unit/docs/extending_checks.py"
 FAMILY = "tests/unit/learner/test_families.py::test_the_policy_of_a_text_family_equals_its_plain_forward[olmo2]"
+VISION_FAMILY = "tests/unit/learner/test_family_forward.py"
+VISION_TESTS = (
+    "ids_and_log_probs_equal_the_familys_own",
+    "the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient",
+)
 OPTION = "tests/unit/configs/test_config.py::test_every_option_of_every_group_loads"
 OPTIONS = ("resources=gpu_4", "sampler=timed", "learner=replicated", "rewards=brief_math")
 BLOCK = re.compile(r"^```(python|yaml|diff)\n# (\S+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -82,7 +87,7 @@ def run(root: Path, *words: str, timeout_s: int) -> str:
 
 def test_every_section_adds_something_has_a_check_and_names_a_test_to_copy() -> None:
     checks = (REPOSITORY / CHECKS).read_text(encoding="utf-8")
-    assert len(sections()) == 12
+    assert len(sections()) == 13
     for title, text in sections().items():
         assert blocks(text), title
         assert re.search(r"Tests? to copy", text), title
@@ -119,7 +124,8 @@ def test_added_files_are_formatted(extended: Path) -> None:
 @pytest.mark.timeout(900)
 def test_what_the_page_adds_works(extended: Path) -> None:
     options = [f"{OPTION}[{option}]" for option in OPTIONS]
-    words = ("-n", "0", "-q", "-p", "no:cacheprovider", CHECKS, FAMILY, *options)
+    vision = [f"{VISION_FAMILY}::test_{name}[llava]" for name in VISION_TESTS]
+    words = ("-n", "0", "-q", "-p", "no:cacheprovider", CHECKS, FAMILY, *vision, *options)
     assert " passed" in run(extended, "pytest", *words, timeout_s=850)
 
 
@@ -127,7 +133,20 @@ def test_what_the_page_adds_works(extended: Path) -> None:
 def test_the_generated_pages_take_the_new_entries(extended: Path) -> None:
     run(extended, "configs.document", timeout_s=120)
     run(extended, "deploy.tools.support_tables", timeout_s=240)
-    assert "algorithm.losses.topr.cap" in (extended / "docs" / "configuration.md").read_text()
+    documented = (extended / "docs" / "configuration.md").read_text()
+    assert [key for key in ("algorithm.losses.topr.cap", "metrics.csv") if f"`{key}`" not in documented] == []
     readme = (extended / "README.md").read_text()
-    entries = ("median", "topr", "absolute", "mis_geometric", "brevity", "olmo2", "csv", "timed", "replicated", "gpu_4")
+    entries = (
+        "median",
+        "topr",
+        "absolute",
+        "mis_geometric",
+        "brevity",
+        "olmo2",
+        "llava",
+        "csv",
+        "timed",
+        "replicated",
+        "gpu_4",
+    )
     assert [entry for entry in entries if f"`{entry}`" not in readme] == []

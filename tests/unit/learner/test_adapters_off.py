@@ -60,13 +60,13 @@ def test_no_scorer_is_started(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("policy.lora.rank=0",), "policy.lora.rank above 0"),
         (("warm_start=supervised",), "warm_start=none"),
         (("algorithm.kl.coef=0",), "algorithm.kl.coef above 0"),
     ],
 )
-def test_a_learner_that_is_no_reference_is_refused(folder: Path, words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigError, match=f"reference.place=learner_ranks needs {told}.*reference.place=scorers"):
+def test_a_learner_that_is_no_reference_is_refused(folder: Path, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reference.place=learner_ranks needs {message}.*reference.place=scorers"):
         tiny_config(folder, *overridden((*LORA, *PLACES["loss"], OFF), words))

@@ -194,7 +194,7 @@ def test_guidance_has_the_meaning_of_the_pipelines() -> None:
     torch.testing.assert_close(packed(kept).norm(dim=-1), packed(own).norm(dim=-1))
 
 
-def test_a_model_that_is_told_its_guidance_takes_no_negative_prompt(flux: Path) -> None:
+def test_a_model_with_embedded_guidance_takes_no_negative_prompt(flux: Path) -> None:
     checkpoint = FlowCheckpoint(str(flux))
     assert not checkpoint.takes_negatives(3.5)
     config = json.loads((flux / "transformer" / "config.json").read_text())

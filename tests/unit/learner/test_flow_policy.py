@@ -22,14 +22,14 @@ from learner.policies.adapters import add_adapters, as_merged
 from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import canary_actions
 from learner.policies.flow.families import flow_family_at
-from learner.policies.flow.policy import FlowPolicy, Replay
+from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.rows import LatentBatch
 from learner.policies.loading import checkpoint_names
 from learner.policies.lora import adapted_modules
 from learner.policies.trained import collate_rows, row_of
 
 SIGMAS = np.array([1.0, 0.95, 0.86, 0.7, 0.5, 0.2, 0.0], dtype=np.float32)
-REPLAY = Replay(DENOISING, "none")
+REPLAY = StepRescoring(DENOISING, "none")
 SHAPE = (16, 16, 16)
 
 
@@ -118,7 +118,7 @@ def test_rows_of_different_lengths_are_filled_up_with_nothing(folder: Path, prom
 @pytest.mark.parametrize("kind", ["exact", "per_time"])
 def test_the_divergence_is_that_from_the_model_without_adapters(folder: Path, prompts: list[Prompt], kind: str) -> None:
     own, batch = policy(folder, rank=2), batch_of(prompts[:1], (0, 5))
-    output = own(batch, Replay(DENOISING, kind))
+    output = own(batch, StepRescoring(DENOISING, kind))
     actions = canary_actions(DENOISING, SHAPE, SIGMAS, 1000 * SIGMAS[:-1])
     (means, stds), (base, _) = by_hand(own, prompts[0], actions), by_hand(policy(folder), prompts[0], actions)
     for t in range(5):
@@ -134,7 +134,7 @@ def test_the_divergence_is_that_from_the_model_without_adapters(folder: Path, pr
 
 def test_without_adapters_there_is_nothing_to_diverge_from(folder: Path, prompts: list[Prompt]) -> None:
     with pytest.raises(ValueError, match=r"compared with itself without adapters: set policy\.lora\.rank above 0"):
-        policy(folder)(batch_of(prompts[:1], (0, 5)), Replay(DENOISING, "exact"))
+        policy(folder)(batch_of(prompts[:1], (0, 5)), StepRescoring(DENOISING, "exact"))
 
 
 def test_a_gradient_step_makes_what_was_done_likelier(folder: Path, prompts: list[Prompt]) -> None:

@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from cluster.errors import StuckError
 from cluster.records.trajectory import Response
-from deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeOptions
+from deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from rewards.functions import BUILT_IN
 from rewards.isolation.deadline import InTime
@@ -145,7 +145,7 @@ def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("releasing")
 def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
-    options = ServeOptions(
+    options = ServeRewardsOptions(
         "127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
     )
     scorer = RewardScorer(CONFIG, options)

@@ -17,7 +17,7 @@ from rewards.components import Component, content_key
 from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
 from rewards.isolation.process import IsolatedProcess
 from rewards.recipes import ComponentError, RecipeBook
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 
@@ -41,7 +41,7 @@ def request(text: str, pictures: tuple[bytes, ...] = (), **metadata: Any) -> Rew
 
 def scored(rewards: RewardsConfig, *requests: RewardRequest) -> list[Reward | ComponentError]:
     tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-    return Scoring(rewards, None, tools).rewards(requests)
+    return RewardScoring(rewards, None, tools).rewards(requests)
 
 
 def values(rewards: Sequence[Reward | ComponentError]) -> list[float]:

@@ -28,7 +28,7 @@ from rewards.contract import FailureKind, Score, ScoringFailure, TimedOutError
 from rewards.isolation.process import IsolatedProcess
 from rewards.pool.worker import GroupOutcomes, Question, RewardWorker
 from rewards.recipes import ComponentError, RecipeBook
-from rewards.scoring import Scoring
+from rewards.scoring import RewardScoring
 from rewards.tools import Tools
 
 PLUGIN = '''
@@ -234,14 +234,14 @@ def unused_tools() -> Tools:
 
 def test_unfit_functions_are_refused_when_the_worker_is_built() -> None:
     with pytest.raises(ValueError, match=r"components\[a\]: .*did you mean 'format'"):
-        Scoring(rewards_of(component("a", "formatt", preset="boxed")), None, unused_tools())
+        RewardScoring(rewards_of(component("a", "formatt", preset="boxed")), None, unused_tools())
 
 
 def test_a_users_options_are_checked_before_the_first_response(plugin: str) -> None:
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
-        Scoring(rewards_of(component("mine", plugin, bonsu=1)), None, unused_tools())
+        RewardScoring(rewards_of(component("mine", plugin, bonsu=1)), None, unused_tools())
     with pytest.raises(ValueError, match="needs options.bonus"):
-        Scoring(rewards_of(component("mine", plugin)), None, unused_tools())
+        RewardScoring(rewards_of(component("mine", plugin)), None, unused_tools())
 
 
 def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:

@@ -26,6 +26,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from actors.samplers.vllm.patches.pictures import keep_pictures
 from cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
@@ -35,6 +36,7 @@ BURST_S = 0.1  # longest wait for a burst to end
 
 def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
     """An `AsyncLLM` without a second process; call it in a running event loop."""
+    keep_pictures()
     with _made_by(InProcessClient):
         return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
 

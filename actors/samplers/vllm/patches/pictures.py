@@ -1,9 +1,10 @@
-"""Runs inside vLLM's engine process: its worker keeps the pictures of every running request.
+"""vLLM's scheduler sends every picture of a new request to the worker. Runs in the process of the engine core.
 
-vLLM 0.32 does not send a picture to the worker when the prefix cache covers its tokens, as it does for every sibling
-but the first. If such a request is preempted later, by a push or for want of KV blocks, and the prefix cache no longer
-covers them, the worker has nothing to embed and the engine dies. Pictures that are sent cost nothing here: worker and
-scheduler share one process.
+Replaces `vllm.v1.core.sched.output.strip_covered_mm_data`. vLLM 0.32 does not send a picture to the worker when the
+prefix cache covers its tokens, as it does for every sibling but the first. If such a request is preempted later, by a
+weight push or for lack of KV blocks, and the prefix cache no longer covers them, the worker has nothing to embed and
+the engine dies. With one rank the worker shares the core's process, so a picture that is sent costs nothing; with
+`resources.rollout.tensor_parallel` above 1 it is copied to the worker processes once for each sibling.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm.v1.core.sched import output
 
 
 def keep_pictures() -> None:
-    """Send every picture of a new request to the worker, whatever the prefix cache covers."""
+    """From now on the scheduler of this process sends every picture of a new request, covered or not."""
     output.strip_covered_mm_data = _all_of_them
 
 

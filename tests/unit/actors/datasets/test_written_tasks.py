@@ -15,7 +15,7 @@ from actors.datasets.written.captioning import describe, keywords_of, write_capt
 from actors.datasets.written.geospot import MARK, draw_map, draw_world, write_geospot
 from actors.datasets.written.nlvr2 import write_nlvr2
 from actors.datasets.written.shapes import BACKGROUND, COLORS, Shape
-from rewards.functions.geography.gazetteer import Place
+from rewards.functions.geography.gazetteer import GazetteerCity
 
 STAGES = {"country": 0, "city": 100, "full": 1000}
 
@@ -70,11 +70,11 @@ def test_captions_name_what_the_picture_shows(tmp_path: Path) -> None:
     assert keywords_of(describe(scene)) == ["two", "red", "circles", "blue", "square"]
 
 
-def places() -> list[Place]:
+def places() -> list[GazetteerCity]:
     """Invented cities, so that no package is needed."""
     random = np.random.default_rng(0)
     spots = random.uniform((-60, -180), (70, 180), (2000, 2))
-    return [Place(f"C{n}", f"R{n % 40}", f"N{n % 4}", float(a), float(b)) for n, (a, b) in enumerate(spots)]
+    return [GazetteerCity(f"C{n}", f"R{n % 40}", f"N{n % 4}", float(a), float(b)) for n, (a, b) in enumerate(spots)]
 
 
 def test_places_are_asked_once_and_stages_begin_where_they_should(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from cluster.weight_sync.transport import pack
 from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import TRANSFORMER, flow_family_at
-from learner.policies.flow.policy import FlowPolicy, Replay
+from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.tiny import write_tiny_flow
 from learner.policies.trained import collate_rows, row_of
 
@@ -50,7 +50,7 @@ def replayed(
     """float32 [B, T]"""
     rows = [row_of(prompt, sequence.actions) for sequence in sequences]
     batch = collate_rows(rows, MediaReader(timeout_s=1, max_items=8), CPU)
-    return own(batch, Replay(denoising, "none")).logprobs.detach().numpy()
+    return own(batch, StepRescoring(denoising, "none")).logprobs.detach().numpy()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 from metrics_data import write_run
 
-from cluster.metrics.report.comparison import MAX_LINES, Line, render_comparison, table
+from cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from cluster.metrics.step_records import EvaluationRecord
 
@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
 
 
 def test_a_row_has_means_over_runs_and_an_interval_that_holds_them(runs: list[RunFolder]) -> None:
-    own, high = table([Line("grpo", runs)])
+    own, high = table([ComparedRuns("grpo", runs)])
     firsts = [run.evaluations[0].accuracy for run in runs]
     lasts = [run.evaluations[-1].accuracy for run in runs]
     assert (own.suite, own.num_runs, own.before.value) == ("held_out", 3, mean(firsts))
@@ -40,13 +40,13 @@ def test_a_row_has_means_over_runs_and_an_interval_that_holds_them(runs: list[Ru
 
 
 def test_one_run_keeps_the_interval_over_its_prompts(runs: list[RunFolder]) -> None:
-    row = table([Line("one", runs[:1])])[0]
+    row = table([ComparedRuns("one", runs[:1])])[0]
     first = runs[0].evaluations[0]
     assert (row.before.low, row.before.high) == (first.low, first.high)
 
 
 def test_the_page_has_every_line_and_runs_no_other_script(runs: list[RunFolder]) -> None:
-    page = render_comparison([Line("a<b>", runs[:2]), Line("rloo", runs[2:])], by_epoch=False)
+    page = render_comparison([ComparedRuns("a<b>", runs[:2]), ComparedRuns("rloo", runs[2:])], by_epoch=False)
     assert "a&lt;b&gt;" in page and "a<b>" not in page
     for title in ("Training accuracy", "Accuracy on high", "Reward", "Response length"):
         assert title in page
@@ -55,18 +55,18 @@ def test_the_page_has_every_line_and_runs_no_other_script(runs: list[RunFolder])
 
 def test_over_epochs_the_training_accuracy_is_cumulative_within_each(runs: list[RunFolder]) -> None:
     """64 training prompts, 16 a step: an epoch is four steps."""
-    page = render_comparison([Line("grpo", runs[:1])], by_epoch=True)
+    page = render_comparison([ComparedRuns("grpo", runs[:1])], by_epoch=True)
     assert '<span class="axis">epoch</span>' in page
     with pytest.raises(ValueError, match="compare it over steps, not epochs"):
-        render_comparison([Line("x", [replace(runs[0], config="")])], by_epoch=True)
+        render_comparison([ComparedRuns("x", [replace(runs[0], config="")])], by_epoch=True)
 
 
 @pytest.mark.parametrize("num", [0, MAX_LINES + 1])
 def test_too_many_lines_are_refused(runs: list[RunFolder], num: int) -> None:
     with pytest.raises(ValueError, match=f"{num} lines cannot be compared: give 1 to {MAX_LINES}"):
-        render_comparison([Line(str(n), runs[:1]) for n in range(num)], by_epoch=False)
+        render_comparison([ComparedRuns(str(n), runs[:1]) for n in range(num)], by_epoch=False)
 
 
 def test_a_folder_is_read(tmp_path: Path) -> None:
     write_run(tmp_path / "a", num_steps=3)
-    assert table([Line("a", [read_run_folder(tmp_path / "a")])])[0].num_runs == 1
+    assert table([ComparedRuns("a", [read_run_folder(tmp_path / "a")])])[0].num_runs == 1

@@ -14,7 +14,7 @@ from cluster.errors import DeadlineError, LostReplyError, PlacementError, Worker
 from cluster.runtime.vitals import Vitals
 from cluster.workers.restart_policy import RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
-from cluster.workers.work_queue import Place, WorkQueue
+from cluster.workers.work_queue import WorkerSlot, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
 DIED = WorkerDiedError("its process ended")
@@ -68,7 +68,7 @@ class Work:
     """A piece of work that lasts until it is finished, and remembers where it was done."""
 
     def __init__(self, queue: WorkQueue, is_urgent: bool) -> None:
-        self.place: Place | None = None
+        self.place: WorkerSlot | None = None
         self._done = asyncio.Event()
         self.task = asyncio.create_task(self._run(queue, is_urgent))
 

@@ -124,8 +124,8 @@ def test_a_changed_history_is_a_conversation_of_its_own(served: Served) -> None:
     client, _, _ = served
     client.post("/v1/sessions", json={"session": "changed", "task": "other"}).raise_for_status()
     first = ask(client, [user("One?")], "changed")
-    told = [user("One?"), {"role": "assistant", "content": answer_of(first)["content"] + " edited"}, user("Two?")]
-    assert not ask(client, told, "changed")["is_continued"]
+    edited = [user("One?"), {"role": "assistant", "content": answer_of(first)["content"] + " edited"}, user("Two?")]
+    assert not ask(client, edited, "changed")["is_continued"]
     forks = [ask(client, [user("One?"), answer_of(first), user(text)], "changed") for text in ("Two?", "Three?")]
     assert all(fork["is_continued"] for fork in forks)
     assert client.post("/v1/sessions/changed/finish", json={"reward": 1.0}).json() == {"trajectories": 3}
@@ -204,7 +204,7 @@ def test_a_session_is_opened_once_and_finished_once(served: Served) -> None:
 
 def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path: Path) -> None:
     words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0")
-    options = compare_samplers.Options(num_prompts=3, batch_size=2, num_runs=2)
+    options = compare_samplers.ComparisonOptions(num_prompts=3, batch_size=2, num_runs=2)
     shown = StringIO()
     assert compare_samplers.compare(config_of(model, *words), options, tmp_path, Console(file=shown, width=160)) == 0
     report = json.loads((tmp_path / compare_samplers.JSON_FILE).read_text())

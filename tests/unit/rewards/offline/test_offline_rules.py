@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from score_data import answer, options, record
 
-from rewards.offline.options import COMPONENTS, Options, parse_weights
+from rewards.offline.options import COMPONENTS, ScoreOptions, parse_weights
 from rewards.offline.rules.aerorl_rules import AeroRLRules
 from rewards.offline.rules.answers import Answer, read_answer
 from rewards.offline.rules.entities import aerorl_aliases, entity_keys
@@ -16,7 +16,7 @@ from rewards.offline.rules.schemes import built_in_schemes
 from rewards.offline.sources.records import from_values
 
 
-def scores(row: dict[str, Any], chosen: Options | None = None) -> tuple[dict[str, float], dict[str, float] | str]:
+def scores(row: dict[str, Any], chosen: ScoreOptions | None = None) -> tuple[dict[str, float], dict[str, float] | str]:
     """The results of aeroRL's reading and of ours for a row."""
     found = from_values(row)
     one, other = (

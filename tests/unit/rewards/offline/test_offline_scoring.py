@@ -13,7 +13,7 @@ from score_data import PUBLISHED_OPTIONS, SIX_ROWS, answer, options, record, sco
 
 from benchmarks.raw.score_reference import score_records
 from rewards.offline.corruption import corrupt
-from rewards.offline.options import Options
+from rewards.offline.options import ScoreOptions
 
 
 def test_the_published_report_of_six_rows(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def assert_same(report: dict[str, Any], plain: dict[str, Any]) -> None:
     assert {name: differing[name] for name in plain["differences"]} == plain["differences"]
 
 
-def plain_options(chosen: Options) -> dict[str, Any]:
-    return {name: getattr(chosen, name) for name in Options.__dataclass_fields__}
+def plain_options(chosen: ScoreOptions) -> dict[str, Any]:
+    return {name: getattr(chosen, name) for name in ScoreOptions.__dataclass_fields__}
 
 
 @settings(max_examples=400)

@@ -1,7 +1,9 @@
-"""An engine whose core is a process of its own, which sends its last exception to this process.
+"""vLLM's engine core in a process of its own: it sends its last exception to the actor's process, and keeps pictures.
 
-vLLM logs the exception of a core in the core's process alone; what the other side gets is an `EngineDeadError` without
-a cause. So the core runs within `run_core`, which sends the exception through a pipe before vLLM reports the death.
+Replaces `EngineCoreProc.run_engine_core` while an engine starts, and `EngineCoreProc._send_engine_dead` in the core's
+process. vLLM 0.32 logs the exception of a core in the core's process alone; the client gets an `EngineDeadError`
+without a cause. `run_core` sends the exception through a pipe before vLLM reports the death. The scheduler runs in this
+process, so the patch of `patches.pictures` is applied here.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 
+from actors.samplers.vllm.patches.pictures import keep_pictures
 from cluster.errors import EngineDiedError
 from cluster.failures import Failure
 
@@ -62,6 +65,7 @@ def core_failure(engine: AsyncLLM) -> Failure:
 
 def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
     """`EngineCoreProc.run_engine_core` in the core's process; an exception that ends it goes to `sender`."""
+    keep_pictures()
     send_dead = EngineCoreProc._send_engine_dead
     is_sent = False
 

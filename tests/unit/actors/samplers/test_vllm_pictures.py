@@ -1,0 +1,101 @@
+"""Every picture of a request reaches vLLM's workers, also if their process is not the scheduler's."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import fields
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.core.sched import output
+
+from actors.samplers.vllm.patches import core_process, inproc
+from actors.samplers.vllm.patches.pictures import keep_pictures
+
+NUM_TOKENS = 20  # of the prompt; the picture takes the tokens from 2 to 10
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own function is put back after the test."""
+    monkeypatch.setattr(output, "strip_covered_mm_data", output.strip_covered_mm_data)
+
+
+def _request(num_computed_tokens: int) -> SimpleNamespace:
+    pixels = MultiModalFieldElem(data=torch.ones(4), field=MultiModalBatchedField())
+    grid = MultiModalFieldElem(data=torch.tensor([1, 2, 2]), field=MultiModalBatchedField(keep_on_cpu=True))
+    picture = MultiModalFeatureSpec(
+        data=MultiModalKwargsItem({"pixel_values": pixels, "image_grid_thw": grid}),
+        modality="image",
+        identifier="picture",
+        mm_position=PlaceholderRange(offset=2, length=8),
+    )
+    others = dict.fromkeys(("sampling_params", "pooling_params", "lora_request", "prompt_embeds"))
+    return SimpleNamespace(
+        request_id="7",
+        prompt_token_ids=list(range(NUM_TOKENS)),
+        mm_features=[picture],
+        num_computed_tokens=num_computed_tokens,
+        prompt_is_token_ids=None,
+        replay_start=0,
+        **others,
+    )
+
+
+def _sent(num_computed_tokens: int) -> output.NewRequestData:
+    return output.NewRequestData.from_request(_request(num_computed_tokens), ([0, 1],), uses_mrope=True)
+
+
+@pytest.mark.parametrize("num_computed_tokens", [0, 9])
+def test_a_request_whose_picture_is_not_covered_is_sent_as_by_vllm(unpatched: None, num_computed_tokens: int) -> None:
+    before = _sent(num_computed_tokens)
+    keep_pictures()
+    assert _sent(num_computed_tokens) == before
+
+
+def test_a_covered_picture_is_sent_and_all_else_is_as_in_vllm(unpatched: None) -> None:
+    before = _sent(16)
+    keep_pictures()
+    after = _sent(16)
+    assert list(before.mm_features[0].data) == ["image_grid_thw"], "vLLM leaves the pixels out: the patch is needed"
+    assert sorted(after.mm_features[0].data) == ["image_grid_thw", "pixel_values"]
+    others = [field.name for field in fields(after) if field.name != "mm_features"]
+    assert [getattr(after, name) for name in others] == [getattr(before, name) for name in others]
+
+
+def _core(failures: Connection, answers: Connection) -> None:
+    """In the spawned process: `run_core` with a function in place of vLLM's loop."""
+    core_process.RUN_ENGINE_CORE = lambda: answers.send(output.strip_covered_mm_data.__module__)
+    core_process.run_core(failures)
+
+
+@pytest.mark.slow
+def test_the_core_of_a_process_of_its_own_keeps_pictures() -> None:
+    """The workers, which import `weights`, are other processes if `tensor_parallel` is above 1."""
+    context = multiprocessing.get_context("spawn")
+    answers, answer = context.Pipe(duplex=False)
+    failures, failure = context.Pipe(duplex=False)
+    process = context.Process(target=_core, args=(failure, answer))
+    process.start()
+    assert answers.poll(120)
+    assert answers.recv() == keep_pictures.__module__
+    process.join(60)
+    assert (process.exitcode, failures.poll()) == (0, False)
+
+
+def test_the_core_of_an_engine_in_process_keeps_pictures(unpatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(arguments: object, stat_loggers: list[Callable] | None) -> str:
+        return output.strip_covered_mm_data.__module__
+
+    monkeypatch.setattr(inproc.AsyncLLM, "from_engine_args", made)
+    assert inproc.in_process_engine(SimpleNamespace()) == keep_pictures.__module__

@@ -102,9 +102,7 @@ def _is_frame(value: Any) -> bool:
 
 def _four_axes(array: np.ndarray) -> np.ndarray:
     if array.ndim != 4:
-        raise PictureError(
-            "bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]"
-        )
+        raise PictureError("bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]")
     return array
 
 

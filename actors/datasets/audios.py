@@ -43,7 +43,7 @@ class AudioInputs(PictureInputs):
             return self._from_audio_mapping(value, name)
         if _is_pair(value):
             return EncodedFile(encode_wav(*value), name)
-        if hasattr(value, "__array__") or isinstance(value, list | tuple):
+        if hasattr(value, "__array__") or isinstance(value, list | tuple | Real):
             raise PictureError(
                 "bad_audio", "samples without a rate are no sound: write {'array': SAMPLES, 'sampling_rate': 16000}"
             )

@@ -7,6 +7,7 @@ from actors.datasets.writers.webdataset import ShardWriter
 
 WRITERS: dict[str, OpenWriter] = {
     "jsonl": JsonLinesWriter,
+    "prompts": JsonLinesWriter,
     "json": JsonArrayWriter,
     "parquet": ParquetWriter,
     "huggingface": ParquetWriter,  # `load_dataset` of the folder reads them

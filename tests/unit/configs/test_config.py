@@ -87,10 +87,6 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
     (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
-    (
-        ["experiment=reward_model_digits", "offline.reward_model.loss=regression", "offline.reward_model.margin=0.1"],
-        ["offline.reward_model.margin=0.1", "offline.reward_model.loss=bradley_terry"],
-    ),
     (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),

@@ -9,6 +9,7 @@ import pytest
 
 from actors.datasets.conversations import read_conversations
 from actors.datasets.digits import write_digits
+from configs.errors import ConfigError
 from configs.load import load_config
 from deploy.datasets.written_data import write_data
 
@@ -42,3 +43,9 @@ def test_offline_jobs_have_a_preset_for_two_cores(tmp_path: Path, job: str, data
     assert (config.offline.job, config.resources.device) == (job, "cpu")
     write_data(config.data.kind, config.data.path)
     assert read_conversations(config.data.path, config.evaluation.split, config.offline.rows).rows
+
+
+def test_a_margin_without_pairs_is_refused() -> None:
+    words = ["experiment=reward_model_digits", "offline.reward_model.loss=regression"]
+    with pytest.raises(ConfigError, match="offline.reward_model.margin=0.1.*offline.reward_model.loss=bradley_terry"):
+        load_config([*words, "offline.reward_model.margin=0.1"])

@@ -66,6 +66,11 @@ class PooledRollouts:
         return self._source.attempts
 
     @property
+    def num_in_flight(self) -> int:
+        """Prompts that are being sampled."""
+        return self._source.num_in_flight
+
+    @property
     def version(self) -> int:
         return self._source.version
 

@@ -88,8 +88,8 @@ def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:
     yield from ("", "## Trained", "")
     yield (
         "Runs of each experiment with each policy with vLLM and Ray on two CPU cores, after the warm "
-        "start of the experiment. Accuracy is held out, before and after; the gap is the mean log-prob difference of "
-        "engine and learner over the run."
+        "start of the experiment ([measured](measured.md) names what else was set). Accuracy is held out, before and "
+        "after; the gap is the mean log-prob difference of engine and learner over the run."
     )
     yield ""
     yield "| experiment | tiny model | before | after | steps | samples a step | learning rate | wall time | gap |"

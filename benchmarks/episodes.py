@@ -110,9 +110,9 @@ async def _picture_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) 
 
 
 def _bridge_ms(stage: Stage, prompt: Prompt) -> tuple[float, ...]:
-    """The time of `Admission.admit` for one observation, with pictures that were processed before."""
+    """The time of `ObservationBudget.admit` for one observation, with pictures that were processed before."""
     config, chat = stage.prepared.config, stage.prepared.processor
-    admission = ObservationBudget(config.environment, chat, model=config.policy.model, max_images=NUM_BRIDGED)
+    budget = ObservationBudget(config.environment, chat, model=config.policy.model, max_images=NUM_BRIDGED)
     environment = SlowPictures(num_turns=NUM_TURNS)
     observation = environment.reset(seed=0, options={}).observation
     found = []
@@ -123,6 +123,6 @@ def _bridge_ms(stage: Stage, prompt: Prompt) -> tuple[float, ...]:
         turn = SampledSequence(TokenActions(ids), nothing, (WeightSpan(0, 0, len(ids)),), FinishReason.STOP)
         episode.add_turn(turn)
         started = time.perf_counter()
-        assert admission.admit(episode, prompt, observation)
+        assert budget.admit(episode, prompt, observation)
         found.append(1000 * (time.perf_counter() - started))
     return tuple(found[1:])

@@ -186,7 +186,7 @@ def _from_base64(text: str) -> bytes:
 
 
 def array_of(value: Any) -> np.ndarray:
-    """The array, or the values of a tensor of any device, also one that needs gradients; bfloat16 as float32.
+    """The array, or the values of a tensor on any device, with or without gradients; bfloat16 as float32.
 
     Raises:
         PictureError: a tensor has no values (device `meta`), or none that numpy can hold.

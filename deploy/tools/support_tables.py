@@ -25,7 +25,7 @@ from learner.algorithms.policy_losses import POLICY_LOSSES
 from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
 from learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from learner.optim.optimizers import OPTIMIZERS
-from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VISION_FAMILIES
+from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.registry import FAMILIES
 from learner.policies.flow.families import FAMILIES as FLOW_PIPELINES
@@ -72,6 +72,7 @@ def _table(title: str, rows: Iterable[Row]) -> Iterator[str]:
 def _models() -> Iterator[Row]:
     by_model = "`policy.model`"
     yield "text and still pictures, by `model_type`", VISION_FAMILIES, by_model
+    yield "videos, by `model_type`", VIDEO_TYPES, by_model
     yield "sounds, by `model_type`", AUDIO_TYPES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model
     yield "other image-text-to-text models of transformers", ("parity gate before the first step",), by_model

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from fakes import FakeLearner
+from fakes import NUM_TOKENS, FakeLearner, FakeRollouts, turns
+from pooled_fakes import PooledRollouts
 from runs import Run
 
 from cluster.errors import WorkerDiedError
@@ -62,6 +63,21 @@ async def test_no_trained_token_is_older_than_the_bound(
     assert (await run.replay.stats()).num_rejected.keys() <= {"uniform"}, "no finished work is thrown away as stale"
 
 
+class Stragglers(FakeRollouts):
+    """One group in twenty gets its last token two versions after its first one, or with the run's last version."""
+
+    def __init__(self, last_version: int) -> None:
+        super().__init__(lambda prompt_id: 1)
+        self._last_version = last_version
+
+    async def _pause(self, prompt_id: str, versions: Sequence[int]) -> None:
+        if len(versions) == NUM_TOKENS - 1 and random.Random(prompt_id).random() < 0.05:
+            async with asyncio.timeout(30):
+                while self.version < min(versions[0] + 2, self._last_version):
+                    await turns(1)
+        await super()._pause(prompt_id, versions)
+
+
 @pytest.mark.parametrize("drops_whole", [False, True])
 async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dropped_after_that(
     tmp_path: Path, drops_whole: bool
@@ -71,7 +87,7 @@ async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dr
         total_steps=30,
         prompts_per_step=3,
         max_staleness=1,
-        pauses=lambda prompt_id: 100 if random.Random(prompt_id).random() < 0.05 else 1,
+        rollouts=PooledRollouts(Stragglers(last_version=29)),
         order=OvertakingOrder,
         drops_whole=drops_whole,
         has_journal=True,

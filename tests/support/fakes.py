@@ -126,17 +126,21 @@ class FakeRollouts:
         attempt = self.attempts[prompt.prompt_id]
         self.attempts[prompt.prompt_id] += 1
         self.settings[prompt.prompt_id] = settings
-        versions = []
+        versions: list[int] = []
         while self.version < settings.min_version:
             await turns(1)
         for _ in range(NUM_TOKENS):
-            await turns(1 + self._pauses(prompt.prompt_id))
+            await self._pause(prompt.prompt_id, versions)
             versions.append(self.version)
         error = self._fault(prompt.prompt_id, attempt)
         if error is not None:
             raise error
         group = make_group(prompt, versions)
         return Generated(group, group.summary())
+
+    async def _pause(self, prompt_id: str, versions: Sequence[int]) -> None:
+        """What comes before a token; `versions` are those of the tokens before it."""
+        await turns(1 + self._pauses(prompt_id))
 
 
 class FakeRewards:

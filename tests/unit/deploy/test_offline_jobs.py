@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +14,6 @@ from offline_data import conversation, form_pair, pair, scored, write_rows
 from offline_rows import offline_config
 from offline_run import OfflineRun
 from safetensors.torch import load_file
-from waiting import until
 
 from actors.datasets.rows import count_by_reason
 from cluster.errors import NothingTrainedError, RunStopped
@@ -23,6 +22,7 @@ from cluster.metrics.sinks.jsonl import read_records
 from cluster.metrics.step_records import StepRecord
 from cluster.records.trajectory import ScoredGroup
 from cluster.recovery.checkpoints import newest_learner_state
+from cluster.roles import UpdateReport
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.run import runtime
 from deploy.wiring.preparation import prepare
@@ -130,17 +130,23 @@ async def test_dpo_widens_the_margin_and_a_resumed_run_ends_where_it_would_have(
 
 
 async def test_a_job_that_is_stopped_goes_on_from_its_checkpoint_and_ends_where_it_would_have(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     more = ("num_steps=6", "learner.learning_rate=0.003", "checkpoints.interval_steps=0", "resume=auto")
     whole, parts = (offline_config("sft", *words(base, "sft", tmp_path / name, *more)) for name in ("whole", "parts"))
     await OfflineRun(whole).go()
     run = OfflineRun(parts)
-    going = asyncio.ensure_future(run.go())
-    await until(lambda: run.ranks.version == 3)
-    assert run.stop.request()
+    update = run.ranks.update
+
+    async def update_and_stop(groups: Sequence[ScoredGroup]) -> UpdateReport:
+        report = await update(groups)
+        if report.version == 3:
+            assert run.stop.request()
+        return report
+
+    monkeypatch.setattr(run.ranks, "update", update_and_stop)
     with pytest.raises(RunStopped):
-        await going
+        await run.go()
     found = newest_learner_state(parts.run_folder / CHECKPOINTS_FOLDER)
     assert found is not None and found[0] == steps_of(parts.run_folder)[-1].step in (3, 4)
     await OfflineRun(parts).go()

@@ -25,7 +25,7 @@ WHITENED = ("reinforce_pp", "reinforce_pp_baseline", "gdpo")
 
 
 class KLConfig(Section):
-    """Distance to the reference policy, as a term of the loss or of the reward."""
+    """The KL divergence from the reference policy, as a term of the loss or of the reward."""
 
     coef: NonNegativeFloat
     """Weight of the KL term; 0 turns the reference off."""
@@ -44,7 +44,7 @@ class KLConfig(Section):
 
 
 class DistillationConfig(Section):
-    """On-policy distillation: a teacher judges each token that the policy samples."""
+    """On-policy distillation: a teacher scores each token that the policy samples."""
 
     teacher: str
     """A checkpoint whose tokenizer has the vocabulary of `policy.model`: a local folder or a hub name. The reference
@@ -150,16 +150,16 @@ class NFTConfig(Section):
     """DiffusionNFT. Its advantages are held within `max_advantage` of 0."""
 
     beta: PositiveFloat
-    """How far the policies that good and bad pictures speak for are from the one that sampled."""
+    """Distance of the implicit positive and negative policies from the policy that sampled (beta of the paper)."""
     max_advantage: PositiveFloat
-    """The advantage from which a picture counts as wholly good or bad."""
+    """Advantages are clipped to this magnitude, at which a picture counts as entirely positive or negative."""
     num_draws: PositiveInt
     """Noise levels at which one picture is trained."""
     decay_rate: NonNegativeFloat
     """The policy that samples is a slow copy: slow = d * slow + (1 - d) * trained after step v, d = min(max_decay,
     decay_rate * v)."""
     max_decay: Annotated[float, Field(ge=0, lt=1)]
-    """0 samples with the trained weights themselves."""
+    """Upper bound of the decay d; 0 samples with the trained weights themselves."""
 
 
 class LossesConfig(Section):
@@ -322,9 +322,9 @@ class AlgorithmConfig(Section):
     """Decay of later temporal differences in `gae` and `turn_gae`: 1 is the return less the value, 0 the next
     difference alone."""
     bootstrap_truncated: bool
-    """What a response or an episode that was cut at its limit would still have earned: the critic's value of its last
-    state, or with false nothing, where the limit is a part of the task. Without a cost of time, a policy that is paid
-    the value of its last state learns to avoid ends rather than to reach the goal."""
+    """Add the critic's value of the last state to the return of a response or an episode that was cut at its limit.
+    With false the return ends there, which suits a limit that is part of the task: without a cost of time, a policy
+    that gets the value of its last state learns to avoid terminal states rather than to reach the goal."""
     turn_discount: Share
     """Discount of a reward by the number of turns between it and the turn that is credited, in `turn_gae` and
     `return_to_go`; 1 is none."""
@@ -337,9 +337,10 @@ class AlgorithmConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)]
     """Versions a trained token may be behind; 0 is synchronous on-policy training."""
     stragglers: Literal["wait", "overtake"]
-    """A step that would leave a slow group over-age waits for it, or is filled with others that are finished."""
+    """`wait`: a step waits for a slow group that would become over-age otherwise; `overtake`: the step is filled with
+    other groups that are finished."""
     over_age: OverAgeConfig
-    """What becomes of tokens that are further behind: of overtaken groups, or sampled before a fault."""
+    """Handling of older tokens: those of overtaken groups, and those sampled before a fault."""
     max_concurrent_groups: PositiveInt
     """Groups in flight at most."""
     num_epochs: PositiveInt
@@ -377,7 +378,7 @@ class AlgorithmConfig(Section):
     corrections: CorrectionsConfig
     """Parameters of each correction."""
     kl: KLConfig
-    """Distance to the reference policy."""
+    """The KL divergence from the reference policy."""
     distillation: DistillationConfig
     """A teacher beside rewards, or in their place."""
     supervised: SupervisedConfig

@@ -57,16 +57,16 @@ class SourceConfig(Section):
     """Where rows are read from, and what their columns are called."""
 
     kind: DataKind
-    """The reader: how records lie in files. `chat`, `digit_pairs` and
+    """The reader, which is the format of the files. `chat`, `digit_pairs` and
     `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
-    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment` asks what
-    `environment.name` observes first, and reads no files."""
+    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment` takes
+    the first observations of `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str
     """For `huggingface`: the configuration of a dataset that has several, e.g. `main` of `openai/gsm8k`; else empty."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
-    """The columns of a record, and what they mean."""
+    """The schema of a record: its columns and their meaning."""
     columns: dict[str, str]
     """Column of the row format -> its name in the data where that is another, e.g. `{question: problem}`; a dot leads
     into a nested column."""
@@ -86,27 +86,27 @@ class MixtureSource(SourceConfig):
 
 
 class CurriculumConfig(Section):
-    """Which training rows are asked before which."""
+    """The order of training rows by difficulty."""
 
     kind: Literal["none", "easy_first", "hard_first"]
     """The order of the stages; rows of one stage are shuffled."""
     key: Annotated[str, NOT_EMPTY]
-    """What is difficult: a number of the row's metadata, or `prompt_tokens`, the length of its prompt."""
+    """The measure of difficulty: a number of the row's metadata, or `prompt_tokens`, the length of its prompt."""
     num_stages: PositiveInt
     """Stages of equal size that an epoch is cut into."""
     num_epochs: PositiveInt
-    """Epochs with stages; those behind are shuffled as a whole."""
+    """Epochs with stages; later ones are shuffled as a whole."""
 
 
 class VideoConfig(Section):
-    """What a video may be, and what a prompt shows of it."""
+    """Limits of videos, and how their frames are sampled and scaled."""
 
     fps: PositiveFloat
-    """Frames that are taken of each second."""
+    """Frames sampled for each second."""
     min_frames: PositiveInt
-    """Frames that are taken of a short video, if it has so many."""
+    """Least number of frames sampled from a video that has as many."""
     max_frames: PositiveInt
-    """Frames that are taken of a longer one, at equal distances."""
+    """Most frames sampled from a video, at equal distances."""
     min_frame_pixels: PositiveInt
     """Smaller frames are scaled up to this many pixels."""
     max_frame_pixels: PositiveInt
@@ -114,7 +114,7 @@ class VideoConfig(Section):
     max_tokens: PositiveInt
     """Vision tokens of one video: frames are scaled down further where they would take more."""
     frame_rate: PositiveFloat
-    """Frames a second of a video that comes as frames (a folder, a list, an array) and does not say."""
+    """Frames per second of a video that comes as frames (a folder, a list, an array) without a rate."""
     max_file_bytes: PositiveInt
     """A larger file is refused before it is read."""
     max_seconds: PositiveFloat
@@ -122,16 +122,16 @@ class VideoConfig(Section):
     max_file_frames: PositiveInt
     """A video of more frames is refused before it is decoded."""
     max_decoded_pixels: PositiveInt
-    """A video whose taken frames would decode to more pixels together is refused before it is decoded."""
+    """A video whose sampled frames have more pixels in all is refused before it is decoded."""
 
 
 class AudioConfig(Section):
-    """What a sound may be."""
+    """Limits of audio clips."""
 
     max_file_bytes: PositiveInt
     """A larger file is refused before it is read."""
     max_seconds: PositiveFloat
-    """A longer sound is refused before it is decoded, and so is one that the model would cut."""
+    """A longer clip is refused before it is decoded, and so is one that the model would cut."""
 
 
 class DataConfig(SourceConfig):
@@ -152,7 +152,7 @@ class DataConfig(SourceConfig):
     shuffle_bytes: PositiveInt
     """Bytes of rows that are in memory at a time to be shuffled, where files are read by blocks (Parquet)."""
     max_checked_rows: Annotated[int, Field(ge=0)]
-    """Rows of each split that are checked before the start, 0 for all; those behind are checked when they are asked."""
+    """Rows of each split that are checked before the start, 0 for all; the others are checked when they are used."""
     allowed_hosts: tuple[str, ...]
     """Hosts that media may be downloaded from; URLs of others, and redirects to others, are refused."""
     max_redirects: Annotated[int, Field(ge=0)]
@@ -160,7 +160,7 @@ class DataConfig(SourceConfig):
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
     """The longest download of one file."""
     prompt_suffix: str
-    """Text that is put behind every question."""
+    """Text appended to every question."""
     system_prompt: str
     """System turn of every prompt; empty for none."""
     max_prompt_tokens: PositiveInt
@@ -176,8 +176,8 @@ class DataConfig(SourceConfig):
     video: VideoConfig
     """Videos: how frames are taken and scaled, and what is refused."""
     audio: AudioConfig
-    """Sounds: what is refused."""
+    """Audio: what is refused."""
     media_cache_bytes: PositiveInt
-    """Byte budget of processed pictures, videos and sounds that are kept for later epochs."""
+    """Byte budget of processed pictures, videos and audio clips that are kept for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
     """If a larger share of a split is unusable the run refuses to start."""

@@ -31,7 +31,7 @@ class StagesConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """What answers the policy's turns; docs/environments.md describes it. `data.kind=environment` goes with it."""
+    """The environment that answers the policy's turns (docs/environments.md). It needs `data.kind=environment`."""
 
     name: Annotated[str, NOT_EMPTY]
     """`none`, a built-in environment or adapter (docs/environments.md lists them), or `module:Class` of your own."""
@@ -72,7 +72,7 @@ class EnvironmentConfig(Section):
     """Episodes of the test split."""
 
     curriculum: StagesConfig
-    """Which training episodes are run before which."""
+    """The order of training episodes by difficulty or task."""
 
     @property
     def is_on(self) -> bool:

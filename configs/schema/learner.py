@@ -15,7 +15,7 @@ class LearnerConfig(Section):
     """The optimizer and how it is distributed."""
 
     backend: Literal["fsdp2", "deepspeed", "single"]
-    """What shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
+    """Library that shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"]
     """`adamw_8bit` is AdamW with moments of a byte each, from the extra `quantised`; `muon` is Muon for hidden matrices
     and AdamW for everything else."""
@@ -46,8 +46,8 @@ class LearnerConfig(Section):
     """Compute rows of different lengths without padding; each attends to itself alone. Needs `policy.attention` of
     `sdpa` or `flash_attention_2`."""
     picture_token_cost: NonNegativeFloat
-    """What it takes to encode one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4
-    times the vision tower's parameters over the decoder's."""
+    """Cost of encoding one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4 times
+    the vision tower's parameters over the decoder's."""
     logprob_chunk_tokens: PositiveInt
     """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
     backward pass computes them again."""
@@ -55,15 +55,16 @@ class LearnerConfig(Section):
     """`blocks` keeps the input of each text and vision block alone and computes the rest again in the backward pass;
     `blocks_offloaded` keeps these inputs in host memory, which needs a GPU to make sense."""
     offload: Literal["none", "optimizer", "parameters"]
-    """What lies in host memory between its uses, on a GPU alone: optimizer state, with the step taken on the CPU, or
+    """What is kept in host memory between its uses; needs a GPU. Optimizer state, with the step taken on the CPU, or
     parameters too. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
     zero_stage: Literal[2, 3]
     """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
 
 
 class WarmStartConfig(Section):
-    """Supervised steps before RL, so that RL has something to do. A flow model is taught the pictures that rows name
-    (`target_images`), by flow matching; its accuracy is the share of the velocities' squares that it predicts."""
+    """Supervised steps before RL, for a policy that would get no reward otherwise. A flow model is taught the pictures
+    that rows name (`target_images`), by flow matching; its accuracy is the share of the velocities' squares that it
+    predicts."""
 
     num_steps: Annotated[int, Field(ge=0)]
     """Longest warm start; 0 skips it."""
@@ -82,5 +83,5 @@ class WarmStartConfig(Section):
     max_checks_rows: PositiveInt
     """Rows of the validation split in one check."""
     text_dropout: Annotated[float, Field(ge=0, lt=1)]
-    """Share of the pictures of a flow model that are taught with the negative prompt in place of their own, so that
-    guidance has something to lead away from; needs `sampler.flow.guidance` above 1."""
+    """Share of the pictures of a flow model that are taught with the negative prompt in place of their own, which
+    trains the unconditional prediction of classifier-free guidance; needs `sampler.flow.guidance` above 1."""

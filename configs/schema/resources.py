@@ -28,7 +28,7 @@ class WorkerResources(Section):
     bind_cores: bool
     """Bind worker i to cores of its own: `num_threads` from `first_core` + i * `num_threads` on, modulo the node's."""
     first_core: NonNegativeInt
-    """Where on its node the role's first worker is bound: roles that work at the same time want different cores."""
+    """First core of the role's first worker on its node; roles that work at the same time need different cores."""
     custom_resources: dict[str, PositiveFloat]
     """Further resources that Ray books for one worker, as the nodes were started with (`--resources`)."""
     node_labels: dict[str, str]
@@ -46,7 +46,7 @@ class RolloutResources(WorkerResources):
 
 
 class ResourcesConfig(Section):
-    """A named preset: where the run fits."""
+    """A resource preset: workers of each role, and the cluster that they run in."""
 
     preset: str
     """The preset's name."""
@@ -70,7 +70,7 @@ class ResourcesConfig(Section):
     reference: WorkerResources
     """The scorers of the frozen policy; unused when `algorithm.kl.coef` and `algorithm.distillation.coef` are 0."""
     reward: WorkerResources
-    """The reward workers that all components share which need none of their own."""
+    """The reward workers of all components that name no service of their own."""
     processor: WorkerResources
     """The processor workers, which read, decode and process pictures and videos. Without any the driver does it, one
     prompt after the other."""

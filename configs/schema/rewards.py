@@ -34,9 +34,9 @@ class RewardComponent(Section):
     """Which workers run it: `reward` is those of `resources.reward`, any other name a key of
     `resources.reward_services`."""
     needs_pictures: bool
-    """Bring it the prompt's pictures as whole files; without, it sees text and metadata alone."""
+    """Pass it the prompt's pictures as encoded files; otherwise it gets text and metadata only."""
     retries: NonNegativeInt
-    """How often a response that it could not score is given to it again."""
+    """How often a response is scored again after a failure."""
     cache_entries: NonNegativeInt
     """Scores that one worker remembers by content (response, prompt, references, metadata, pictures); 0 for none."""
 
@@ -45,18 +45,18 @@ class Gate(Section):
     """A condition between two components of a recipe."""
 
     component: str
-    """The component that runs, and counts, only if the condition holds; else it counts 0."""
+    """The component that runs only if the condition holds; otherwise its value is 0."""
     needs: str
-    """The component whose value is looked at."""
+    """The component whose value is compared."""
     at_least: float
     """The least value of `needs`."""
 
 
 class Recipe(Section):
-    """How the components of one kind of task become a number."""
+    """How components are combined into the reward of rows of one label."""
 
     components: tuple[str, ...]
-    """The components that run on responses of this kind; no other one does."""
+    """The components that run on responses to these rows."""
     weights: dict[str, float]
     """Component -> weight, where it is not the component's own."""
     gates: tuple[Gate, ...]
@@ -66,14 +66,14 @@ class Recipe(Section):
 
 
 class RewardPoolConfig(Section):
-    """How responses reach the workers of each service."""
+    """Batching and queueing of groups for the workers of each service."""
 
     max_batch_groups: PositiveInt
-    """Groups that travel to a worker in one call, where so many wait: what a model scores as one batch."""
+    """Most groups sent to a worker in one call; a model scores them as one batch."""
     batches_in_flight: PositiveInt
-    """Calls that one worker has at a time: one that it works on, and full batches that it finds when that is done."""
+    """Calls in flight for each worker: the one that it computes, and the batches queued behind it."""
     max_queued_groups: PositiveInt
-    """Groups that wait for a worker of one service; a caller with more waits with them."""
+    """Groups that may be queued for one service; further callers wait until there is room."""
 
 
 def for_label(by_label: Mapping[str, T], label: str) -> T | None:
@@ -85,7 +85,7 @@ class RewardsConfig(Section):
     """The reward: components, and recipes over them."""
 
     components: tuple[RewardComponent, ...]
-    """Everything that can be said about a response."""
+    """All components, from which recipes choose."""
     recipes: dict[str, Recipe]
     """Label -> recipe; `default` is for labels without one. No recipe at all: the weighted sum of all components."""
     label_key: str
@@ -97,7 +97,7 @@ class RewardsConfig(Section):
     processes: Annotated[int, Field(ge=1)]
     """Processes in which one worker runs what may hang (computer algebra, a user's functions), each with a deadline."""
     pool: RewardPoolConfig
-    """The way to the workers."""
+    """Batching and queueing of groups for the workers."""
 
     @property
     def active_recipes(self) -> dict[str, Recipe]:

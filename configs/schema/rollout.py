@@ -55,8 +55,9 @@ class ReferenceConfig(Section):
     """The frozen policy, or the teacher in its place."""
 
     place: Literal["scorers", "learner_ranks"]
-    """Where it is. `scorers`: in workers of its own, those of `resources.reference`; `learner_ranks`: in the learner,
-    which scores with its adapters off: for `policy.lora` without a warm start, where that is the initial policy."""
+    """Where it is computed. `scorers`: in workers of its own, those of `resources.reference`; `learner_ranks`: in the
+    learner, which scores with its adapters off: for `policy.lora` without a warm start, where that is the initial
+    policy."""
     quantisation: Literal["none", "int8", "int4"]
     """Bits of the linear layers' weights in scorers, but the output layer's, by torchao (the extra `quantised`).
     `int8`: a scale a row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16
@@ -74,11 +75,11 @@ class FlowConfig(Section):
     """How a flow model denoises pictures (`sampler.kind=flow`). Learner and sampler compute the same steps."""
 
     height: PositiveInt
-    """Of pictures, in pixels."""
+    """Height of a picture or frame, in pixels."""
     width: PositiveInt
-    """Of pictures, in pixels."""
+    """Width of a picture or frame, in pixels."""
     num_frames: PositiveInt
-    """Of a video; 1 for models of pictures."""
+    """Frames of a video; 1 for image models."""
     num_steps: PositiveInt
     """Denoising steps of a picture."""
     evaluation_steps: Annotated[int, Field(ge=0)]
@@ -88,7 +89,7 @@ class FlowConfig(Section):
     `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that take it as an input compute no negative
     prompt."""
     negative_prompt: str
-    """The text that guidance leads away from."""
+    """The negative prompt of classifier-free guidance."""
     max_text_tokens: PositiveInt
     """Tokens of a prompt in the longest text encoder; a longer prompt is cut."""
     kernel: Literal["flow_grpo", "sde", "dance", "cps", "ddim"]
@@ -104,9 +105,10 @@ class FlowConfig(Section):
     """Stochastic steps of a group: a window of so many within [window_start, window_end), all others follow the ODE. 0
     takes them all."""
     window_order: Literal["random", "progressive"]
-    """Where the window is: at a random place for each group, or first at `window_start` and then further on."""
+    """Position of the window. `random`: drawn for each group; `progressive`: it begins at `window_start` and moves on.
+    """
     window_interval: PositiveInt
-    """Weight versions after which a `progressive` window moves."""
+    """Weight versions between two moves of a `progressive` window."""
     latents: Literal["float32", "float16", "bfloat16"]
     """The type that latents are rounded to before they are scored, and in which they travel."""
     divergence: Literal["exact", "per_time"]
@@ -148,15 +150,16 @@ class SamplerConfig(Section):
     max_images_per_prompt: PositiveInt
     """Most pictures in one prompt."""
     max_videos_per_prompt: Annotated[int, Field(ge=0)]
-    """Most videos in one prompt; 0 refuses rows with videos, and engines keep no memory for them."""
+    """Most videos in one prompt; 0 refuses rows with videos, and engines reserve no memory for them."""
     max_audios_per_prompt: Annotated[int, Field(ge=0)]
-    """Most sounds in one prompt; 0 refuses rows with sounds, and engines keep no memory for them."""
+    """Most audio clips in one prompt; 0 refuses rows with audio, and engines reserve no memory for it."""
     max_num_seqs: PositiveInt
     """Sequences that one engine decodes at a time."""
     max_num_batched_tokens: PositiveInt
     """Tokens that one engine step processes at most."""
     chunk_tokens: PositiveInt
-    """A response that is being sampled is reported every so many tokens; fewer are lost when its rollout actor dies."""
+    """A rollout actor reports a response each time it has grown by this many tokens; if the actor dies, fewer are lost.
+    """
     kv_cache_bytes: PositiveInt
     """KV cache of one engine."""
     enforce_eager: bool

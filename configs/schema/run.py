@@ -1,4 +1,4 @@
-"""RunConfig: what a run is, as data."""
+"""RunConfig: the whole configuration of a run."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ReplayConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where numbers go."""
+    """Metrics sinks, the report's samples and the artifacts of generated media."""
 
     tensorboard: bool
     """Write TensorBoard event files below the run folder."""
@@ -119,7 +119,7 @@ class MetricsConfig(Section):
 
 
 class TracingConfig(Section):
-    """What prompts and steps went through, with times. Nothing is measured unless one of these asks for it."""
+    """Traces of prompts, steps and updates. Nothing is recorded unless one of these keys enables it."""
 
     exporter: Literal["none", "file", "otlp"]
     """Where OpenTelemetry spans of each prompt (queued, generated, scored, buffered, trained) and of each step's phases
@@ -142,14 +142,15 @@ class WeightSyncConfig(Section):
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: Seconds
-    """Deadline for one push to one wave; what did not answer is named."""
+    """Deadline of one push to one wave; the error names the actors that did not answer."""
     wave_size: NonNegativeInt
     """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
     kv_cache: Literal["recompute", "keep"]
-    """What running requests go on with after a push: KV of the new weights, or what they have, which is faster and
-    leaves later tokens to see earlier ones through old weights. Later requests never see it."""
+    """The KV cache of running requests after a push. `recompute`: it is computed again with the new weights; `keep`: it
+    stays, which is faster, and later tokens attend to keys and values of older weights. Later requests never reuse it.
+    """
     max_attempts: PositiveInt
-    """How often one push is sent to a wave of which members are lost, or given to an engine that it did not reach."""
+    """How often one push is sent to a wave that loses members, or to an engine that it did not reach."""
     canary_interval: NonNegativeInt
     """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
     canary_tolerance: PositiveFloat
@@ -163,13 +164,13 @@ class ConcurrencyConfig(Section):
     """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm
     and falls by a factor when one is overloaded, up to the same number."""
     start_groups: PositiveInt
-    """Limit at the beginning."""
+    """Initial limit."""
     min_groups: PositiveInt
     """The limit never falls below this."""
     increase_groups: PositiveInt
-    """What the limit grows by at a look, when as many groups run as it allows and every engine is calm."""
+    """Increase of the limit at each check at which it is reached and every engine is calm."""
     decrease_factor: Annotated[float, Field(gt=0, lt=1)]
-    """What the limit is multiplied with when an engine is overloaded."""
+    """The limit is multiplied by this when an engine is overloaded."""
     calm_kv_usage: Annotated[float, Field(gt=0, le=1)]
     """An engine is calm while nothing waits in its queue and less than this share of its KV cache is taken."""
     high_kv_usage: Annotated[float, Field(gt=0, le=1)]
@@ -177,32 +178,32 @@ class ConcurrencyConfig(Section):
     max_waiting_responses: NonNegativeInt
     """An engine is overloaded when more responses than this wait in its queue."""
     interval_s: Seconds
-    """How often the engines are looked at."""
+    """Time between two checks of the engines."""
 
 
 class SupervisionConfig(Section):
     """How workers are watched, and how often lost ones are started again."""
 
     interval_s: Seconds
-    """How often each worker's process is asked for a sign of life."""
+    """Time between two pings of each worker's process."""
     sign_timeout_s: Seconds
-    """How long a process may take to give a sign of life, whatever it is busy with."""
+    """How long a process may take to answer a ping, also while it computes."""
     probe_interval_s: Seconds
-    """A rollout actor that has finished nothing for so long is asked to sample one token; so is one that misses a
-    deadline, at once.
-    """
+    """A rollout actor that has finished nothing for this long is probed: it has to sample one token. One that misses a
+    deadline is probed at once."""
     probe_timeout_s: Seconds
-    """How long it may take to sample that token; longer than a weight push, which freezes it."""
+    """Deadline of such a probe; has to be longer than a weight push, during which the engine is paused."""
     max_restarts: NonNegativeInt
     """How often one worker is started again within `restart_window_s` before it is given up."""
     restart_window_s: Seconds
-    """After so long without trouble a restart no longer counts."""
+    """A restart counts towards `max_restarts` for this long."""
     backoff_s: Seconds
     """Pause before the first restart of a worker; each further one within the window waits twice as long."""
     max_backoff_s: Seconds
     """Longest pause before a restart."""
     max_failures_in_a_row: PositiveInt
-    """Groups that one rollout actor may fail or lose, one after the other, before it is replaced though it lives."""
+    """Consecutive groups that one rollout actor may fail or lose before it is replaced, although its process is alive.
+    """
     no_worker_s: Seconds
     """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
 
@@ -215,8 +216,8 @@ class TimeoutsConfig(Section):
     prepare_s: Seconds
     """Preparing one prompt on a processor worker, its videos decoded."""
     rollout_s: Seconds
-    """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown, and at every
-    turn of an episode."""
+    """Generating one group; the deadline is renewed whenever a response has grown by `sampler.chunk_tokens` tokens, and
+    at every turn of an episode."""
     reward_s: Seconds
     """Scoring one group."""
     reference_s: Seconds
@@ -234,7 +235,7 @@ class TimeoutsConfig(Section):
     push, and the write. Past it the run ends without that checkpoint. `mobula submit --stop-wait`, Slurm and Kubernetes
     should leave a stopped run a minute more."""
     stop_s: Seconds
-    """Stopping one role in good order before it is killed."""
+    """Graceful stop of one role before it is killed."""
 
 
 class RunConfig(Section):
@@ -257,11 +258,11 @@ class RunConfig(Section):
     data: DataConfig
     """The prompts."""
     environment: EnvironmentConfig
-    """What answers the policy between its turns."""
+    """The environment of episodes of several turns."""
     sampler: SamplerConfig
     """How responses are sampled."""
     rewards: RewardsConfig
-    """How good a response is."""
+    """The components of the reward and how they are combined."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
     reference: ReferenceConfig
@@ -273,7 +274,7 @@ class RunConfig(Section):
     offline: OfflineConfig
     """Training on rows of a data set in place of rollouts."""
     resources: ResourcesConfig
-    """Where the run fits."""
+    """Workers of each role, and the devices that they take."""
     weight_sync: WeightSyncConfig
     """How the learner's weights reach the rollout actors."""
     concurrency: ConcurrencyConfig
@@ -287,7 +288,7 @@ class RunConfig(Section):
     checkpoints: CheckpointConfig
     """Run checkpoints."""
     metrics: MetricsConfig
-    """Where numbers go."""
+    """Metrics sinks, the report and artifacts."""
     tracing: TracingConfig
     """Spans of prompts and steps, and profiles of updates."""
     timeouts: TimeoutsConfig

@@ -112,7 +112,7 @@ def _claims(series: Mapping[str, Measurements]) -> list[Claim]:
 
 
 def _regimes(workload: Workload) -> list[Claim]:
-    """Where asynchrony gives less: short tails, and a learner or engines that are the bottleneck by far."""
+    """Regimes with less gain: short tails, and a learner or engines that are the bottleneck by far."""
     claims = []
     for sigma in SIGMAS:
         for balance in BALANCES:

@@ -62,7 +62,7 @@ UNIT = "CPU ms/trajectory"
 
 @dataclass(frozen=True)
 class _Roles:
-    """What the dispatcher works with."""
+    """The roles that the dispatcher works with."""
 
     rollouts: Rollouts
     rewards: Rewards

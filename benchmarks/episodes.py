@@ -101,7 +101,7 @@ def _delayed(prompt: Prompt, step_s: float) -> Prompt:
 
 
 async def _picture_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) -> float:
-    """What travels of a group over its distinct pictures of later turns."""
+    """Bytes of a group in transport over the bytes of the distinct pictures of its later turns."""
     generated = await pool.generate(replace(prompt, prompt_id="bytes"), sampling_settings(config))
     [group] = await asyncio.to_thread(fetch, [generated.group], timeout_s=60, what="a group of episodes")
     bare: Any = replace(group, prompt=replace(group.prompt, media=(), media_spans=()))

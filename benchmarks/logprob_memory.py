@@ -45,7 +45,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Done:
-    """What one pass took, and a number that both sides must agree on."""
+    """Measurements of one pass, and a number that both sides must agree on."""
 
     seconds: float  # of the CPU, which does not count those of other processes; on a GPU by the clock
     peak_bytes: int  # beyond the parameters

@@ -110,7 +110,7 @@ async def _write_policy(folder: Path, overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _Loop:
-    """What the loop did, and how much of what the raw trainer computed was padding."""
+    """Measurements of the loop, and the share of padding in the raw trainer's work."""
 
     blocks: Blocks
     padded_share: float

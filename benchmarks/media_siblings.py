@@ -45,7 +45,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Done:
-    """What it took, and a number that both sides must agree on."""
+    """Measurements of one side, and a number that both sides must agree on."""
 
     seconds: float  # of the CPU, which does not count those of other processes
     checksum: float  # of all siblings' arrays

@@ -49,7 +49,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Done:
-    """What a pass took, and a number that all sides must agree on."""
+    """Measurements of one pass, and a number that all sides must agree on."""
 
     seconds: float  # of the CPU, which does not count those of other processes; on a GPU by the clock
     gradient: float  # sum of |gradient| over all parameters

@@ -86,7 +86,7 @@ def _measured(name: str, seed: int, folder: Path, words: Sequence[str]) -> Resul
 
 
 def _teacher(experiment: str, folder: Path, overrides: Sequence[str]) -> list[str]:
-    """What `distill` needs beside its seed: a checkpoint that was trained on the rewards."""
+    """The words that `distill` needs beside its seed: a teacher that was trained on the rewards."""
     if experiment != "distill":
         return []
     _run(folder, TEACHER, ["experiment=digits", *overrides])

@@ -108,7 +108,7 @@ class _Watch:
 
     @contextmanager
     def _idle(self, phase: str) -> Iterator[None]:
-        """Measure how idle everybody is while the body runs."""
+        """Measure how idle all workers are while the body runs."""
         started, before = time.monotonic(), snapshot()
         yield
         self.idle[phase] = idle_shares(before, snapshot(), time.monotonic() - started)
@@ -178,7 +178,7 @@ def _findings(config: RunConfig, watch: _Watch, steps: Sequence[StepRecord]) -> 
 
 
 def _lost(watch: _Watch, steps: Sequence[StepRecord]) -> dict[str, int]:
-    """What became of the tokens under way at the lost engine, as the in-flight requests count it."""
+    """Outcome of the tokens in progress at the lost engine, as the in-flight requests count them."""
     first, last = (
         step.counters.get(CounterName.RESUMED, {}) for step in (steps[watch.num_steps_before - 1], steps[-1])
     )

@@ -46,7 +46,7 @@ UNIT = "GB/s"
 
 @dataclass(frozen=True)
 class Load:
-    """What one round trip moves: all groups of a training step, so to say."""
+    """The size of one round trip: about all groups of a training step."""
 
     name: str
     num_groups: int

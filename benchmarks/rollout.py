@@ -54,7 +54,7 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
 
 @dataclass
 class Sides:
-    """What each side does in one round with responses of at most `max_tokens`, and how long they were."""
+    """Measurements of one round with responses of at most `max_tokens`: each side, and the lengths."""
 
     prepared: Prepared
     pool: RolloutPool

@@ -46,7 +46,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the two processes meet for their raw process group, and on what they compute."""
+    """The address at which the two processes join their raw process group, and their device."""
 
     address: str
     device: str

@@ -83,7 +83,7 @@ class RawParts(Protocol):
 
 @dataclass
 class Blocks:
-    """What one loop did: its measured steps, block by block, and the raw parts before each block and after the last.
+    """Measured steps of one loop, block by block, and the raw parts before each block and after the last.
 
     As a sink of the run it has the loop wait while it measures the raw parts.
     """

@@ -13,7 +13,7 @@ from cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
 
 
 class RunCheckpoints(Protocol):
-    """Where the run goes on from, and what it leaves behind; knows its own schedule."""
+    """Restores a run from its newest checkpoint, and writes checkpoints on its own schedule."""
 
     async def resume(self) -> int: ...
 
@@ -67,7 +67,7 @@ class GroupProducer(Protocol):
 
 
 class GroupQueue(Protocol):
-    """Where a step's groups come from: the replay buffer, or the rows of an offline job."""
+    """Source of a step's groups: the replay buffer, or the rows of an offline job."""
 
     async def take(self, num_groups: int) -> list[ScoredGroup]: ...
 

@@ -182,7 +182,7 @@ class RunStopped(Exception):
 
 
 def as_raised_by_role(error: Exception) -> Exception:
-    """What a role raised, as its caller takes it: a role that waited in vain for another one is not replaced."""
+    """An error of a role for its caller. After a deadline or death of another role it is not replaced itself."""
     return DependencyError(str(error)) if isinstance(error, (DeadlineError, WorkerDiedError)) else error
 
 

@@ -67,7 +67,7 @@ class Failure:
 
 
 def at_frames(frames: Sequence[str]) -> str:
-    """Where an exception was raised, to be put behind its message; empty without frames."""
+    """Text on where an exception was raised, to be appended to its message; empty without frames."""
     if not frames:
         return ""
     first, *callers = frames

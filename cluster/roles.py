@@ -39,7 +39,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """What one learner update did. `metrics` are means over the global batch, reduced over all ranks."""
+    """The result of one learner update. `metrics` are means over the global batch, reduced over all ranks."""
 
     version: int
     metrics: Mapping[str, float]

@@ -34,7 +34,7 @@ def layers() -> tuple[str, ...]:
 
 
 def own_values(group: str, option: str) -> dict[str, Any]:
-    """What an option says, as part of a run's configuration; values that are left to the user are left out."""
+    """The values that an option sets in a run's configuration, without those that are left to the user."""
     text = (FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8")
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}

@@ -116,7 +116,7 @@ def _section_below(annotation: Any) -> tuple[type[Section] | None, str]:
 
 
 def _expectation(info: FieldInfo) -> str:
-    """What a field's value must be, in words: 'a number, at least 0'."""
+    """A field's valid values in words: 'a number, at least 0'."""
     bounds = [
         words.format(getattr(constraint, bound))
         for constraint in info.metadata

@@ -197,7 +197,7 @@ def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """What to say of a key that there is not."""
+    """Message for an unknown key."""
     suggestion = keys.nearest(name, known)
     if suggestion:
         return f"{name} is unknown: did you mean {suggestion}?"

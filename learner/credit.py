@@ -100,7 +100,7 @@ class Credit:
         return Credited([[next(credited) for _ in group] for group in groups], metrics)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as JSON."""
+        """The state that a resumed run needs, as JSON."""
         return {
             "moments": self._moments.state(),
             "kl_coef": self.kl.value,
@@ -159,7 +159,7 @@ class Credit:
         return held, is_out.sum().item() / max(int(rewards.included.sum()), 1)
 
     def _earned(self, items: Sequence[LearnerItem], rewards: StepRewards) -> list[np.ndarray]:
-        """What each turn of a response earned, float64 [its turns]; all of it at the end of a response of one turn."""
+        """The reward of each turn of a response, float64 [turns]; a response of one turn has all of it at its end."""
         weights = rewards.weights[:, self._paid]
         paid = (weights * rewards.components[:, self._paid]).sum(dim=1).tolist()
         return [
@@ -210,7 +210,7 @@ class Credit:
 
 
 def missing_reference(config: AlgorithmConfig) -> str:
-    """What to do about groups that were not scored by the reference, or by the teacher in its place."""
+    """Next action for groups that were not scored by the reference, or by the teacher in its place."""
     if config.distillation.is_on:
         return (
             f"algorithm.distillation.teacher={config.distillation.teacher} but these groups carry no log-probs of it: "
@@ -304,9 +304,8 @@ def _by_values(
 
 
 def _by_turn(item: LearnerItem, value: float, weight: float, paid: float) -> np.ndarray:
-    """What each turn earned: `weight` times what the environment paid for it, and all else of the reward `value` at
-    the last one; `paid` is the environment's part of `value`.
-    """
+    """The reward of each turn: `weight` times the environment's reward for it, and the rest of the reward `value` at
+    the last one; `paid` is the environment's part of `value`."""
     num_turns = max(len(turns_of(item.loss_mask)), 1)  # a response without a reward has no trained token
     earned = np.zeros(num_turns)
     if item.turn_rewards and item.reward is not None:

@@ -15,7 +15,7 @@ from learner.policies.packing import split_microbatches
 
 
 class TrainableRow(Protocol):
-    """What can be trained on."""
+    """Interface of a row that can be trained on."""
 
     @property
     def sequence(self) -> PolicyRow: ...

@@ -203,7 +203,7 @@ class Learner:
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:
-        """What a push carries."""
+        """Manifest of a push."""
         return self.weights.manifest
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:

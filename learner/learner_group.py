@@ -22,7 +22,7 @@ from learner.ranks.rank_group import RankGroup
 
 
 class StepRows(Protocol):
-    """Where the supervised rows of a step come from (`cluster.rollout.supervised_rows.SupervisedRows`)."""
+    """Source of the supervised rows of a step (`cluster.rollout.supervised_rows.SupervisedRows`)."""
 
     async def of(self, version: int) -> Sequence[ScoredGroup]:
         """Those of the step that makes `version`."""

@@ -23,7 +23,7 @@ Named = Iterator[tuple[str, Tensor]]
 
 
 class PolicyWeights:
-    """What leaves the learner, under which name; adapters leave merged or, in a push, alone.
+    """The weights that leave the learner, with their names; adapters are merged or, in a push, sent alone.
 
     Every iterator over tensors is collective: all ranks run it to the end.
 

@@ -18,7 +18,7 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class CheckpointPart(Protocol):
-    """What lies in the same checkpoint as the policy: the critic, the average of the weights."""
+    """Further state in the policy's checkpoint: the critic, the average of the weights."""
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copy its state; what is returned writes it to `folder`. Collective."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the records pull in the object store, which a reward functi
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """What a reward function may look at: the response alone is scored, the rest describes what it should have been.
+    """Input of a reward function: the response is scored, the other fields describe the prompt and the expected answer.
 
     Pictures, the prompt's in `prompt_pictures` and generated ones in `response.pictures`, are whole encoded files.
     """

@@ -1,4 +1,4 @@
-"""The special tokens of chat models, as they look in text: who scores a text again must not take them for its own."""
+"""The special tokens of chat models, as they look in text: a scorer must not take those in a text for its own."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from rewards.tools import Tools
 
 
 class RewardScoring:
-    """The components of one service, or of all, with the recipes that say who needs them.
+    """The components of one service, or of all, with the recipes that need them.
 
     Example:
         scoring = Scoring(load_rewards(path), None, tools)

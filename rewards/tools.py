@@ -25,7 +25,7 @@ class Tools:
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once for all functions that are given these tools."""
+        """The result of `make`, computed once for all functions that have these tools."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

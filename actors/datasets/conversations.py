@@ -77,7 +77,7 @@ class Conversation:
 
 @dataclass
 class Named:
-    """What the parts of messages name, in order."""
+    """The media in the parts of messages, in order."""
 
     pictures: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)

@@ -44,7 +44,7 @@ class DigitRow(TypedDict):
 
 
 class Marker(TypedDict):
-    """What a finished folder holds: the arguments that decide its content."""
+    """Marker of a finished folder: the arguments that determine its content."""
 
     format_version: int
     task: str

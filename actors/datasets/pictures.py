@@ -42,7 +42,7 @@ Picture = Path | EncodedFile
 
 
 class PictureError(SkippedSample):
-    """What a row names as a picture is none that may be read; `reason` is a word to count by."""
+    """A row names a picture that may not be read; `reason` is a word to count by."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)

@@ -30,7 +30,7 @@ class PromptMaker(Protocol):
 
 @runtime_checkable
 class Preparation(Protocol):
-    """Where rows become prompts: in this process (`InDriver`), or on workers (`actors.processors.pool`)."""
+    """Turns rows into prompts: in this process (`InDriver`), or on workers (`actors.processors.pool`)."""
 
     @property
     def num_ahead(self) -> int:
@@ -275,7 +275,7 @@ def failed(error: Exception) -> Future[Any]:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """What a split holds, before training starts."""
+    """The content of a split, as it was found before training starts."""
 
     rows: Sequence[Row]  # those that are fit to be prompts, and those that were not checked
     skipped: tuple[Skipped, ...]  # records that could not be read and rows that cannot be prompts

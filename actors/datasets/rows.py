@@ -49,7 +49,7 @@ class Row:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """What reward functions compare a response with, the literal answer first."""
+        """The texts that reward functions compare a response with, the literal answer first."""
         return self.answer, self.solution
 
 

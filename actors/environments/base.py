@@ -80,7 +80,7 @@ class Action:
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What an environment offers. An episode is truncated after `max_turns` turns of the policy.
+    """Description of an environment. An episode is truncated after `max_turns` turns of the policy.
 
     `is_deterministic` says that equal actions after a reset with equal seeds give equal observations: an episode whose
     rollout actor is lost then goes on elsewhere by playing its turns again, and else begins again. `demonstrates` says
@@ -101,7 +101,7 @@ class Reset(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one turn led to. A reward is a number, or named parts whose sum counts."""
+    """The result of one turn. A reward is a number, or named parts whose sum counts."""
 
     observation: Observation
     reward: float | Mapping[str, float]

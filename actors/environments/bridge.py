@@ -20,7 +20,7 @@ PROBED = "probe1"
 
 @dataclass(frozen=True)
 class Delta:
-    """What follows the token that ended a turn: the observation, and the head of the next turn."""
+    """The tokens that follow the token that ended a turn: the observation, and the head of the next turn."""
 
     ids: np.ndarray  # int32 [D], one placeholder a vision embedding
     spans: tuple[MediaSpan, ...]
@@ -107,7 +107,7 @@ class TurnBridge:
         return turns
 
     def _rendered(self, turns: Sequence[Message], earlier: str) -> str:
-        """What the template writes behind the text of an earlier turn."""
+        """The text that the template writes behind the text of an earlier turn."""
         messages = [("user", PROBED), ("assistant", earlier), *((turn.role, turn.text) for turn in turns)]
         _, mark, rest = self._chat.render(messages, is_open=True).partition(MARK)
         return rest if mark else ""

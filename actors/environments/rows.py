@@ -87,5 +87,5 @@ def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
 def episode_of(
     seed: int, observation: Observation, options: Mapping[str, Any] = MappingProxyType({}), stage: int = 0
 ) -> Mapping[str, Any]:
-    """What a prompt carries so that rollout actors begin the same episode, and can check that they did."""
+    """The metadata of a prompt from which rollout actors begin the same episode, and check that it is the same."""
     return {"seed": seed, "hash": observation_hash(observation), "options": dict(options), "stage": stage}

@@ -81,5 +81,5 @@ def step_from_json(given: Mapping[str, Any]) -> Step:
 
 
 def _texts(info: Mapping[str, Any]) -> Json:
-    """What of `info` JSON has a type for; the rest is left out, since nothing reads it on the other side."""
+    """The part of `info` that JSON has types for; the rest is left out, since the other side reads none of it."""
     return {str(k): v for k, v in info.items() if isinstance(v, str | bool | int | float) or v is None}

@@ -28,7 +28,7 @@ UNKNOWN_SIZE = 0x7FFF0000  # and more stands in the header of a WAV file that wa
 
 @dataclass(frozen=True)
 class AudioLimits:
-    """What a sound may cost, and the rate that it is brought to."""
+    """Limits of an audio clip, and the sampling rate that it is resampled to."""
 
     audio: AudioConfig
     rate: int  # samples a second that the model reads
@@ -63,7 +63,7 @@ class Sound(Protocol):
 
     @property
     def extension(self) -> str:
-        """What a file of this format ends in."""
+        """The file extension of this format."""
         ...
 
     def read(self) -> np.ndarray:

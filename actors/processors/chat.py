@@ -67,7 +67,7 @@ class HasMedia(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredMedia:
-    """What of a row's media decides how many tokens they take."""
+    """The properties of a row's media that determine how many tokens they take."""
 
     sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
     clips: Sequence[Clip]  # what a prompt shows of each video
@@ -268,7 +268,7 @@ class ChatProcessor:
             )
 
     def measure_media(self, row: HasMedia) -> MeasuredMedia:
-        """What the headers of the row's files say.
+        """Measures the media from the headers of the row's files.
 
         Raises:
             MediaError: a file cannot be used.
@@ -290,7 +290,7 @@ class ChatProcessor:
         return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
 
     def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
-        """Where the row's processed media are: its pictures, its videos, then its sounds."""
+        """Handles of the row's processed media: its pictures, its videos, then its audio clips."""
         stored = [self.store_picture(content, path) for content, path in zip(loaded.pictures, row.images, strict=True)]
         stored += [self._store_video(video) for video in loaded.videos]
         return [*stored, *(self._store_audio(audio) for audio in loaded.audios)]
@@ -315,7 +315,7 @@ class ChatProcessor:
     def expansions(
         self, compact_ids: np.ndarray, images: Sequence[Picture], sizes: Sequence[tuple[int, int]], name: str
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Where the placeholders stand in `compact_ids`, and the ids that each picture becomes.
+        """The positions of placeholders in `compact_ids`, and the ids that replace each one.
 
         Raises:
             PromptError: there is not one placeholder a picture.
@@ -333,8 +333,8 @@ class ChatProcessor:
     def media_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, measured: MeasuredMedia
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Where placeholders stand in `compact_ids`, the ids that each one's medium becomes, and which of the row's
-        media that is, its pictures counted before its videos and these before its sounds.
+        """The positions of placeholders in `compact_ids`, the ids that replace each one, and the index of each one's
+        medium among those of the row, which are counted in the order pictures, videos, audio clips.
 
         Raises:
             PromptError: there is not one placeholder a medium.
@@ -351,7 +351,7 @@ class ChatProcessor:
     def _video_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, clips: Sequence[Clip]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Where the placeholders of videos stand in `compact_ids`, and the ids that each video becomes."""
+        """The positions of video placeholders in `compact_ids`, and the ids that replace each one."""
         if not clips or not isinstance(self._family, VideoFamily):
             return np.empty(0, dtype=np.int64), []
         expansions = []
@@ -372,7 +372,7 @@ class ChatProcessor:
     def _audio_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, lengths: Sequence[int]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Where the placeholders of sounds stand in `compact_ids`, and the ids that each sound becomes."""
+        """The positions of audio placeholders in `compact_ids`, and the ids that replace each one."""
         if not lengths or not isinstance(self._family, AudioFamily):
             return np.empty(0, dtype=np.int64), []
         expansions = []
@@ -429,7 +429,7 @@ class ChatProcessor:
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
 
     def store_picture(self, content: bytes, path: Picture) -> MediaHandle:
-        """Where the processed picture is; equal files are processed once."""
+        """Handle of the processed picture; equal files are processed once."""
         key = content_key(content, self.fingerprint)
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
@@ -443,7 +443,7 @@ class ChatProcessor:
         )
 
     def _store_video(self, video: LoadedVideo) -> MediaHandle:
-        """Where the processed video is; equal files are decoded and processed once."""
+        """Handle of the processed video; equal files are decoded and processed once."""
         key = content_key(b"".join(video.contents) + repr(video.clip).encode(), self._video_fingerprint)
         return self._media.get_or_add(key, str(video.source), partial(self._process_video, video))
 
@@ -459,7 +459,7 @@ class ChatProcessor:
         )
 
     def _store_audio(self, audio: LoadedAudio) -> MediaHandle:
-        """Where the processed sound is; equal files are decoded and processed once."""
+        """Handle of the processed audio clip; equal files are decoded and processed once."""
         key = content_key(audio.content, f"{self.fingerprint} audio")
         return self._media.get_or_add(key, str(audio.source), partial(self._process_audio, audio))
 
@@ -498,7 +498,7 @@ class ChatProcessor:
         require_av()
 
     def _limits_of_audios(self, model: str, data: DataConfig) -> AudioLimits:
-        """What a sound may be, if the model takes any on this machine."""
+        """Limits of audio clips, if the model takes any on this machine."""
         if not isinstance(self._family, AudioFamily):
             raise ValueError(
                 f"sampler.max_audios_per_prompt={self._max_audios} asks for sounds, which are not computed for "
@@ -603,7 +603,7 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: str, expected: int) -> None:
-    """Where a tokenizer file is missing, transformers makes up a tokenizer without its words."""
+    """Refuses a checkpoint without tokenizer files, for which transformers would build a tokenizer of other words."""
     ids = processor.tokenizer(placeholder, add_special_tokens=False).input_ids
     if ids != [expected]:
         raise ValueError(

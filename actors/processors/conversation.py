@@ -179,7 +179,7 @@ class ConversationProcessor:
 
 
 def _rest(text: str, start: str, name: str) -> str:
-    """What `text` has behind `start`.
+    """The part of `text` after `start`.
 
     Raises:
         PromptError: it begins otherwise, so the template has changed an earlier turn.
@@ -206,7 +206,7 @@ def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str
 
 
 def _text(ending: Ending) -> str:
-    """What an ending says, for reports."""
+    """The text of an ending, for reports."""
     if len(ending.turns) == 1:
         return ending.turns[0].text
     return "\n".join(f"{turn.role}: {turn.text}" for turn in ending.turns)

@@ -18,7 +18,7 @@ from cluster.records.rgb import FORMATS, to_rgb
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """What a picture may cost: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
+    """Limits of a picture: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
 
     max_image_bytes: int
     max_decoded_pixels: int

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def make_processor(
     config: RunConfig, media: MediaKeeper
 ) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor:
-    """What turns the run's rows into prompts (of an offline job: into groups), their media stored in `media`.
+    """The processor that turns the run's rows into prompts (of an offline job: into groups) and stores their media in
+    `media`.
 
     Raises:
         ValueError: the model, its processor or a text of the configuration is unfit.

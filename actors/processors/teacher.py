@@ -1,4 +1,4 @@
-"""What a teacher must share with the policy that it teaches: vocabulary, pictures, length."""
+"""Checks that a teacher fits the policy: vocabulary, pictures, length."""
 
 from __future__ import annotations
 

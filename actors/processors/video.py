@@ -23,7 +23,7 @@ MICROSECONDS = 1_000_000  # what containers count their length in
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """What a video may cost, and how frames are taken of it."""
+    """Limits of a video, and how its frames are sampled."""
 
     video: VideoConfig
     frame: ImageLimits  # of a video that comes as pictures
@@ -52,7 +52,8 @@ class _Plan:
 
 
 def check_video(source: Video, limits: VideoLimits) -> Clip:
-    """What a prompt would show of the video, from headers and packets alone; for checks of a whole dataset.
+    """The frames that a prompt would show of the video, computed from headers and packets alone; for checks of a whole
+    dataset.
 
     Raises:
         MediaError: the video is missing, empty, too large, too long, or no video.

@@ -46,7 +46,7 @@ class CallMedia:
 
 
 class _Keeper:
-    """What the processor holds: the media of the call that is under way."""
+    """Keeps the media of the call in progress, which the processor stores."""
 
     call = CallMedia()
 

@@ -104,7 +104,7 @@ class RolloutClient:
         self._version = version
 
     async def is_alive(self) -> Vitals:
-        """What the process uses; it answers while it is alive, however busy it is."""
+        """Resource usage of the process, which answers while it is alive, also while it computes."""
         what = f"{self.name} to answer that it is alive"
         return await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
 
@@ -152,7 +152,7 @@ class RolloutClient:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Who waits for one request."""
+    """One request and the future of its caller."""
 
     take: Take
     group: asyncio.Future[tuple[Any, GroupReport]]

@@ -24,7 +24,7 @@ from configs.schema.rollout import SamplerConfig
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What follows a prompt in a demonstrated episode; `mask` is True on the tokens of its turns."""
+    """The tokens behind the prompt of a demonstrated episode; `mask` is True on the tokens of its turns."""
 
     actions: TokenActions
     mask: np.ndarray  # bool [T]

@@ -21,7 +21,7 @@ from configs.schema.rollout import SamplerConfig
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What episodes need besides the engine; the same for every actor of a run."""
+    """Settings of episodes beside those of the engine; the same for every actor of a run."""
 
     environment: EnvironmentConfig
     data: DataConfig

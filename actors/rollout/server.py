@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class MessageBatch:
-    """What there is to say of all requests of an actor at one moment: first the chunks, then who has ended.
+    """The messages of all requests of an actor at one moment: first the chunks, then the requests that have ended.
 
     The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: a receiver of
     the messages need not fetch them.
@@ -84,10 +84,10 @@ class MessageQueue:
         self._has_messages.set()
 
     async def messages(self) -> AsyncIterator[tuple[MessageBatch, list[TrajectoryGroup]]]:
-        """What is put, in order, with the groups that follow the messages; it ends when another listener comes."""
+        """Batches of messages in order, with the groups that belong to them; ends when another listener comes."""
         self._num_listeners += 1
         listener = self._num_listeners
-        self._has_messages.set()  # who listened before learns that he is let go
+        self._has_messages.set()  # ends the iterator of the listener before
         while True:
             while not (self._chunks or self._ended):
                 self._has_messages.clear()

@@ -22,7 +22,7 @@ from learner.policies.lora import AdapterPush
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a sampler needs to start; the same for every engine of a run except `seed`."""
+    """Settings that a sampler starts with; the same for every engine of a run except `seed`."""
 
     model: str
     dtype: str  # float32 | bfloat16
@@ -51,7 +51,7 @@ class EngineSettings:
     image_guidance: float = 1.0  # of a model that draws token by token
 
     def expected_by(self, manifest: Manifest) -> Manifest:
-        """What a push that promises `manifest` must carry."""
+        """The manifest that a push of `manifest` must have."""
         return self.adapters.manifest if self.adapters_of(manifest) else self.expected
 
     def adapters_of(self, manifest: Manifest) -> AdapterPush | None:
@@ -130,7 +130,7 @@ class Sampler(Protocol):
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
     ) -> None:
-        """The same from packed buckets in hand: the way of a late joiner, who is in no transfer group yet."""
+        """The same from packed buckets in hand: for a late joiner, which is in no transfer group yet."""
         ...
 
     async def weight_version(self) -> int: ...

@@ -111,7 +111,7 @@ class InProcessSampler(ABC):
             self._num_asked -= 1
 
     def _placed(self) -> tuple[torch.nn.Module, ...]:
-        """What takes memory of the device while the sampler is awake."""
+        """The modules that occupy memory of the device while the sampler is awake."""
         return (self._model,)
 
     def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: measure sides in turn, state what was measured, and what a ratio has to be."""
+"""Shared by all benchmarks: sides measured in turn, the measurements as a record, and targets of ratios."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Findings:
-    """What one benchmark found."""
+    """The measurements and claims of one benchmark."""
 
     settings: Mapping[str, Any]
     series: Mapping[str, Measurements]
@@ -80,8 +80,9 @@ def rates(ours: Measurements, raw: Measurements) -> float:
 
 
 def share(ours: Sequence[float], other: Sequence[float]) -> float:
-    """What ours reached of the other, measured round by round in turn: the median of the rounds' ratios. The machine
-    may be twice as fast in one round as in the next, and either side then has its medians in rounds of its own."""
+    """The share of the other side that ours reached, measured round by round in turn: the median of the rounds' ratios.
+    The machine may be twice as fast in one round as in the next, and either side then has its medians in rounds of its
+    own."""
     return median(own / others for own, others in zip(ours, other, strict=True))
 
 

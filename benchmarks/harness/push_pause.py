@@ -125,7 +125,7 @@ async def into_engine(effort: Effort, config: RunConfig) -> dict[str, Measuremen
 
 
 def served_weights(stage: Stage) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """What the engines loaded: the checkpoint's manifest, and its tensors by name."""
+    """The weights that the engines loaded: the checkpoint's manifest, and its tensors by name."""
     folder = stage.prepared.model_folder
     tensors = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
     return checkpoint_manifest(folder, stage.prepared.config.resources.dtype), tensors

@@ -75,7 +75,7 @@ def read(path: Path) -> Report:
 
 
 def problems(findings: Findings, baseline: Findings) -> list[str]:
-    """What is below its target, and what got worse than the committed baseline by more than `TOLERANCE`."""
+    """Claims below their target, and claims worse than the committed baseline by more than `TOLERANCE`."""
     known = {claim.what: claim for claim in baseline.claims}
     found = []
     for claim in findings.claims:
@@ -95,7 +95,7 @@ def target_text(claim: Claim) -> str:
 
 
 def tables(report: Report) -> tuple[Table, Table]:
-    """What was measured, and what follows from it."""
+    """The table of measurements, and the table of claims."""
     title = f"{report.name} on {report.device}, {report.machine['cores']} cores ({report.machine['cpu']})"
     measured = Table("side", "what", "median", "lowest", "highest", "unit", title=title)
     for name, series in report.findings.series.items():

@@ -1,4 +1,4 @@
-"""Where benchmarks play: a private Ray cluster, and the roles of a run on it, spawned as a run spawns them."""
+"""The environment of benchmarks: a private Ray cluster, and the roles of a run on it, spawned as a run spawns them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What Mobula is compared with: the same work without it."""
+"""Baselines: the same work without Mobula."""

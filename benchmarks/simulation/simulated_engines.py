@@ -98,7 +98,7 @@ class SimulatedEngine:
         return Generated(prompt.prompt_id, summary(prompt, tokens, num_trajectories=len(spans)))
 
     async def load(self) -> EngineLoad:
-        """What runs and what waits for a slot; slots are all that it can run out of."""
+        """Running and waiting requests; slots are its only limited resource."""
         now = self.clock_s
         num_running = sum(span.start_s <= now < span.end_s for span in self._spans)
         num_waiting = sum(span.start_s > now for span in self._spans)

@@ -28,7 +28,7 @@ KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_r
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is generated and trained, and how fast the machines are."""
+    """The responses and steps of a workload, and the speed of the machines."""
 
     lengths: Lengths
     num_engines: int
@@ -60,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run showed between its warm-up and its end."""
+    """Measurements of a run between its warm-up and its end."""
 
     step_s: float  # mean
     engine_idle_share: float  # of slot-seconds; pauses are idle too
@@ -288,7 +288,7 @@ class _Moment:
 
 
 class _Observer:
-    """Where the time of each step went, and what the clocks showed at its end."""
+    """The time of each step by phase, and the clocks at its end."""
 
     def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
         self.moments: list[_Moment] = []

@@ -91,7 +91,7 @@ class CounterName(StrEnum):
 
 
 class LiveName(StrEnum):
-    """What the Ray gauges say at every moment, from the start of the process on."""
+    """Names of the Ray gauges that have a value at every moment from the start of the process on."""
 
     UP = "up"
     PHASE = "phase"
@@ -130,7 +130,8 @@ class SplitName(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number means. `unit` is empty where the number has none; `tag` is what splits it beside the run's tags."""
+    """Description of a metric. `unit` is empty where it has none; `tag` is the tag that splits it beside the run's
+    tags."""
 
     unit: str
     help: str

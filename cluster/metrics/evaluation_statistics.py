@@ -66,7 +66,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def paired_gains(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """What each component gained between two evaluations of the same prompts with the same seeds.
+    """Gain of each component between two evaluations of the same prompts with the same seeds.
 
     Prompt -> component -> mean over its responses. Each component has its mean `NAME_mean` and that mean's standard
     error `NAME_se`, both of `after`, and `NAME_gain` and `NAME_gain_se` of the differences by prompt, which do not hold

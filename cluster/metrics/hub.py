@@ -181,7 +181,7 @@ class Metrics:
             self._sinks.emit_samples(samples)
 
     def progress(self) -> Progress:
-        """What the loop does now: a phase of its step, or `starting` before the first and `ending` after the last."""
+        """The current phase of the step, `starting` before the first step, or `ending` after the last."""
         if self._scope is not None:
             found = self._scope.progress()
         else:

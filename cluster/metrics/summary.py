@@ -18,7 +18,7 @@ Status = Literal["done", "stopped", "failed", "killed"]  # a driver that was kil
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run is, beside what it measured."""
+    """Facts of a run that are not measured."""
 
     seed: int
     sampler: str
@@ -71,7 +71,7 @@ class Summary:
 
 
 def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
-    """What `metrics` knows of the run now."""
+    """Summary of the current state of `metrics`."""
     totals = metrics.totals
     evaluations = totals.evaluations
     return Summary(

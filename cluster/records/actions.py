@@ -12,7 +12,7 @@ import numpy as np
 from cluster.records.media import MediaHandle, MediaSpan
 
 Column = np.ndarray | list[np.ndarray]
-"""What siblings have of one kind, on its way: all in a row, or an array each."""
+"""The arrays of one kind of all siblings, for transport: concatenated, or one for each."""
 
 MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
 
@@ -81,7 +81,7 @@ class Actions(Protocol):
 
     @property
     def media(self) -> tuple[MediaHandle, ...]:
-        """What an environment showed between the steps."""
+        """Pictures and other media that an environment showed between the steps."""
         ...
 
     @classmethod

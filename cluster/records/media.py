@@ -39,7 +39,7 @@ class ProcessedMedia:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Where one medium stands in a row of expanded ids: the half-open interval [start, end) of its expansion.
+    """Position of one medium in a row of expanded ids: the half-open interval [start, end) of its expansion.
 
     Some families have other tokens between the placeholders; those of the family's placeholder id take embeddings.
     """
@@ -65,7 +65,7 @@ def content_key(content: bytes, processor_fingerprint: str) -> str:
 
 
 class MediaKeeper(Protocol):
-    """Where processors store media."""
+    """Storage of media for processors."""
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
         """The handle stored under `key`; `process` makes the medium if it is not there."""
@@ -154,7 +154,7 @@ class MediaReader:
         return [[found[h.key] for h in own] if all(h.key in found for h in own) else None for own in wanted]
 
     def _kept(self, handles: Sequence[MediaHandle]) -> tuple[dict[str, ProcessedMedia], list[MediaHandle]]:
-        """What of `handles` is here, by key, and the others, once each."""
+        """The media of `handles` that are kept, by key, and the handles of the others, once each."""
         with self._lock:
             found = {h.key: self._items[h.key] for h in handles if h.key in self._items}
         return found, list({h.key: h for h in handles if h.key not in found}.values())

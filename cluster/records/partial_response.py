@@ -73,7 +73,7 @@ class SampledSequence:
         )
 
     def since(self, start: int) -> SampledSequence:
-        """What follows the first `start` tokens; a stretch of an episode knows no turns."""
+        """The steps after the first `start` tokens; a stretch of an episode has no turns."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
         rest = self.actions.stretch(start, self.num_tokens)
         return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.pictures)
@@ -85,7 +85,7 @@ class SampledSequence:
 
 
 NOTHING = SampledSequence(TokenActions(np.empty(0, dtype=np.int32)), np.empty(0, dtype=np.float32), (), None)
-"""Where a response begins, whatever its steps are."""
+"""The beginning of a response, for steps of any kind."""
 
 
 @dataclass(frozen=True)

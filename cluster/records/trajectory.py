@@ -16,7 +16,7 @@ import numpy as np
 from cluster.records.actions import Actions, Column, packed, unpacked
 from cluster.records.media import MediaHandle, MediaSpan
 
-MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by who reads them
+MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by their readers
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -62,7 +62,7 @@ def _prompt(
     references: tuple[str, ...],
     metadata: Mapping[str, Any],
 ) -> Prompt:
-    """What `Prompt.__reduce__` took apart."""
+    """Rebuilds a prompt from `Prompt.__reduce__`."""
     handles = tuple(MediaHandle(*handle) for handle in media)
     placed = tuple(MediaSpan(*span) for span in spans)
     ids = (np.frombuffer(compact_ids, dtype=np.int32), np.frombuffer(expanded_ids, dtype=np.int32))
@@ -108,7 +108,7 @@ class EpisodeTurn:
 
 @dataclass(frozen=True)
 class Response:
-    """What a reward function reads: the response alone, without prompt and special tokens.
+    """The input of a reward function: the response alone, without prompt and special tokens.
 
     `pictures` are what a visual generative policy answered with, each a whole encoded file (PNG, JPEG), a video's
     frames in order. Of an episode, `text` and `num_tokens` are those of the policy's turns alone, which `turns` has one
@@ -253,7 +253,7 @@ class TrajectoryGroup:
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
 
     def small_responses(self) -> tuple[Response, ...] | None:
-        """What reward functions read, where it may go by value with a message; None where it is too much for that."""
+        """The responses, if they are small enough to travel by value with a message; otherwise None."""
         responses = tuple(trajectory.response for trajectory in self.trajectories)
         num_characters = sum(
             len(response.text) + sum(len(turn.action) + len(turn.observation) for turn in response.turns)
@@ -295,7 +295,8 @@ def _put_together(
     masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
-    """What `TrajectoryGroup.__reduce__` took apart. It was valid then: nothing is checked again."""
+    """Rebuilds a group from `TrajectoryGroup.__reduce__`. It was valid when it was taken apart, so it is not checked
+    again."""
     kind, steps = actions
     columns = (kind.unpacked(steps, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
     trajectories = []
@@ -338,7 +339,7 @@ class GroupSummary:
 
 
 GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
-"""What an actor returns beside a group: its summary, and its responses where they are few bytes."""
+"""Returned by an actor beside a group: its summary, and its responses if they are small."""
 
 
 class Generated(NamedTuple):
@@ -358,7 +359,7 @@ class Generated(NamedTuple):
 
     @property
     def to_score(self) -> Any:
-        """What a reward pool is given of it: what it need not fetch, where there is such a thing."""
+        """The input of a reward pool: the answers by value if there are any, otherwise the group."""
         return self.group if self.answers is None else self.answers
 
 

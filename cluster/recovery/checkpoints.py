@@ -53,14 +53,14 @@ class Resumable(Protocol):
     """A part of the driver that goes on where it was."""
 
     def state(self) -> dict[str, Any]:
-        """What to keep, as JSON."""
+        """The state to keep, as JSON."""
         ...
 
     def restore(self, version: int, state: dict[str, Any]) -> None: ...
 
 
 class Recovery(Protocol):
-    """What goes on from a checkpoint to where the run was (`cluster.recovery.resume`)."""
+    """Continues from a checkpoint to the point where the run was (`cluster.recovery.resume`)."""
 
     async def begin(self) -> None:
         """A new run begins."""

@@ -29,7 +29,7 @@ class Keeper(Protocol):
     """The replay buffer, which keeps the journal."""
 
     async def recall(self, group_ids: Sequence[str]) -> Mapping[str, RecordedGroup]:
-        """What the journal has of these groups."""
+        """The records of these groups in the journal."""
         ...
 
     async def exchange(self, group: ScoredGroup) -> None:

@@ -179,7 +179,8 @@ class ReplayBuffer:
         await self._journal.forget(version)
 
     async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
-        """What the journal has of these groups, whatever became of them since, once it has done what it can."""
+        """The records of these groups in the journal, in whichever state they are, once its pending writes have been
+        tried."""
         under_way = [self._held[group_id].written for group_id in group_ids if group_id in self._held]
         await asyncio.gather(*under_way, return_exceptions=True)
         return await self._journal.read(group_ids)

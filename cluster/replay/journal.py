@@ -44,7 +44,8 @@ _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they chang
 
 
 def journal_identity(config: RunConfig) -> dict[str, Any]:
-    """What recorded groups and updates depend on, as JSON: a journal of another identity is not gone on with."""
+    """The settings that recorded groups and updates depend on, as JSON: a journal with another identity is not
+    continued."""
     return {
         **run_identity(config),
         "num_steps": config.num_steps,
@@ -119,7 +120,7 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a journal knows beyond the checkpoint of `version`. Groups are read when they are looked at."""
+    """The content of a journal beyond the checkpoint of `version`. Groups are read on access."""
 
     version: int
     steps: tuple[TrainedStep, ...] = ()  # that followed, without a gap
@@ -145,7 +146,7 @@ class Journal:
         self._writer: SegmentWriter | None = None
 
     def recover(self, version: int) -> Recovered:
-        """What there is beyond the checkpoint of `version`, as far as it is whole and of this identity."""
+        """The content beyond the checkpoint of `version`, as far as it is complete and has this identity."""
         ledger = _Ledger()
         for segment in self._segments():
             self._tell_of_losses(segment)
@@ -196,7 +197,7 @@ class Journal:
             self._writer = None
 
     def _opened(self) -> _Held:
-        """What the files hold, read once."""
+        """The content of the files, read once."""
         if self._held is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = _Held()
@@ -219,7 +220,7 @@ class Journal:
         held.add(record)
 
     def _segments(self) -> Iterator[Segment]:
-        """What is on disk, oldest first."""
+        """The segments on disk, oldest first."""
         return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:

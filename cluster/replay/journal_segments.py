@@ -28,7 +28,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a segment that was close
 
 
 class RecordKind(StrEnum):
-    """What a record states."""
+    """Kinds of records."""
 
     FINISHED = "finished"  # this group will be trained on; one row a trajectory
     REJECTED = "rejected"  # this group will not
@@ -47,7 +47,7 @@ class JournalRecord:
 
 @dataclass(frozen=True)
 class Segment:
-    """What one file holds; `num_torn_bytes` at its end are not what was written, or not all of it."""
+    """The content of one file; the last `num_torn_bytes` bytes are damaged or incomplete."""
 
     number: int
     identity: Mapping[str, Any]

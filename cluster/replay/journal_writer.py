@@ -24,7 +24,7 @@ MAX_LATE = 8  # groups that are waited for at one time
 
 
 class GroupJournal(Protocol):
-    """Where the buffer writes down what became of groups; every call returns once it is on disk."""
+    """Log of the buffer's groups; every call returns once its records are on disk."""
 
     async def finished(self, group: ScoredGroup) -> None: ...
 

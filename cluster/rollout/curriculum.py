@@ -55,7 +55,7 @@ class StageCurriculum:
             self._on_opened(self.newest)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"newest": self.newest, "outcomes": list(self._outcomes)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

@@ -246,7 +246,7 @@ class RolloutDispatcher:
         return tuple(self._pending)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"cursor": self._cursor, "pending": list(self._pending)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

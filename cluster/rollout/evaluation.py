@@ -69,7 +69,7 @@ class ScoredPrompt:
 
 
 class ResponseLog(Protocol):
-    """Where the responses of evaluations are kept."""
+    """Storage of the responses of evaluations."""
 
     async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
 
@@ -187,7 +187,7 @@ class Evaluator:
         return results
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"results": [asdict(result) for results in self.results.values() for result in results]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

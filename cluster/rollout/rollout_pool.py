@@ -42,7 +42,7 @@ class Engine(Receiver, Protocol):
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
     async def is_alive(self) -> Vitals | None:
-        """What the process uses; it answers while it is alive, however busy it is."""
+        """Resource usage of the process, which answers while it is alive, also while it computes."""
         ...
 
     async def probe(self) -> None:

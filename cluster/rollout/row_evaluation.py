@@ -62,7 +62,7 @@ class RowEvaluator:
         """Nothing is under way."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"results": [[version, metrics] for version, metrics in self.results.items()]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class RowStream:
         return NO_QUEUE
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"cursor": self._cursor}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class StalenessGate:
         self._changed.set()
 
     def advance(self, version: int) -> None:
-        """What starts from now on is sampled with `version`."""
+        """Groups that start from now on are sampled with `version`."""
         assert version >= self.version, f"published version {version} after {self.version}"
         self.version = version
         self._changed.set()

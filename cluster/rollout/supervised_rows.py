@@ -44,7 +44,7 @@ class SupervisedRows:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """The state for a checkpoint, as JSON."""
         return {"cursor": self._starts[self._furthest + 1]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:

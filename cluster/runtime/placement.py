@@ -26,7 +26,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one node has to give: what is free there, in Ray's units.
+    """Free resources of one node, in Ray's units.
 
     `all_cpus` are those of the node, held or not (None: they are all free): what is bound to cores is bound to
     the same ones whatever else runs there. `name` is what people call the node, `HOSTNAME (IP)`.
@@ -184,7 +184,8 @@ def plan_table(plan: PlacementPlan) -> list[PlanRow]:
 
 
 class _Space:
-    """What is still free on one node. GPUs are counted one by one, for a share of a GPU must lie on one GPU."""
+    """Resources of one node that are still free. GPUs are counted one by one, because a share of a GPU must lie on one
+    GPU."""
 
     def __init__(self, node: NodeResources) -> None:
         self.node = node
@@ -241,7 +242,7 @@ class _Space:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where one worker is placed."""
+    """The place of one worker."""
 
     node: NodeResources
     gpus: tuple[int, ...]
@@ -263,7 +264,7 @@ def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], p
 
 
 def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
-    """Where a role that wants to stay together begins: the node that holds most of it."""
+    """The node that can hold most workers of a role that is packed."""
     return max(fitting, key=lambda space: space.capacity(workers))
 
 

@@ -35,14 +35,14 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True)
 class Booking:
-    """Where one worker's resources are reserved: pass both to `cluster.runtime.ray_actors.spawn`."""
+    """Reservation of one worker's resources: pass both to `cluster.runtime.ray_actors.spawn`."""
 
     group: PlacementGroup
     bundle_index: int
 
 
 def cluster_nodes() -> tuple[NodeResources, ...]:
-    """What is free on every live node of the connected cluster."""
+    """Free resources of every live node of the connected cluster."""
     free = available_resources_per_node()
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     alive = {node_id: node["Resources"] for node_id, node in nodes.items()}
@@ -157,7 +157,7 @@ def _all_of(node: Mapping[str, Any]) -> NodeResources:
 
 
 def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """What a node has beside CPUs, GPUs and memory, Ray's own markers left out."""
+    """Custom resources of a node: without CPUs, GPUs, memory and Ray's own markers."""
     own = ("CPU", "GPU", "memory", "object_store_memory")
     return tuple(
         (name, amount)
@@ -171,7 +171,7 @@ def _labels(node: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
-    """What Ray reserves for one worker."""
+    """The bundle that Ray reserves for one worker."""
     custom = dict(worker.custom) if isinstance(worker, PlacedWorker) else dict(worker.custom_resources)
     return {"CPU": worker.num_cpus, **({"GPU": worker.num_gpus} if worker.num_gpus else {}), **custom}
 

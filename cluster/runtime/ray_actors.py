@@ -184,7 +184,7 @@ def kill(handle: ray.actor.ActorHandle) -> None:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process needs of its place in the plan."""
+    """The part of the placement plan that a process needs."""
 
     cores: tuple[int, ...]
     num_threads: int

@@ -67,7 +67,7 @@ def _process_id(text: str) -> str | None:
 
 
 def _log_of(text: str) -> tuple[Path | None, str]:
-    """Where the process wrote its stderr, and what; nothing where it ran on another node, whose files are not read."""
+    """Path and text of the process's stderr; nothing for a process on another node, whose files are not read."""
     process_id = _process_id(text)
     path = None if process_id is None else _path_of(process_id)
     if path is None:

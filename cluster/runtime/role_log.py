@@ -48,7 +48,7 @@ def opening(process_id: int | str) -> str:
 
 
 def part_of(path: Path, process_id: str) -> str:
-    """What one process wrote to a worker's log; all of it if the process has no part."""
+    """The text that one process wrote to a worker's log; all of it if the process has no part."""
     text = path.read_text(encoding="utf-8", errors="replace")
     _, marker, part = text.rpartition(f"{opening(process_id)} on ")
     return part.partition("\n")[2].partition("\n=====")[0] if marker else text

@@ -16,7 +16,7 @@ Value = str | int | float
 
 
 class Stage(StrEnum):
-    """What a prompt goes through, in this order. Between `BUFFERED` and `TRAINED` its reference log-probs are made."""
+    """Stages of a prompt, in order. Between `BUFFERED` and `TRAINED` its reference log-probs are computed."""
 
     QUEUED = "queued"  # it has a slot and waits for a rollout actor
     GENERATED = "generated"  # from the first attempt on an actor until all siblings are there
@@ -101,7 +101,7 @@ class RunTracer:
             self._each(lambda sink: sink.end_step(step, whole))
 
     def close(self) -> None:
-        """What is under way has no end: it is left out."""
+        """Stages in progress have no end and are left out."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 

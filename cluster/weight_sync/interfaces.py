@@ -32,7 +32,7 @@ class Sender(Protocol):
         ...
 
     async def leave_transfer(self, epoch: int) -> None:
-        """Forget one transfer group; who still waits in it fails at once."""
+        """Forget one transfer group; members that still wait in it fail at once."""
         ...
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
@@ -65,12 +65,12 @@ class Receiver(Protocol):
 
 
 class Members(Protocol):
-    """Who receives weights now. Membership changes while the run goes on."""
+    """The actors that receive weights at present. Membership changes while the run goes on."""
 
     def receivers(self) -> Sequence[Receiver]: ...
 
     def announced(self, version: int) -> None:
-        """The receivers of now are brought to `version`; who joins from now on must have it."""
+        """Present receivers are brought to `version`; receivers that join from now on must have it."""
         ...
 
     def synced(self, receiver: Receiver, version: int) -> None:

@@ -35,7 +35,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in its bucket: bytes [offset, offset + spec.num_bytes)."""
+    """Position of one tensor in its bucket: bytes [offset, offset + spec.num_bytes)."""
 
     spec: TensorSpec
     offset: int
@@ -113,7 +113,7 @@ class Manifest:
 
 
 def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
-    """What a checkpoint folder promises, read from its safetensors headers alone, as tensors of `dtype`.
+    """Manifest of a checkpoint folder, read from its safetensors headers alone, as tensors of `dtype`.
 
     Raises:
         PreflightError: the folder holds no safetensors file, or one that is cut off or damaged.

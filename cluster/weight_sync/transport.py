@@ -26,7 +26,7 @@ from cluster.weight_sync.rendezvous import join_store
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where and how the members of one transfer group meet."""
+    """Address and backend of one transfer group."""
 
     host: str
     port: int

@@ -23,12 +23,12 @@ _logger = logging.getLogger(__name__)
 
 _Found = Mapping[Receiver, Exception | None]  # what became of receivers
 
-RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # who fails so is gone; else it may be a peer's fault
+RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # it is gone itself; others may be a peer's fault
 
 
 @dataclass(frozen=True)
 class Push:
-    """What one push took and what its canary found."""
+    """Times of one push, and the result of its canary."""
 
     version: int
     num_bytes: int
@@ -53,7 +53,7 @@ class _Underway:
     manifest: Manifest
     num_receivers: int
     started: float  # time.monotonic()
-    reached: set[Receiver] = field(default_factory=set)  # who got these very weights
+    reached: set[Receiver] = field(default_factory=set)  # that hold these very weights
 
 
 @dataclass(frozen=True)

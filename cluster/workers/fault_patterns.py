@@ -65,7 +65,7 @@ class FaultPatterns:
         self._suspects: frozenset[str] = frozenset()
 
     def died(self, death: Death) -> OnePrompt | AfterPushes | None:
-        """What is found now, if anything is. A prompt that is found is no suspect any more."""
+        """The pattern found so far, if any. A prompt that has been found is no longer a suspect."""
         if death.fingerprint is None:
             return None
         if death.fingerprint != self._fingerprint:

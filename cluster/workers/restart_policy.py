@@ -85,7 +85,7 @@ class RepeatedCause:
 
 
 def _own_cause(error: Exception) -> str | None:
-    """What ended a worker that ended itself, equal for equal causes."""
+    """The cause of a worker that ended itself; equal for equal causes."""
     if isinstance(error, DeadlineError | PlacementError):  # a cluster without room may have some later
         return None
     failure = getattr(error, "failure", None)

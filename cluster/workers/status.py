@@ -67,7 +67,7 @@ class InFlightSummary:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the loop does now, and since when."""
+    """The current phase of the loop, and its start."""
 
     step: int  # being made, or made last; 0 before the first one
     phase: str
@@ -103,7 +103,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True)
 class RoleOutcome:
-    """What became of one role's part of a request."""
+    """The outcome of one role's part of a request."""
 
     role: str
     num_workers: int

@@ -110,6 +110,6 @@ class Suspects:
 
 
 def _row(prompt: Prompt) -> tuple[str, str]:
-    """What a prompt was made of, in whichever epoch: training prompts are numbered, others name their split."""
+    """The row that a prompt was made from, in any epoch: training prompts are numbered, others name their split."""
     split = prompt.prompt_id.partition("/")[0]
     return ("" if split.isdigit() else split, prompt.sample_id)

@@ -20,7 +20,7 @@ Lost = WorkerDiedError | DeadlineError | StuckError
 
 
 class Hosts(Protocol):
-    """Where the workers of one role run: `start`, `stop` and `release` of `worker_pool.Hooks`."""
+    """Starts and ends the workers of one role: `start`, `stop` and `release` of `worker_pool.Hooks`."""
 
     async def start(self, index: int) -> Any: ...
 

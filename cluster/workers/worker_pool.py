@@ -62,7 +62,7 @@ class Worker(Generic[Handle]):
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks(Generic[Handle]):
-    """What differs between roles. `handle` is what `start` returned."""
+    """The parts of a worker pool that differ between roles. `handle` is the return value of `start`."""
 
     start: Callable[[int], Awaitable[Handle]]  # (index): reserve a place, start a process there, return at once
     join: Callable[[str, Handle], Awaitable[None]]  # (name, handle): return once it is built and has model or weights

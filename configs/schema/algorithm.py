@@ -233,8 +233,9 @@ class CriticConfig(Section):
     """
 
     place: Literal["none", "learner_ranks", "own_ranks"]
-    """Where it is trained. `none`: there is no critic; `learner_ranks`: on the ranks of the policy, before it in every
-    step; `own_ranks`: on the workers of `resources.critic`, at the same time as the policy. The backend is the same."""
+    """Where the critic is trained. `none`: there is no critic; `learner_ranks`: on the ranks of the policy, before it
+    in every step; `own_ranks`: on the workers of `resources.critic`, at the same time as the policy. The backend is the
+    same."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"]
     """The critic's optimizer, with a state of its own."""
     learning_rate: PositiveFloat

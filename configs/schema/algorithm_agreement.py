@@ -1,4 +1,4 @@
-"""What the algorithm and its optimizer must agree on, one rule a function; see `configs/schema/agreement.py`."""
+"""Rules between the algorithm and its optimizer, one function each; see `configs/schema/agreement.py`."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ CONVERSATIONS = (DataKind.CHAT, DataKind.DIGIT_PAIRS, DataKind.DIGIT_SUM_PAIRS)
 
 
 class SourceConfig(Section):
-    """Where rows are read from, and what their columns are called."""
+    """Location of rows, and the names of their columns."""
 
     kind: DataKind
     """The reader, which is the format of the files. `chat`, `digit_pairs` and

@@ -15,8 +15,8 @@ class StagesConfig(Section):
     """A curriculum: training episodes begin with the first stage, and later ones open as the run goes on."""
 
     kind: Literal["none", "episodes", "success"]
-    """What opens the next stage. `none`: there are no stages; `episodes`: a number of episodes of the newest one;
-    `success`: a share of them that reached `evaluation.correct_from` in `rewards.accuracy_component`."""
+    """Condition that opens the next stage. `none`: there are no stages; `episodes`: a number of episodes of the newest
+    one; `success`: a share of them that reached `evaluation.correct_from` in `rewards.accuracy_component`."""
     stages: tuple[dict[str, Any], ...]
     """Options of the environment's reset for each stage, the first one first: of a difficulty, or of a task. All open
     stages are sampled alike; held-out episodes are of the last one."""

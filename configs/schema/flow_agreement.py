@@ -1,4 +1,4 @@
-"""What a run of a model that makes pictures (`sampler.kind=flow` or `image_tokens`) cannot be asked for."""
+"""Options that runs of generated pictures (`sampler.kind=flow` or `image_tokens`) refuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
 
 
 def _window_has_the_last_step(config: RunConfig) -> str | None:
-    """What is trained on clean pictures finds them behind the last step."""
+    """A loss on clean pictures needs the last denoising step, whose result they are."""
     flow, algorithm = config.sampler.flow, config.algorithm
     if not config.sampler.is_flow or algorithm.has_likelihood:
         return None

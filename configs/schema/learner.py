@@ -58,7 +58,8 @@ class LearnerConfig(Section):
     """What is kept in host memory between its uses; needs a GPU. Optimizer state, with the step taken on the CPU, or
     parameters too. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
     zero_stage: Literal[2, 3]
-    """What DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three."""
+    """State that DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three.
+    """
 
 
 class WarmStartConfig(Section):

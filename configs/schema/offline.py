@@ -51,7 +51,7 @@ class OfflineConfig(Section):
 
     @property
     def rows(self) -> Literal["conversation", "pair", "scored"]:
-        """What a row of the job holds."""
+        """The kind of row that the job trains on."""
         if self.job == "sft":
             return "conversation"
         is_regression = self.job == "reward_model" and self.reward_model.loss == "regression"

@@ -1,4 +1,4 @@
-"""What an offline job and the rest of a run must agree on, one rule a function; see `configs/schema/agreement.py`."""
+"""Rules between an offline job and the rest of a run, one function each; see `configs/schema/agreement.py`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ResourcesConfig(Section):
     preset: str
     """The preset's name."""
     device: Literal["cpu", "cuda"]
-    """Where engines, learner and reference compute."""
+    """Device type of engines, learner and reference."""
     dtype: Literal["float32", "bfloat16"]
     """Compute type of engines, learner and reference."""
     transport: Literal["gloo", "nccl"]
@@ -60,7 +60,8 @@ class ResourcesConfig(Section):
     """Engines and learner take turns on the same devices: engines sleep while the learner trains, and the learner is in
     host memory while they sample. On CPU the turns are taken and nothing moves."""
     sleep_level: Annotated[int, Field(ge=1, le=2)]
-    """What a sleeping engine keeps in host memory: 1 its weights, 2 nothing, since the next push brings new ones."""
+    """State of a sleeping engine in host memory: 1 keeps its weights, 2 keeps nothing, since the next push brings new
+    ones."""
     rollout: RolloutResources
     """The rollout actors, one engine each."""
     learner: WorkerResources

@@ -77,7 +77,7 @@ class RewardPoolConfig(Section):
 
 
 def for_label(by_label: Mapping[str, T], label: str) -> T | None:
-    """What belongs to the recipe of a label, or else to the default recipe; None if there is neither."""
+    """The entry of a label, or else that of the default recipe; None if there is neither."""
     return by_label.get(label, by_label.get(DEFAULT_RECIPE))
 
 
@@ -217,7 +217,7 @@ def _circles(rewards: RewardsConfig) -> Iterator[str]:
 
 
 def _recipe_flaws(rewards: RewardsConfig, label: str) -> Iterator[str]:
-    """What is wrong with one recipe."""
+    """Errors of one recipe."""
     recipe, key = rewards.recipes[label], f"rewards.recipes.{label}"
     known = [component.name for component in rewards.components]
     unknown = [name for name in recipe.components if name not in known]

@@ -28,7 +28,7 @@ class LoRAConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied by; of no meaning where there are no adapters."""
+        """Factor of B @ A; without meaning where there are no adapters."""
         return self.alpha / max(self.rank, 1)
 
 

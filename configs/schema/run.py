@@ -26,7 +26,7 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Resume(StrEnum):
-    """What to do with checkpoints found in the run folder."""
+    """Handling of checkpoints that are found in the run folder."""
 
     NEVER = "never"
     AUTO = "auto"
@@ -137,8 +137,8 @@ class WeightSyncConfig(Section):
     """How the learner's weights reach the rollout actors."""
 
     payload: Literal["weights", "adapters"]
-    """What a push carries: all weights (adapters merged into them), or the adapters alone, which the receiver merges
-    into the weights of its own checkpoint."""
+    """Content of a push: all weights (adapters merged into them), or the adapters alone, which the receiver merges into
+    the weights of its own checkpoint."""
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: Seconds
@@ -244,7 +244,7 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """The run's id: its folder is `<folder>/<name>`. Give a new name for a new run."""
     folder: Annotated[Path, NOT_EMPTY]
-    """Where runs are written."""
+    """Parent folder of runs."""
     seed: Annotated[int, Field(ge=0, le=4294967295)]
     """Seeds data order, sampling and initialisation."""
     num_steps: PositiveInt

@@ -62,7 +62,7 @@ class Compatible(StrEnum):
 
 
 class Baseline(StrEnum):
-    """What `evaluate` times its sampler beside."""
+    """Baseline that `evaluate` times its sampler against."""
 
     HUGGINGFACE = "huggingface"
 
@@ -228,7 +228,7 @@ def scale(
     auth: AuthOption = Auth.DISABLED,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Give roles of a run that goes on more or fewer workers; those who leave finish what they have."""
+    """Give roles of a run that goes on more or fewer workers; workers that leave finish their work first."""
     with explained():
         from deploy.run import run_client
 

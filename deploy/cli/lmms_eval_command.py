@@ -133,7 +133,7 @@ def _summary(artifact: Mapping[str, Any]) -> str:
 
 
 def _stderr_name(metric: str) -> str:
-    """Where the harness puts the error of `NAME` or `NAME,FILTER`."""
+    """The harness's name for the standard error of `NAME` or `NAME,FILTER`."""
     name, comma, filtered = metric.partition(",")
     return f"{name}_stderr{comma}{filtered}"
 

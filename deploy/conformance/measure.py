@@ -80,7 +80,7 @@ class Gap:
 
 @dataclass
 class Report:
-    """What was found of one family."""
+    """Measurements of one family."""
 
     name: str
     model_type: str
@@ -261,7 +261,7 @@ def measure(words: str, folder: Path) -> Report:
 
 
 def read_report(file: Path) -> Report:
-    """What `main` wrote."""
+    """Reads the report that `main` wrote."""
     found = json.loads(file.read_text(encoding="utf-8"))
     for key in ("gaps", "pushes"):
         found[key] = {name: Gap(**gap) for name, gap in found[key].items()}

@@ -22,7 +22,7 @@ def page(reports: Sequence[Report], runs: Sequence[TrainedRun] = ()) -> str:
 
 
 def failures(report: Report) -> list[str]:
-    """What a family does not hold; empty if it conforms."""
+    """Conditions that a family does not meet; empty if it conforms."""
     limit = LIMITS[report.dtype]
     found = [f"the engine expands {case!r} otherwise" for case, is_same in report.same_ids.items() if not is_same]
     for name, gap in (report.gaps | {f"a push of {part}": gap for part, gap in report.pushes.items()}).items():

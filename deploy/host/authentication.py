@@ -89,7 +89,7 @@ def _is_token() -> bool:
 
 
 def _token_source() -> str:
-    """Where the token is, by the order in which Ray looks for it.
+    """Location of the token, by the order in which Ray looks for it.
 
     Raises:
         PreflightError: there is none.

@@ -38,7 +38,7 @@ class ProcessId:
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """What `str` wrote.
+        """Parses the text that `str` wrote.
 
         Raises:
             ValueError: it is something else.

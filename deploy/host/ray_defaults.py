@@ -1,4 +1,4 @@
-"""What ray reads while it is imported: import this first. No token is needed, and nothing is reported to anybody.
+"""Settings that Ray reads while it is imported: import this first. No token is required, and usage statistics are off.
 
 127.0.0.1 means 127.0.0.1: Ray would put an address that other machines reach in its place, and listen there.
 """

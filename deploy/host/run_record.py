@@ -25,7 +25,7 @@ SESSION_FILE = "mobula.json"  # of the Ray session folder
 
 @dataclass(frozen=True)
 class RunMark:
-    """What every process that a run starts carries in its environment, also a child that left its process group."""
+    """Variables in the environment of every process that a run starts, also of a child that left its process group."""
 
     run_id: str  # NAME/UUID
     driver: ProcessId
@@ -64,7 +64,7 @@ def marking(run: str) -> Iterator[RunMark]:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Where a run's cluster is."""
+    """Address of a run's cluster."""
 
     run: str
     run_folder: Path
@@ -75,7 +75,7 @@ class RunRecord:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where the record and its copy lie."""
+        """Paths of the record and of its copy."""
         copies = () if self.session_folder is None else (self.session_folder / SESSION_FILE,)
         return (self.run_folder / RECORD_FILE, *copies)
 
@@ -89,7 +89,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
-        """What `write` wrote.
+        """Reads the record that `write` wrote.
 
         Raises:
             OSError: it is not there or cannot be read.

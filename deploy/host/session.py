@@ -141,7 +141,7 @@ def _named_if_too_slow() -> Iterator[None]:
 
 @contextmanager
 def _beyond_our_signals() -> Iterator[None]:
-    """Ray's own processes that start in the body get process groups of their own: who stops a run by signalling its
+    """Ray's own processes that start in the body get process groups of their own: a signal to the run's
     whole group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end
     in order.
     """

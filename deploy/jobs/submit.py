@@ -21,7 +21,7 @@ ACTIVE = ("PENDING", "RUNNING")
 
 @dataclass(frozen=True)
 class Submission:
-    """What is sent beside the run's words."""
+    """Content of a submission beside the run's words."""
 
     auth: AuthMode
     working_dir: Path | None  # None: the package is installed on every node
@@ -55,7 +55,7 @@ def entrypoint(words: Sequence[str], python: str = sys.executable) -> str:
 
 
 def runtime_env(asked: Submission) -> dict[str, Any]:
-    """What Ray makes for the job: its variables and, if one is sent, its working folder."""
+    """Ray's runtime environment of the job: its variables and, if one is sent, its working folder."""
     variables = {
         "RAY_AUTH_MODE": asked.auth,
         "RAY_JOB_STOP_WAIT_TIME_S": str(asked.stop_wait_s),

@@ -58,9 +58,8 @@ def step_rows(config: RunConfig) -> int:
 
 
 def checkpointing(config: RunConfig) -> str:
-    """What the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
-    `blocks_offloaded` keeps it in host memory.
-    """
+    """Activations that the learner keeps of a block: `none` recomputes nothing, `blocks` keeps a block's input,
+    `blocks_offloaded` keeps it in host memory."""
     return config.learner.activation_checkpointing
 
 

@@ -19,7 +19,7 @@ DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 @dataclass(frozen=True)
 class Demand:
-    """What one memory of one node has to hold."""
+    """Memory that one device or one host needs."""
 
     node_id: str
     place: str  # "GPU 0", or "host memory"

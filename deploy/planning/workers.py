@@ -69,7 +69,7 @@ class WorkerMemory:
 
 
 def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemory:
-    """What one worker of `role` takes."""
+    """Memory of one worker of `role`."""
     kind = role.partition(".")[0]
     match kind:
         case "learner":
@@ -101,7 +101,7 @@ def _process(config: RunConfig, role: str) -> int:
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
-    """What the optimizer holds: adapters, or every weight that `policy.freeze` does not name."""
+    """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name."""
     starts = shape.starts(config.policy.freeze)
     free = [spec for spec in shape.manifest.tensors if not spec.name.startswith(starts)]
     if config.policy.lora.is_on:

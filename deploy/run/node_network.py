@@ -25,7 +25,7 @@ GLOO = INTERFACE_VARIABLES[0]
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where a node's collectives listen."""
+    """Address on which a node's collectives listen."""
 
     node: str  # its name in the plan
     host: str

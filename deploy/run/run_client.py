@@ -32,7 +32,7 @@ RESERVE_S = 5.0  # of a deadline: for the process that asks to start, and to say
 
 @dataclass(frozen=True)
 class RunAddress:
-    """Where a run can be asked."""
+    """Address of a run's control interface."""
 
     run: str
     address: str  # HOST:PORT of the cluster's control store
@@ -83,7 +83,7 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
 
 
 def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
-    """What the run says of itself now.
+    """The run's current status.
 
     Raises:
         RunOverError: no process answers for it.
@@ -93,7 +93,7 @@ def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
 
 
 def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
-    """What the run says of itself, as often as it is asked, over one connection of this process.
+    """The run's status, repeatedly, over one connection of this process.
 
     Raises:
         RunOverError: no process answers for it, or no longer.
@@ -165,7 +165,7 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
 
 
 def _asked(work: Callable[..., T], timeout_s: float, what: str, run: RunAddress, *args: object) -> T:
-    """What `work` finds out in a side process; of a run that ended meanwhile it is said that it is over."""
+    """The result of `work` in a side process. For a run that ended meanwhile the error states that it is over."""
     _check_goes_on(run)
     try:
         return in_side_process(work, timeout_s, what, run, *args)

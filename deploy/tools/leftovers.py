@@ -178,6 +178,6 @@ def _is_dead(mark: RunMark) -> bool:
 
 
 def _ray_folder() -> Path:
-    """Where Ray makes its session folders by default; a record names any other place."""
+    """Ray's default folder of sessions; a record names any other place."""
     named = [os.environ[variable] for variable in ("RAY_TMPDIR", "TMPDIR") if variable in os.environ]
     return Path(*named[:1] or ["/tmp"]) / "ray"

@@ -39,7 +39,7 @@ REASONING_NAMES = ("o1", "o3", "o4", "gpt-5")  # wherever they stand in a name, 
 
 @dataclass(frozen=True)
 class LmmsEval:
-    """What `mobula lmms-eval` was asked for."""
+    """Options of `mobula lmms-eval`."""
 
     model: str  # a checkpoint's folder, a hub name, or the name under which an endpoint serves
     model_type: str | None
@@ -252,7 +252,7 @@ def _run(asked: LmmsEval, words: list[str], environment: Mapping[str, str], fold
 
 
 def _stop(sampler: UsageSampler) -> str | None:
-    """What ended the sampling before its time: that costs its figures, not the scores."""
+    """Reason for which sampling of usage ended early; it costs the usage figures, not the scores."""
     try:
         sampler.stop()
     except (psutil.Error, pynvml.NVMLError) as error:

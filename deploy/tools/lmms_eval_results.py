@@ -23,7 +23,7 @@ class HarnessError(MobulaError):
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """What the samples of one task say."""
+    """Figures from the samples of one task."""
 
     file: Path
     num: int
@@ -49,7 +49,7 @@ class TaskScore:
 
 @dataclass(frozen=True)
 class Results:
-    """What one run left; `groups` holds the rows that average over tasks."""
+    """Results of one run; `groups` holds the rows that average over tasks."""
 
     file: Path
     tasks: tuple[TaskScore, ...]

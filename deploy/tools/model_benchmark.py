@@ -72,7 +72,7 @@ class TimedResponse:
 
 @dataclass(frozen=True)
 class ModelMeasurements:
-    """What one model did with all prompts."""
+    """Measurements of one model on all prompts."""
 
     answers: Sequence[TimedResponse]
     load_s: float

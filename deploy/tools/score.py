@@ -27,7 +27,7 @@ AERORL, MOBULA, RECIPE = range(3)  # places among the schemes
 
 @dataclass(frozen=True)
 class ScoreCommand:
-    """What `mobula score` was asked for; the paths that are None are not written."""
+    """Options of `mobula score`; files whose path is None are not written."""
 
     source: Path
     options: ScoreOptions

@@ -101,7 +101,7 @@ def _workers(workers: tuple[WorkerStatus, ...]) -> Table:
 
 
 def _vitals(workers: tuple[WorkerStatus, ...]) -> Table:
-    """What each process that has given a sign of life uses, and what its engine has in hand."""
+    """Resource usage of each process that has answered, and the load of its engine."""
     table = Table(box=None, pad_edge=False)
     for name in ("worker", "node"):
         table.add_column(name, no_wrap=True)

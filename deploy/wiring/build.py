@@ -465,7 +465,7 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
 
 
 def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
-    """What the driver's own parts have counted since the step before."""
+    """Adds the counters of the driver's own parts since the step before to the metrics."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.in_flight_requests.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)

@@ -133,7 +133,7 @@ def build_offline_controller(
 
 
 class _Unpushed(NoReceivers):
-    """Where a push would end a step, the numbers of the driver's own parts are brought up to date."""
+    """Takes the place of a push at the end of a step, and updates the metrics of the driver's own parts."""
 
     def __init__(self, prepared: Prepared, metrics: Metrics) -> None:
         self._prepared = prepared

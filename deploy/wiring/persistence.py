@@ -37,7 +37,7 @@ class Records:
 
 
 def build_journal_writer(config: RunConfig) -> GroupJournal:
-    """What the replay buffer writes to."""
+    """The journal writer of the replay buffer."""
     if not config.replay.journal:
         return NoJournal()
     return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)

@@ -31,7 +31,7 @@ REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the H
 
 
 def reference_folder(config: RunConfig) -> Path:
-    """Where the frozen policy of a run lies, in the Hugging Face layout."""
+    """Folder of a run's frozen policy, in the Hugging Face layout."""
     return config.run_folder / REFERENCE_FOLDER
 
 

@@ -63,7 +63,7 @@ class SupervisedSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is made of, all of it checked."""
+    """The parts of a run, all of them checked."""
 
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
@@ -85,7 +85,7 @@ class Prepared:
 
     @property
     def preparation(self) -> Preparation:
-        """Where rows become prompts."""
+        """The part that turns rows into prompts."""
         return self.workers or InDriver(self.processor)
 
     @property
@@ -197,7 +197,8 @@ def _check_answers(config: RunConfig) -> None:
 
 
 def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
-    """What `policy.freeze` and `policy.lora.target_modules` name must be there, and leave something to train."""
+    """Checks that the names in `policy.freeze` and `policy.lora.target_modules` exist, and that something is left to
+    train."""
     names = [spec.name for spec in checkpoint.tensors]
     refuse_unknown_prefixes(policy.freeze, family_at(policy.model).parts, names)
     if policy.lora.is_on:

@@ -112,7 +112,7 @@ def _role(config: RunConfig) -> tuple[Any, ...]:
 def adaptive_concurrency(
     config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
 ) -> list[AdaptiveConcurrency]:
-    """What adapts the gate's limit to the load of the engines; empty if the limit is fixed."""
+    """Adapts the gate's limit to the load of the engines; empty if the limit is fixed."""
     found = config.concurrency
     if found.kind == "fixed":
         return []

@@ -1,5 +1,5 @@
-"""What scaling a run takes of the cluster: places for workers that come and go, room before they come, and the loop
-that takes requests."""
+"""Scaling of a run: placement of workers that come and go, waiting for free resources, and the loop that takes
+requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RoleHosts:
 
 
 class ScaleFile:
-    """What a run was scaled to, kept in its folder for the part that resumes it."""
+    """The requested numbers of workers, kept in the run's folder and read when it is resumed."""
 
     def __init__(self, folder: Path, resources: ResourcesConfig) -> None:
         self._path = folder / SCALE_FILE
@@ -112,7 +112,7 @@ def control_loop(
     metrics: Metrics,
     ranks: Callable[[], Sequence[WorkerStatus]],
 ) -> ControlLoop:
-    """What answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled."""
+    """Answers `mobula status` and `mobula scale` for this run; `ranks` lists workers that cannot be scaled."""
     stop_s, scale_file = config.timeouts.stop_s, ScaleFile(config.run_folder, config.resources)
     return ControlLoop(
         config.name,

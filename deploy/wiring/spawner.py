@@ -159,7 +159,7 @@ class Spawner:
 
 
 def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str]:
-    """What vLLM reads from the environment of one rollout actor.
+    """Environment variables that vLLM reads in one rollout actor.
 
     On CPU the engine binds its own threads, and shares one process with its worker: on few cores every process that
     passes messages costs throughput. vLLM's eager mode still compiles a helper of its sampler, seconds of every start.
@@ -187,7 +187,7 @@ def _allocator_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
-    """For every worker: nothing is reported to anybody, and on a private cluster everything stays on the loopback."""
+    """For every worker: usage statistics are off, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env |= _allocator_environment(config) | session.mark.environment
     if Path(config.policy.model).is_dir():

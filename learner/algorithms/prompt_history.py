@@ -21,7 +21,7 @@ class PromptHistory:
         self._steps: deque[Mapping[str, list[float]]] = deque(maxlen=num_steps)
 
     def of(self, prompts: Sequence[str]) -> EarlierRewards:
-        """What is known of the prompts of a step; `prompts[k]` is number k there."""
+        """Earlier rewards of the prompts of a step; `prompts[k]` is number k there."""
         found = [
             (value, n) for n, prompt in enumerate(prompts) for step in self._steps for value in step.get(prompt, [])
         ]

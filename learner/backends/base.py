@@ -20,7 +20,7 @@ def everything(name: str) -> bool:
 
 
 class Optimizer(Protocol):
-    """What a step is taken with: torch's own, or a backend's stand-in for it."""
+    """Interface of an optimizer: torch's own, or a backend's replacement."""
 
     param_groups: list[dict[str, Any]]
 

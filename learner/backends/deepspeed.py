@@ -132,7 +132,7 @@ class DeepSpeedBackend:
         }
 
     def _offload(self) -> dict[str, Any]:
-        """What lies in host memory, in pinned pages."""
+        """DeepSpeed's configuration of state in host memory, in pinned pages."""
         host = {"device": "cpu", "pin_memory": True}
         match self._config.offload:
             case "none":

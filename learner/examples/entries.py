@@ -101,7 +101,7 @@ class TaughtExamples(_Examples[Any]):
 
 
 def _expected(row: ScoredGroup, place: int) -> ExampleOutline:
-    """What a summary lets expect, good enough to guess who takes the row."""
+    """An estimate of an example from its summary, sufficient to assign the row to a rank."""
     summary = row.summary
     num_targets = max(summary.num_steps)
     num_tokens = summary.num_trajectories * (summary.num_prompt_tokens + num_targets)

@@ -26,7 +26,7 @@ Row = Callable[[Prompt, Any], PolicyRow]
 
 
 class Outlined(Protocol):
-    """What an outline is made of."""
+    """The input of an outline."""
 
     @property
     def sequence(self) -> PolicyRow: ...
@@ -69,7 +69,7 @@ class Example:
 
     @property
     def sequence(self) -> PolicyRow:
-        """What the example takes of a micro-batch: as many rows as candidates, each as long as the longest."""
+        """The example's size in a micro-batch: as many rows as candidates, each as long as the longest."""
         first, *others = (candidate.sequence for candidate in self.candidates)
         if not others:
             return first

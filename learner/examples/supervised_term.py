@@ -48,7 +48,7 @@ class SupervisedTerm:
     def terms(
         self, policy: nn.Module, examples: Sequence[Sequence[SharedExample]], step: int, meter: Meter
     ) -> list[Term[SharedExample]]:
-        """What is added to the loss of optimizer step `step` of the update; nothing without rows."""
+        """Terms that are added to the loss of optimizer step `step` of the update; none without rows."""
         if not examples:
             return []
         totals = totals_of(examples[step])

@@ -100,5 +100,5 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds of each."""
+    """The local shard of each tensor."""
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

@@ -20,7 +20,7 @@ class PolicyRow(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """What the row takes of a micro-batch."""
+        """The row's tokens in a micro-batch."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class RowOutline:
 
 
 class PolicyOutput(NamedTuple):
-    """What the policy says about each target of a batch; 0 and False behind a row's end."""
+    """The policy's outputs for each target of a batch; 0 and False behind a row's end."""
 
     logprobs: Tensor  # float32 [B, T]
     entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for

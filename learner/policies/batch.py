@@ -78,7 +78,7 @@ class MediaBatch:
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """What M-RoPE positions depend on. Rows whose media have equal sizes and places share one layout."""
+    """The inputs of M-RoPE positions. Rows whose media have equal sizes and places share one layout."""
 
     rows: Tensor  # int64 [L]: one row of each layout
     pictures: Tensor  # int64 [K]: the unique pictures of these rows, in order

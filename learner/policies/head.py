@@ -57,7 +57,7 @@ class ScoringHead(nn.Module):
 
 
 class _Score:
-    """What is computed of a chunk's logits, and the type that they are computed in."""
+    """Function of a chunk's logits, and the type that it is computed in."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Score:
         return token_logprobs(logits, targets[chunk], self._distribution, steps, entropy_has_gradient=has_gradient)
 
     def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
-        """What has a gradient: log-probs, and entropies where they are asked for one."""
+        """The outputs with a gradient: log-probs, and entropies if they are requested with one."""
         if self.entropy_has_gradient:
             found = self(logits, targets, chunk)
             return [found.logprobs, found.entropy]

@@ -29,7 +29,7 @@ PLAIN = Distribution(temperature=1.0, banned_ids=())
 
 
 class Steps(NamedTuple):
-    """What the distribution of each of N targets depends on beside its logits."""
+    """The parameters of each of N targets' distributions beside its logits."""
 
     is_first: Tensor  # bool [N]: the first target of its row
     kept_ids: Tensor  # int64 [M]: of target n, those from kept_ends[n - 1] to kept_ends[n]; none: all tokens
@@ -46,7 +46,7 @@ class Steps(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """What is known about each target; leading shape [...] is that of the targets."""
+    """Statistics of each target; leading shape [...] is that of the targets."""
 
     logprobs: Tensor  # float32 [...]
     entropy: Tensor  # float32 [...], detached unless a gradient was asked for

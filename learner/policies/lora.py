@@ -28,7 +28,7 @@ DTYPE = "float32"  # adapters travel as they are trained: rounding them would ro
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """What adapters are merged into."""
+    """The weights that adapters are merged into."""
 
     folder: str  # the checkpoint that they belong to
     scale: float
@@ -37,7 +37,7 @@ class AdapterBase:
 
 @dataclass(frozen=True)
 class AdapterPush:
-    """What a receiver knows of pushes of adapters."""
+    """A receiver's description of pushes of adapters."""
 
     manifest: Manifest
     base: AdapterBase
@@ -91,7 +91,7 @@ def _kind(weight: str) -> str:
 
 
 def adapter_manifest(manifest: Manifest, policy: PolicyConfig) -> Manifest:
-    """What a push of adapters carries, where one of all weights carries `manifest`."""
+    """Manifest of a push of adapters, where a push of all weights has `manifest`."""
     rank = policy.lora.rank
     return Manifest(
         tuple(

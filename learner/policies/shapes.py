@@ -49,7 +49,7 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory estimates need of a model. `manifest` has checkpoint names; tied weights are in it once."""
+    """Facts of a model for memory estimates. `manifest` has checkpoint names; tied weights are in it once."""
 
     model_type: str
     manifest: Manifest

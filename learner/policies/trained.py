@@ -1,4 +1,4 @@
-"""What a learner trains, by `offline.job` (a policy or a score model), and the rows that it trains on."""
+"""The trained model by `offline.job` (a policy or a score model), and the rows that it trains on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a policy's forward takes beside a batch, and what a push of weights is proven by."""
+    """Arguments of a policy's forward beside a batch, and the probe of a push of weights."""
 
     training: Distribution | StepRescoring
     canary: Distribution | StepRescoring

@@ -82,8 +82,8 @@ class RowPacking:
         return tensor.flatten(axis, axis + 1).index_select(axis, self._kept).unsqueeze(axis)
 
     def _bounds_of(self, lengths: Tensor) -> dict[str, Any]:
-        """What the attention is given of the rows; it travels with each call, so that a block that is computed again in
-        the backward pass has it too."""
+        """Row bounds for the attention; they are passed with each call, so that a block that is recomputed in the
+        backward pass has them too."""
         if self._attention == "sdpa":
             self._bounds = _Bounds(self._lengths)
             return {"row_bounds": self._bounds}

@@ -57,7 +57,7 @@ class ItemOutline:
 
 
 def planned_items(groups: Sequence[ScoredGroup]) -> list[list[LearnerItem]]:
-    """The items that summaries let expect, good enough to guess who trains what: all sampled, none too long, without
+    """The items that summaries let expect, sufficient to assign them to ranks: all sampled, none too long, without
     media of later turns."""
     planned: list[list[LearnerItem]] = []
     index = 0

@@ -45,11 +45,11 @@ class Entries(Protocol[E]):
         ...
 
     def outline(self, entry: E, place: int) -> Any:
-        """What other ranks are sent of a whole one."""
+        """Outline of a whole entry, which other ranks receive."""
         ...
 
     def restored(self, outline: Any) -> E:
-        """What they make of it: its exact size, and all else that they compute with."""
+        """Entry that other ranks restore from an outline: its exact size, and all else that they compute with."""
         ...
 
 

@@ -71,7 +71,7 @@ def full_match(pattern: str, text: str) -> bool:
 
 
 def boxed_flaw(text: str) -> str:
-    r"""What keeps a text from ending in its only `\boxed{...}`, or ""."""
+    r"""Reason why a text does not end in its only `\boxed{...}`, or ""."""
     boxes, num_unclosed = find_boxes(text)
     if len(boxes) + num_unclosed != 1:
         return f"{len(boxes) + num_unclosed} \\boxed{{}} instead of one"
@@ -83,7 +83,7 @@ def boxed_flaw(text: str) -> str:
 
 
 def tags_flaw(tags: Sequence[str], text: str) -> str:
-    """What keeps a text from being these elements in this order and nothing else, the last not blank, or ""."""
+    """Reason why a text is not these elements in this order and nothing else, the last not blank, or ""."""
     rest = text
     for tag in tags:
         for mark in (f"<{tag}>", f"</{tag}>"):
@@ -100,7 +100,7 @@ def tags_flaw(tags: Sequence[str], text: str) -> str:
 
 
 def json_flaw(fields: Sequence[str] | None, text: str, *, fenced: bool) -> str:
-    """What keeps a text from being a JSON object with exactly these fields (None: any), or ""."""
+    """Reason why a text is not a JSON object with exactly these fields (None: any), or ""."""
     value, flaw = read_json(text, fenced=fenced)
     if flaw:
         return flaw

@@ -71,7 +71,7 @@ class Grounding:
 
 
 def entity(text: str) -> Entity:
-    """What makes two spellings one entity; "" for what names nothing."""
+    """Key of an entity: two spellings of one entity have the same; "" if the text names none."""
     text = fold(text, ignore_case=True)
     number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is None:  # only now: stripped of its point, ".5" would be 5

@@ -17,7 +17,7 @@ class Connection(Section):
     """Servers, limits and patience; `of` makes one of a reward function's options."""
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Where the service is, whole URLs; requests are balanced over them."""
+    """Whole URLs of the service; requests are balanced over them."""
     max_concurrency: PositiveInt
     """Requests in flight at a time, over all URLs."""
     timeout_s: PositiveFloat
@@ -29,7 +29,7 @@ class Connection(Section):
     backoff_s: PositiveFloat
     """Upper end of the first random pause between two attempts; it doubles with each."""
     max_backoff_s: PositiveFloat
-    """Where the doubling stops."""
+    """Upper bound of the pause."""
     max_request_bytes: PositiveInt
     """A larger request is split; a single sample above it is refused."""
     max_reply_bytes: PositiveInt

@@ -31,7 +31,7 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True)
 class RequestGate:
-    """ASGI middleware. `token` of None admits everybody; health and the API's description are open to all.
+    """ASGI middleware. Without a `token` every request is admitted; health and the API's description are open to all.
 
     401 without the token, 413 for a body above `max_request_bytes`, 408 for one that takes longer than `read_s`; 503
     while `is_full()`, so that no body is read for nothing. `on_status` is called with the status of every POST, refused

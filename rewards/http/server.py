@@ -96,7 +96,7 @@ class RewardServer:
 
 
 def make_app(service: RewardServer, token: str | None) -> RequestGate:
-    """The service as an ASGI application behind its gate; `token` of None admits everybody."""
+    """The service as an ASGI application behind its gate; without a `token` it admits every request."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

@@ -73,7 +73,7 @@ class ScoreBody(WireModel):
 
 
 class OutcomeMessage(WireModel):
-    """What became of one sample: `value` is a number if and only if `status` is ok."""
+    """The outcome of one sample: `value` is a number if and only if `status` is ok."""
 
     status: Literal["ok", "failed", "timed_out", "not_finite"]
     value: float | None = None

@@ -1,4 +1,4 @@
-"""What was asked, found in a rendered chat prompt, so that a model with another chat template can be asked it again."""
+"""Finds the question in a rendered chat prompt, so that a model with another chat template can be given it."""
 
 from __future__ import annotations
 

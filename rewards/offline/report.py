@@ -68,7 +68,7 @@ def _scheme_report(whole: Partial, scheme: Scheme, results: SchemeResults) -> di
 
 
 def _improvement(whole: Partial, scheme: Scheme, results: SchemeResults) -> dict[str, Any]:
-    """What the scheme sees that the manual baseline does not; the named ids are the first ones in their order."""
+    """Findings of the scheme that the manual baseline lacks; the named ids are the first ones in their order."""
     tally = results.tally
     manual_rate, rate = whole.num_manual_passes / whole.num_records, _ratio(tally.num_passed, tally.num_scored)
     num_dimensions = len(scheme.components)

@@ -119,11 +119,11 @@ class RewardPool:
         return outcomes
 
     def _as_read(self, group: Any) -> Any:
-        """What comes by value, without what no component looks at: references to media are work to keep count of."""
+        """The group, of answers by value only the media that some component reads: each reference has to be counted."""
         return group.lean(with_media=self._needs_pictures) if isinstance(group, Answers) else group
 
     async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
-        """What all services say of the responses that are not `known`."""
+        """The outcomes of all services for the responses that are not `known`."""
         found: list[GroupOutcomes] = []
         for stage in self._stages:
             earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None

@@ -17,7 +17,7 @@ from rewards.contract import Outcome
 logger = logging.getLogger(__name__)
 
 Said = Mapping[str, Outcome]
-"""What the components of a recipe say of one response."""
+"""The outcomes of a recipe's components for one response."""
 
 
 def response_digest(response: Response) -> bytes:
@@ -55,7 +55,8 @@ class ScoringAhead:
 
     @contextmanager
     def taken(self, prompt_id: str) -> Iterator[Mapping[int, Ahead]]:
-        """What was begun for the group, by sibling. It is dropped, and what still runs then is cancelled."""
+        """The scores that were started for the group, by sibling. It is then dropped, and calls in progress are
+        cancelled."""
         siblings = self._begun.pop(prompt_id, {})
         try:
             yield siblings

@@ -24,7 +24,7 @@ MAX_PICTURES = 64  # that one worker keeps at hand
 
 @dataclass(frozen=True)
 class Question:
-    """What a service is to score: a `TrajectoryGroup`, or `Answers`, as object ref or value.
+    """Input of a service: a `TrajectoryGroup`, or `Answers`, as object ref or value.
 
     `earlier[i]` holds the outcomes of other services for response i, where gates look at it. `known` holds the digests
     of responses, by position, that need not be scored: a response that does not match its digest is scored.

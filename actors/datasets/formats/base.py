@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass
 class Draft:
-    """What a format finds in a record. Values are as the record holds them; `finish` checks them."""
+    """The fields that a format found in a record, with the record's own values; `finish` checks them."""
 
     turns: Sequence[Turn]  # the last one is the question
     answer: Any
@@ -168,7 +168,7 @@ def only_one(value: Any) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """What a text of JSON or of a literal of Python says; the text itself if it is neither."""
+    """The value of a text of JSON or of a Python literal; the text itself if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text)
@@ -178,7 +178,7 @@ def _parsed(text: str) -> Any:
 
 
 def others(record: Record, *known: str) -> dict[str, Any]:
-    """What a record says beyond the columns of its format; whole files are no metadata."""
+    """The metadata of a record: its fields beyond the columns of the format, without whole files."""
     return {
         key: plain(value)
         for key, value in record.items()

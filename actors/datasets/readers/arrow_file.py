@@ -51,6 +51,6 @@ def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.Recor
 
 
 def file_key(file: Path) -> str:
-    """What identifies the content of a file: its place, size and time of change."""
+    """A key of a file's content: its path, size and time of change."""
     found = file.stat()
     return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"

@@ -48,7 +48,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Opened:
-    """What a reader is given: where the data are, and what it may use."""
+    """Input of a reader: the location of the data, and its options."""
 
     path: Path  # a folder, or a hub name
     split: str  # as the data call it

@@ -53,7 +53,7 @@ def parse_object(text: bytes, what: str) -> Record:
 
 
 class FileSpans:
-    """Where the records of one file stand: 20 bytes a record."""
+    """Byte positions of the records of one file; 20 bytes a record."""
 
     def __init__(self, file: Path, spans: Iterable[tuple[int, int, int]]) -> None:
         """`spans` are (start, length, number in the file) of every record."""

@@ -19,7 +19,7 @@ def lines_table(root: Path, files: list[Path]) -> JsonTable:
 
 
 def line_spans(file: Path) -> FileSpans:
-    """Where the lines that hold anything stand."""
+    """Byte positions of the lines that are not empty."""
     return FileSpans(file, _lines(file))
 
 

@@ -53,7 +53,7 @@ def _row(folder: Path, split: str, number: int, seed: int) -> dict[str, Any]:
 
 
 def describe(scene: Scene) -> str:
-    """What a scene shows, in the order of its squares.
+    """A description of a scene, in the order of its squares.
 
     Example:
         >>> describe((Shape("red", "circle"), None, Shape("red", "circle"), Shape("blue", "square")))

@@ -26,7 +26,7 @@ SHIFT = 1  # pixels that a number is off the centre at most
 
 
 class GlyphMarker(TypedDict):
-    """What a finished folder holds: the arguments that decide its content."""
+    """Marker of a finished folder: the arguments that determine its content."""
 
     format_version: int
     task: str

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def class_at(target: str) -> Any:
-    """What `module:Class` names.
+    """The object at `module:Class`.
 
     Raises:
         ValueError: there is none.

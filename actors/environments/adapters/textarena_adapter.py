@@ -12,7 +12,7 @@ from actors.environments.adapters.classes import class_at
 from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
 
 RAW = "-raw"  # the variant without wrappers, which gives each message once
-GAME = -1  # who sends the messages of the game
+GAME = -1  # sender of the game's own messages
 
 
 class TextArena:
@@ -72,7 +72,7 @@ class TextArena:
         """A game holds nothing."""
 
     def _until_our_turn(self) -> tuple[str, bool]:
-        """What player 0 has not seen yet, and whether the game has ended."""
+        """The messages that player 0 has not seen yet, and whether the game has ended."""
         while True:
             player, messages = self._game.get_observation()
             if player == 0:
@@ -83,7 +83,7 @@ class TextArena:
                 return "", True
 
     def _text(self, messages: Sequence[tuple[int, str, Any]], player: int) -> str:
-        """What is new to a player: what it has said itself is not."""
+        """The messages that are new to a player, without those that it wrote itself."""
         names = self._game.state.role_mapping
         others = [(sender, text) for sender, text, _ in messages if sender != player]
         lines = [text if sender == GAME else f"[{names.get(sender, sender)}] {text}" for sender, text in others]

@@ -80,7 +80,7 @@ class MobulaChat(Harness[HarnessConfig]):
 
 
 async def _result(call: str, connected: Mapping[str, Any], dispatch: Mapping[str, tuple[str, str]]) -> list[Wire]:
-    """What a call gave, as parts of a message; what is wrong with it is said to the model."""
+    """The result of a call as parts of a message; an error is reported to the model as text."""
     try:
         asked = json.loads(call)
         name, arguments = asked["name"], asked.get("arguments", {})

@@ -20,7 +20,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 KEY = "MOBULA_POLICY_KEY"  # the environment variable with the endpoint's key
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
-"""What of `Trace.stop_condition` says that verifiers cut the rollout. An answer that was cut is a turn like others."""
+"""Values of `Trace.stop_condition` with which verifiers cut a rollout. An answer that was cut is a turn like others."""
 
 Say = Callable[[Mapping[str, Any]], object]
 

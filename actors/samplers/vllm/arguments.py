@@ -54,7 +54,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
 
 
 def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
-    """What one request asks of the engine.
+    """vLLM's sampling parameters of one request.
 
     Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
     """

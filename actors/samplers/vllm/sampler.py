@@ -355,9 +355,9 @@ class VLLMSampler:
     def expanded_by_engine(
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """What vLLM's own processing makes of a compact prompt; `media` has pictures (`image`), videos (`video`,
-        each frames and metadata) and sounds (`audio`, each samples and rate); `options` are settings of the image
-        processor.
+        """The ids that vLLM's own processing makes of a compact prompt; `media` has pictures (`image`), videos
+        (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate); `options` are settings of
+        the image processor.
 
         Requests do not use it: they bring expanded ids and processed pictures.
         """

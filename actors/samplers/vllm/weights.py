@@ -41,8 +41,8 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """What one push carries. `buckets` holds the packed bytes when they do not come over the transfer group, `tensors`
-    what has come over it already; `adapters` describes how adapters that come are merged."""
+    """The content of one push. `buckets` holds the packed bytes when they do not come over the transfer group,
+    `tensors` those that came over it already; `adapters` describes how adapters are merged."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
@@ -91,7 +91,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             _repack_tied_head(self.model)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a push brings over the group, each tensor in memory of its own: layers need several at a time."""
+        """The tensors of a push over the group, each in memory of its own, because layers need several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=True)

@@ -16,7 +16,7 @@ class Scale:
     is_log: bool = False
 
     def place(self, value: float) -> float:
-        """Where `value` lies; values outside are put on the edge."""
+        """The position of `value` on the axis; values outside are placed at the edge."""
         if self.is_log:
             return Scale(math.log10(self.low), math.log10(self.high)).place(math.log10(max(value, self.low)))
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))

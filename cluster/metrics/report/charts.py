@@ -47,7 +47,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn in one box. Areas are stacked in their order."""
+    """One chart. Areas are stacked in their order."""
 
     key: str
     title: str
@@ -176,7 +176,8 @@ def _area_paths(series: Sequence[Curve], x: Scale, y: Scale) -> list[tuple[str, 
 
 
 def _hover_rows(series: Sequence[Curve], x: Scale, chart: Chart) -> list[dict[str, Any]]:
-    """What the read-out says at each step: its place in per cent, and one line a series that has a value there."""
+    """Rows of the hover read-out: the position of each step in per cent, and one line for each series with a value
+    there."""
     lines: dict[float, list[list[Any]]] = {}
     for s in series:
         for p in s.points:

@@ -161,7 +161,8 @@ def _wall_time_of(summary: Summary) -> str:
 
 
 def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
-    """What was dropped beside what was trained: a longer mean there is a bias towards short responses."""
+    """Mean lengths of dropped and of trained responses: a longer mean of the dropped ones is a bias towards short
+    responses."""
     found = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
     return f"{unit}s; not trained: {found}" if found else f"{unit}s"
 

@@ -103,7 +103,7 @@ def _reward(steps: Sequence[StepRecord]) -> Chart:
 
 
 def _turns(steps: Sequence[StepRecord]) -> Chart:
-    """What environments paid for the first turns of an episode."""
+    """Chart of the environment's rewards for the first turns of an episode."""
     names = {f"turn {n}": f"turn_reward_{n}" for n in range(1, 6)}
     series = [
         curve(label, n, [(r.step, r.values[name]) for r in steps if name in r.values])
@@ -114,7 +114,7 @@ def _turns(steps: Sequence[StepRecord]) -> Chart:
 
 
 def _preference(steps: Sequence[StepRecord]) -> Chart:
-    """What an offline job gives chosen and rejected answers."""
+    """Chart of the rewards of chosen and rejected answers in an offline job."""
     names = {"chosen": MetricName.CHOSEN_REWARD, "rejected": MetricName.REJECTED_REWARD, "margin": MetricName.MARGIN}
     series = [curve(label, n, _values(steps, name)) for n, (label, name) in enumerate(names.items(), start=1)]
     return Chart("preference", "Chosen and rejected answers", METRICS[MetricName.MARGIN].help, series)

@@ -62,7 +62,7 @@ class ReportSample:
 
 @dataclass(frozen=True)
 class SampleFile:
-    """What `samples.jsonl` holds: samples, and each thumbnail (PNG) once."""
+    """The content of `samples.jsonl`: samples, and each thumbnail (PNG) once."""
 
     samples: tuple[ReportSample, ...]
     thumbnails: Mapping[str, bytes]

@@ -141,7 +141,7 @@ def _extra_tag(name: str, extra: str) -> dict[str, str]:
 
 
 def _at_start(now: float) -> dict[Key, float]:
-    """What can be said before the first step."""
+    """Gauges that have a value before the first step."""
     counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in COUNTERS}
     return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
 
@@ -183,7 +183,7 @@ def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
 
 
 def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
-    """What is known of one worker."""
+    """Gauges of one worker."""
     vitals = worker.vitals
     load = None if vitals is None else vitals.load
     known = {

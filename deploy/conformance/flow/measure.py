@@ -73,7 +73,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class FlowReport:
-    """What was found of one family."""
+    """Measurements of one family."""
 
     name: str
     pipeline: str
@@ -140,7 +140,7 @@ class Measurement:
         return ScoredGroup(group.summary(), group, tuple(map(Reward, values)))
 
     async def _picture_gap(self, state: Path) -> int:
-        """What was exported, in plain diffusers, against the sampler without noise."""
+        """Pixel difference between the exported model in plain diffusers and the sampler without noise."""
         config, out, flow = self._config, self._folder / "export", self._config.sampler.flow
         export_state(config, state, out, merge=False, average=False)
         is_adapter = config.policy.lora.is_on
@@ -183,7 +183,7 @@ def measure(name: str, folder: Path) -> FlowReport:
 
 
 def read_report(file: Path) -> FlowReport:
-    """What `main` wrote."""
+    """Reads the report that `main` wrote."""
     found = json.loads(file.read_text(encoding="utf-8"))
     found |= {key: Trained(**found[key]) for key in ("weights", "adapters")}
     return FlowReport(**found | {"frames": tuple(found["frames"])})

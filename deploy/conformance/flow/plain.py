@@ -39,7 +39,7 @@ CALLS: dict[str, PlainCall] = {
 
 
 class NoSafetyChecker(nn.Module):
-    """What Cosmos pipelines are given in place of their safety checker, to be run on prompts that are known."""
+    """Takes the place of the safety checker of Cosmos pipelines, for known prompts."""
 
     dtype, device = torch.float32, torch.device("cpu")
 

@@ -19,7 +19,7 @@ def page(reports: Sequence[FlowReport]) -> str:
 
 
 def failures(report: FlowReport) -> list[str]:
-    """What a family does not hold; empty if it conforms."""
+    """Conditions that a family does not meet; empty if it conforms."""
     limit = 0.0 if FAMILIES[report.pipeline].is_exact else ROUNDING
     parts = {"weights": report.weights, "adapters": report.adapters}
     found = [f"{what}: {why}" for what, trained in parts.items() for why in _failures(trained, limit)]

@@ -45,7 +45,7 @@ UNKNOWN_MODEL = "???"
 
 @dataclass
 class SplitMeasurements:
-    """What the check of a split says of its rows."""
+    """Measurements of a split's rows."""
 
     lengths: list[int] = field(default_factory=list)
     pictures: Counter[int] = field(default_factory=Counter)  # pictures of a row -> rows

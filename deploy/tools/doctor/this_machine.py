@@ -31,7 +31,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw; `action` is empty only when all is well."""
+    """Result of one check; `action` is empty only when it passed."""
 
     name: str
     verdict: Verdict

@@ -18,7 +18,7 @@ ASSISTANT = "assistant"
 
 @dataclass
 class PlayedEpisode:
-    """What has been said, and what was paid for each turn."""
+    """The messages of an episode, and the reward of each turn."""
 
     seed: int
     messages: list[Message]

@@ -70,7 +70,7 @@ def make_page(game: Game, name: str, seed: int) -> FastAPI:
 
 
 def as_json(game: Game, episode: PlayedEpisode) -> dict[str, Any]:
-    """What the page draws."""
+    """Data of the page."""
     return {
         "seed": episode.seed,
         "messages": [

@@ -61,7 +61,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class SamplerMeasurements:
-    """What one sampler did. `steady` leaves the first run out where there are several."""
+    """Measurements of one sampler. `steady` leaves the first run out where there are several."""
 
     name: str
     load_s: float

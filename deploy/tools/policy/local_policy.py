@@ -26,7 +26,7 @@ MEDIA_IN_MEMORY = 64
 
 @dataclass(frozen=True)
 class PolicyAnswer:
-    """What the policy said to a prompt."""
+    """The policy's answer to a prompt."""
 
     prompt: Prompt
     sampled: SampledSequence

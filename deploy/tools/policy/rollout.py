@@ -84,7 +84,7 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
 
 
 def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolled], seconds: float) -> dict[str, Any]:
-    """What the episodes have in common, and their figures; means are over those that could be scored."""
+    """Common facts of the episodes, and their figures; means are over those that could be scored."""
     rewards = [one.reward.value for one in rolled if one.reward is not None]
     turns = [len(one.trajectory.response.turns) or 1 for one in rolled]
     sampler, settings = config.sampler, settings_of(config, options, config.seed)

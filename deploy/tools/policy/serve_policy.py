@@ -47,7 +47,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(BaseModel):
-    """What of a request for a chat completion counts here; values of it that cannot be had are refused."""
+    """Fields of a chat completion request that are read; values that are not supported are refused."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -76,7 +76,7 @@ class SessionBody(BaseModel):
 
 
 class FinishBody(BaseModel):
-    """What a session was worth; without a reward it leaves nothing."""
+    """The reward of a session; a session without a reward is not recorded."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -22,7 +22,7 @@ Size = tuple[int, int]  # (width, height) of a picture as it is in its file
 
 @dataclass(frozen=True)
 class Clip:
-    """What a prompt shows of a video: frames of one size, when each is shown, and how long the whole video lasts."""
+    """Sampled frames of a video as a prompt shows them: their size and times, and the duration of the whole video."""
 
     width: int
     height: int
@@ -50,7 +50,7 @@ class Family(ABC):
     inner_types: tuple[str, ...] = ()
     """`model_type` of the part of a checkpoint that is the policy, where it holds more than that."""
     checkpoint_prefix = ""
-    """What the checkpoint names of that part begin with."""
+    """Prefixes of the checkpoint names of that part."""
     transposed: str = r"(?!)"
     """Pattern of the checkpoint names whose last two axes lie in the other order there than in the model."""
     makes_pictures = False
@@ -61,15 +61,15 @@ class Family(ABC):
     engine_dtypes_on_cpu: tuple[str, ...] = ("float32", "bfloat16")
     """The values of `resources.dtype` in which vLLM computes it on CPU; the first one is that of its measurements."""
     on_cpu = ""
-    """What is other with vLLM on CPU than on a GPU, and why; the support tables of README.md have it."""
+    """Differences with vLLM on CPU and their reason; the support tables of README.md show it."""
     keeps_packed_rows_apart = True
     """Whether `learner.packing` computes its rows as it computes them alone."""
     note = ""
-    """What docs/models.md says of the family beside its measurements."""
+    """Text on the family in docs/models.md beside its measurements."""
 
     @abstractmethod
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        """What the decoder gives to the output embeddings, float [B, S, H].
+        """The decoder's output before the output embeddings, float [B, S, H].
 
         The vision tower, where there is one, is entered exactly once whatever the batch holds, so that sharded
         parameters are gathered equally often on every rank.
@@ -144,7 +144,7 @@ class PictureFamily(Family):
         return dict(inputs)
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
-        """What forward() wants beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
+        """Arguments of forward() beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
         return {}
 
 

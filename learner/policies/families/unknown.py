@@ -30,7 +30,7 @@ GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how
 
 
 class UnknownFamily(VisionFamily):
-    """What transformers loads as image and text to text, and whose base takes `mm_encoder_outputs`.
+    """A model that transformers loads as image-text-to-text and whose base takes `mm_encoder_outputs`.
 
     Every argument of forward() that depends on pictures is given by its name. Whether that is enough is not known from
     the code: a run compares the engine with the learner before its first step, and is refused if they differ.

@@ -1,4 +1,4 @@
-"""FlowCheckpoint: the parts of a flow model in the layout of diffusers, each loaded by who needs it."""
+"""FlowCheckpoint: the parts of a flow model in the layout of diffusers, each loaded where it is needed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FlowCheckpoint:
         return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype)
 
     def vae(self, dtype: torch.dtype) -> ModelMixin:
-        """What makes pictures of latents, on the CPU."""
+        """The VAE that decodes latents, on the CPU."""
         return AutoModel.from_pretrained(str(self.folder), subfolder=VAE, dtype=dtype)
 
     def encoder(self) -> Any:

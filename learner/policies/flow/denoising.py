@@ -52,7 +52,7 @@ class Denoising:
 
     @classmethod
     def of(cls, config: FlowConfig) -> Denoising:
-        """What `sampler.flow` asks for."""
+        """The denoising that `sampler.flow` describes."""
         return cls(
             height=config.height,
             width=config.width,

@@ -1,4 +1,4 @@
-"""What a flow policy's forward takes: the denoising steps of some trajectories, side by side."""
+"""Input rows of a flow policy: the denoising steps of some trajectories, side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
 
 
 class Reader(Protocol):
-    """Where conditions are read from: a `MediaReader`, or media at hand."""
+    """Source of conditions: a `MediaReader`, or media in memory."""
 
     def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]: ...
 

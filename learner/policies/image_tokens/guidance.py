@@ -1,4 +1,4 @@
-"""What image tokens are predicted by: states of a prompt, led away from those of an empty one.
+"""Classifier-free guidance for image tokens: states of a prompt are extrapolated from those of an empty prompt.
 
 A model's logits of image tokens are vision_head(state). With classifier-free guidance they are u + g (c - u), of the
 prompt's and the empty prompt's; the head is affine, so they are vision_head(u + g (c - u)) of the states. Sampler and

@@ -1,4 +1,4 @@
-"""What the writers of tiny checkpoints share: the size of the decoder, seeded weights, and the files of a folder."""
+"""Shared by the writers of tiny checkpoints: the size of the decoder, seeded weights, and the files of a folder."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where a picture was taken: answers about places, their positions, and a reward that falls with distance."""
+"""Geolocation of a picture: answers about places, their positions, and a reward that falls with distance."""

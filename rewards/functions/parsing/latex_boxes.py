@@ -11,7 +11,7 @@ _TOKENS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 @dataclass(frozen=True)
 class BoxedSpan:
-    r"""Where one balanced `\boxed{content}` stands; boxes nest, so none carries a copy of its content."""
+    r"""Position of one balanced `\boxed{content}`; boxes nest, so none carries a copy of its content."""
 
     start: int  # of the backslash
     content_start: int
@@ -47,7 +47,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _before_escapes(text: str, start: int) -> int:
-    r"""Where scanning may begin: at the first `\boxed`, but never inside an escape like the `\\` of `\\boxed`."""
+    r"""Start of the scan: the first `\boxed`, but never inside an escape like the `\\` of `\\boxed`."""
     while start and text[start - 1] == "\\":
         start -= 1
     return start

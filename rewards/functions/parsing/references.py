@@ -24,7 +24,7 @@ def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
-    """What the prompt's metadata has under a key.
+    """The value of a key in the prompt's metadata.
 
     Raises:
         RewardError: it has nothing there.

@@ -46,7 +46,7 @@ def field_text(value: Any, name: str) -> tuple[str, str]:
 
 
 def type_name(value: Any) -> str:
-    """What JSON calls the type of a value that `read_json` gave."""
+    """JSON's name for the type of a value that `read_json` returned."""
     names = {dict: "an object", list: "an array", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a text or number")
 

@@ -14,7 +14,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class Answer(msgspec.Struct, gc=False):
-    """What a response says.
+    """The answer of a response.
 
     `text` is what is held against the references: the answer field of a JSON object, else the last `\\boxed{}`, else
     the whole response; None is an object that names no answer. Python's reader also takes NaN and infinities for JSON,

@@ -68,7 +68,7 @@ def aerorl_aliases(text: str) -> frozenset[Key]:
 
 
 def entity_keys(text: str) -> frozenset[Key]:
-    """What an entity is, for equality of the whole: a number where all of it is one, else its folded words.
+    """Keys of an entity for equality of the whole: a number if all of it is one, else its folded words.
 
     1,000 is 1000, 14% is both 14 and 0.14, "the Nike" is "nike"; "page 14" is not 14. Nothing has no key.
     """

@@ -63,7 +63,7 @@ class MobulaRules:
         )
 
     def explain(self, place: int, record: Record, answer: Answer) -> dict[str, dict[str, Any]]:
-        """What made the scores, for a reader of the report."""
+        """The causes of the scores, for readers of the report."""
         references = record.references
         precision, recall = self._overlap(record, references) or (None, None)
         return {

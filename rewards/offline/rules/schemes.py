@@ -19,7 +19,7 @@ LOW_MARKS: Mapping[str, float] = {"verifier": 0.0, "grounding": 0.0, "format": 0
 
 
 class Rules(Protocol):
-    """What gives a record its scores, or a reason why it cannot be scored."""
+    """Scores a record, or gives a reason why it cannot be scored."""
 
     name: str
     reads_everything: bool  # metadata beyond the known keys
@@ -39,7 +39,7 @@ class Rules(Protocol):
     ) -> Sequence[Scores | str]: ...
 
     def explain(self, place: int, record: Record, answer: Answer) -> dict[str, Any]:
-        """What made the scores of the record at `place` of the batch that was scored last, by component."""
+        """The causes of the scores of the record at `place` of the batch that was scored last, by component."""
         ...
 
 

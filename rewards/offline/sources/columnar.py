@@ -71,7 +71,7 @@ class RowGroup:
 
 
 def parts_of(path: Path) -> tuple[str, str, Sequence[RowGroup]]:
-    """What a folder or a Parquet file is, the unit of its parts' sizes, and the parts.
+    """The kind of a folder or Parquet file, the unit of its parts' sizes, and the parts.
 
     Raises:
         PreflightError: the folder holds no recorded trajectories, or a file is no Parquet or has no responses.

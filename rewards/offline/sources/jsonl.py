@@ -92,7 +92,7 @@ def stretches(path: Path, num_bytes: int | None = None) -> list[LineRange]:
 
 
 def _line_start(file: BufferedReader, start: int, end: int) -> int:
-    """Where the first line at or after `start` begins; the file stands there. Lines of any length are passed over."""
+    """Position of the first line at or after `start`, at which the file is left. Lines of any length are skipped."""
     if start == 0:
         return 0
     file.seek(start - 1)

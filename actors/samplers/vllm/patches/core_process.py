@@ -88,7 +88,7 @@ def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def _sent(failures: Connection) -> Failure | None:
-    """What the core has sent, if anything."""
+    """The failure that the core has sent, if any."""
     try:
         return failures.recv() if failures.poll() else None
     except EOFError:  # it ended without a word

@@ -94,7 +94,7 @@ class ThreadedCore(EngineCoreProc):
 
 
 class InProcessClient(AsyncMPClient):
-    """What `AsyncLLM` talks to: requests go into the core's queue, outputs come back through the event loop."""
+    """Client of `AsyncLLM`: requests go into the core's queue, outputs come back through the event loop."""
 
     def __init__(
         self, vllm_config: Any, executor_class: Any, log_stats: bool, *, renderer: Any = None, **_: Any
@@ -124,7 +124,7 @@ class InProcessClient(AsyncMPClient):
 
     @property
     def transfer_engine(self) -> Any:
-        """The worker's end of the transfer group, for who receives on another thread than the core's."""
+        """The worker's end of the transfer group, for a receiver on another thread than the core's."""
         return self._core.model_executor.driver_worker.worker.weight_transfer_engine
 
     def measured(self, load: EngineLoad) -> EngineLoad:

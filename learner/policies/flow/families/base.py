@@ -173,7 +173,7 @@ def packed(latents: Tensor) -> Tensor:
 
 
 def unpacked(tokens: Tensor, height: int, width: int) -> Tensor:
-    """What was `packed`, [N, C, H, W]."""
+    """Inverse of `packed`, [N, C, H, W]."""
     num, channels = len(tokens), tokens.shape[-1] // 4
     tiles = tokens.reshape(num, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return tiles.reshape(num, channels, height, width)
@@ -192,7 +192,7 @@ def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
 
 
 def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """What `scaled_pictures` decodes, [N, C, H, W] of uint8 [N, H, W, 3]."""
+    """Inverse of `scaled_pictures`: latents [N, C, H, W] of uint8 [N, H, W, 3]."""
     found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
     latents = found if isinstance(found, Tensor) else found.mode()
     return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
@@ -205,7 +205,7 @@ def normalised_frames(vae: Any, latents: Tensor) -> np.ndarray:
 
 
 def normalised_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """What `normalised_frames` decodes, float32 [N, C, 1, H, W] of uint8 [N, H, W, 3]: one frame each."""
+    """Inverse of `normalised_frames`: latents float32 [N, C, 1, H, W] of uint8 [N, H, W, 3], one frame each."""
     latents = vae.encode(_of_levels(vae, pixels).unsqueeze(2)).latent_dist.mode()
     mean, std = _statistics(vae, latents.device)
     return (latents - mean) / std

@@ -34,7 +34,8 @@ class QwenImage(PackedFamily):
         return {"encoder_hidden_states": pad(embeds, (0, 0, 0, missing)), MASK: mask}
 
     def num_cut(self, pipeline: Any, text: str, max_tokens: int) -> int:
-        """What stands around the text in the pipeline's template counts, but for its beginning, which is left out."""
+        """Number of template tokens around the text that the pipeline counts, without those at the beginning, which it
+        cuts."""
         whole = pipeline.prompt_template_encode.format(text)
         return super().num_cut(pipeline, whole, max_tokens + pipeline.prompt_template_encode_start_idx)
 

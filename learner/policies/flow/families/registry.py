@@ -67,7 +67,7 @@ def flow_family_at(folder: Path) -> FlowFamily:
 
 
 def pipeline_index(folder: Path) -> dict[str, Any]:
-    """What model_index.json says: the pipeline's class, and for each part [library, class].
+    """The content of model_index.json: the pipeline's class, and [library, class] of each part.
 
     Raises:
         ValueError: it cannot be read, or names no class.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
+from cluster.errors import PreflightError
 from cluster.weight_sync.manifest import DTYPE_BYTES, Manifest, TensorSpec
 from configs.schema import RunConfig, SamplerKind
 from deploy.planning.activations import (
@@ -101,12 +102,19 @@ def _process(config: RunConfig, role: str) -> int:
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
-    """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name."""
+    """Parameters of the optimizer: adapters, or every weight that `policy.freeze` does not name.
+
+    Raises:
+        PreflightError: `policy.lora.target_modules` names layers that the model does not have.
+    """
     starts = shape.starts(config.policy.freeze)
     free = [spec for spec in shape.manifest.tensors if not spec.name.startswith(starts)]
     if config.policy.lora.is_on:
         unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
-        return list(adapter_manifest(Manifest(tuple(free)), unfrozen).tensors)
+        try:
+            return list(adapter_manifest(Manifest(tuple(free)), unfrozen).tensors)
+        except ValueError as error:
+            raise PreflightError(str(error)) from error
     return free
 
 

@@ -228,6 +228,12 @@ def test_a_run_that_does_not_fit_ends_before_anything_loads(tmp_path: Path) -> N
     refuse_too_little_memory(config("policy.model=/no/such/model", "resources=two_gpu"), described_nodes("1x2x80GB"))
 
 
+def test_adapters_of_layers_that_the_model_lacks_are_refused_with_those_that_it_has() -> None:
+    words = ("resources=two_gpu", "policy.lora.rank=16", "policy.lora.target_modules=[q_proj, none_such]")
+    with pytest.raises(PreflightError, match="no matrix of the model is called none_such; there are .*q_proj"):
+        plan_memory(config(*words), shape_7b(), described_nodes("1x2x80GB"))
+
+
 def test_doctor_plans_memory() -> None:
     small = Machine(2, 0, 2 * GIB, GIB, frozenset(), total_memory_bytes=4 * GIB)
     digits = load_config(["experiment=digits"])

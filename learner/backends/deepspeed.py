@@ -10,7 +10,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,7 @@ class DeepSpeedBackend:
         return lambda: None  # DeepSpeed writes on the calling thread alone
 
     def load(self, folder: Path, optimizer: _Turn) -> int:
-        if not (folder / RANKS_FILE).is_file():
-            raise CheckpointError(f"{folder} holds no complete DeepSpeed state: resume from an older checkpoint")
+        _refuse_incomplete(folder)
         found = json.loads((folder / RANKS_FILE).read_text())
         if found != self._layout():
             raise CheckpointError(
@@ -152,6 +152,30 @@ class _Turn:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._shared.param_groups
+
+
+def load_zero_weights(folder: Path, policy: Policy) -> None:
+    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it.
+
+    DeepSpeed joins the float32 weights of its ranks' files, at any stage.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    _refuse_incomplete(folder)
+    _imported(torch.device("cpu"))
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), TAG, exclude_frozen_parameters=True)
+    found = policy.load_state_dict(state, strict=False)
+    lacking = {name for name, p in policy.named_parameters() if p.requires_grad} & set(found.missing_keys)
+    assert not lacking and not found.unexpected_keys, f"{folder} is of another policy: {lacking or found}"
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    if not (folder / RANKS_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no complete DeepSpeed state: use an older checkpoint")
 
 
 def _imported(device: torch.device) -> Any:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from cluster.errors import CheckpointError
 from configs.errors import ConfigError
 from learner.backends import fsdp2
+from learner.backends.deepspeed import ENVIRONMENT
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.policy_weights import export_state
 
@@ -85,6 +86,13 @@ def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factor
     return out
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed is imported with when it reads a state in this process goes with the test."""
+    for key, value in {**ENVIRONMENT, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(key, value)
+
+
 @dataclass(frozen=True)
 class Ran:
     """One variant: its folders, and what was seen on the way, by one process and by two ranks."""
@@ -146,15 +154,25 @@ def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: P
 
 def test_one_process_exports_the_state_of_any_number_of_ranks(ran: Ran, tmp_path: Path) -> None:
     """At the same weights the ranks wrote `export` themselves."""
-    config = config_of(ran.base, *MODELS[ran.variant.model])
-    for n, folder in enumerate(ran.folders):
-        if n == 1 and "learner=deepspeed" in ran.variant.overrides:
-            with pytest.raises(CheckpointError, match="holds no complete learner state"):
-                export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
-            continue
+    adapters = MODELS[ran.variant.model]
+    ranks = config_of(ran.base, *ran.variant.overrides, *adapters, "resources.learner.num_workers=2")
+    configs = (config_of(ran.base, *adapters), ranks)
+    for n, (config, folder, seen) in enumerate(zip(configs, ran.folders, (ran.one, ran.two), strict=True)):
         export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
         found, expected = (load_file(at / "model.safetensors") for at in (tmp_path / str(n), folder / "export"))
         assert equal(found, expected, atol=0)
+        if adapters:
+            export_state(config, folder / "state", tmp_path / f"{n}-adapter", merge=False, average=False)
+            found = load_file(tmp_path / f"{n}-adapter" / "adapter_model.safetensors")
+            assert found and equal(found, seen["factors"], atol=0)
+
+
+def test_a_state_of_another_backend_is_refused(ran: Ran, tmp_path: Path) -> None:
+    is_deepspeed = "learner=deepspeed" in ran.variant.overrides
+    words = () if is_deepspeed else ("learner=deepspeed", "resources.learner.num_workers=2")
+    config = config_of(ran.base, *words, *MODELS[ran.variant.model])
+    with pytest.raises(CheckpointError, match=r"holds no complete (learner|DeepSpeed) state: use an older"):
+        export_state(config, ran.folders[1] / "state", tmp_path / "out", merge=True, average=False)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(ran: Ran) -> None:

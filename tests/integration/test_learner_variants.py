@@ -111,3 +111,15 @@ def test_reference_and_policy_differ_from_the_base_in_adapted_weights_alone(job:
         changed = {name for name in base if not np.array_equal(before[name], after[name])}
         assert changed
         assert all(name.endswith(ADAPTED) and "patch_embed" not in name for name in changed)
+
+
+def test_the_command_exports_what_the_ranks_of_deepspeed_saved(job: Job) -> None:
+    for words in (["--merge"], []):
+        job.finish(job.start_command("export", str(job.run_folder), "--step", "2", *words))
+    policy, merged = (
+        load_file(job.run_folder / folder / "model.safetensors") for folder in ("policy", "export/step-000002")
+    )
+    assert policy.keys() == merged.keys()
+    assert all(np.array_equal(policy[name], merged[name]) for name in policy)
+    adapter = load_file(job.run_folder / "export" / "step-000002-adapter" / "adapter_model.safetensors")
+    assert any(np.abs(factor).max() > 0 for name, factor in adapter.items() if "lora_B" in name)

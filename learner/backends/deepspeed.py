@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cluster.errors import CheckpointError
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, everything, trained_parameters
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -51,7 +53,9 @@ class DeepSpeedBackend:
     def wrap(self, policy: Policy) -> nn.Module:
         deepspeed = self._deepspeed = _imported(self._device)
         self._num_ranks = dist.get_world_size()
+        self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         self._policy = policy.to(self._device)
+        self._trained = trained_parameters(policy)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
         self._engine, *_ = deepspeed.initialize(
@@ -80,6 +84,12 @@ class DeepSpeedBackend:
     def inference(self) -> Iterator[None]:
         with torch.no_grad():
             yield
+
+    def trained(self) -> dict[str, Tensor]:
+        """At stage 3 the shards, flat: each rank has as many values, the last of the last rank without meaning."""
+        if self._config.zero_stage == 2:
+            return self._trained
+        return {name: DTensor.from_local(p.ds_tensor, self._mesh, [Shard(0)]) for name, p in self._trained.items()}
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict(keep_vars=True).items()

@@ -14,7 +14,7 @@ from backend_run import LORA, config_of, equal, train
 from safetensors.torch import load_file
 
 from cluster.errors import CheckpointError
-from configs.errors import ConfigError
+from configs.schema import RunConfig
 from learner.backends import fsdp2
 from learner.backends.deepspeed import ENVIRONMENT
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -43,9 +43,9 @@ VARIANTS = {
         "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
     },
     "deepspeed": {
-        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", PACKED)),
-        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", BLOCKS)),
-        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3")),
+        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", AVERAGE, PACKED)),
+        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE, BLOCKS)),
+        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE)),
     },
 }
 
@@ -111,6 +111,13 @@ def ran(request: pytest.FixtureRequest, one_process: Path, two_ranks: Path) -> R
     return Ran(variant, one_process / variant.model, folders, *(torch.load(folder / "seen.pt") for folder in folders))
 
 
+def configs_of(ran: Ran, *words: str) -> tuple[RunConfig, RunConfig]:
+    """Of one process, and of two ranks."""
+    adapters = MODELS[ran.variant.model]
+    ranks = (*ran.variant.overrides, "resources.learner.num_workers=2")
+    return config_of(ran.base, *adapters, *words), config_of(ran.base, *ranks, *adapters, *words)
+
+
 def test_two_ranks_end_with_the_weights_of_one_process(ran: Ran) -> None:
     assert equal(ran.one["weights"], ran.two["weights"], atol=2e-6)
     assert not equal(ran.one["weights"], ran.one["before"], atol=1e-4)
@@ -140,12 +147,7 @@ def test_a_group_goes_back_to_where_rl_began(ran: Ran) -> None:
 
 
 def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: Path) -> None:
-    if "learner=deepspeed" in ran.variant.overrides:
-        with pytest.raises(ConfigError, match="use learner=fsdp2, or set learner.ema_decay=0"):
-            config_of(ran.base, *ran.variant.overrides, "resources.learner.num_workers=2", AVERAGE)
-        return
-    config = config_of(ran.base, *MODELS[ran.variant.model], AVERAGE)
-    for n, folder in enumerate(ran.folders):
+    for n, (config, folder) in enumerate(zip(configs_of(ran, AVERAGE), ran.folders, strict=True)):
         export_state(config, folder / "state", tmp_path / str(n), merge=True, average=True)
     one, two = (load_file(tmp_path / str(n) / "model.safetensors") for n in range(2))
     assert equal(one, two, atol=2e-6)
@@ -154,14 +156,11 @@ def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: P
 
 def test_one_process_exports_the_state_of_any_number_of_ranks(ran: Ran, tmp_path: Path) -> None:
     """At the same weights the ranks wrote `export` themselves."""
-    adapters = MODELS[ran.variant.model]
-    ranks = config_of(ran.base, *ran.variant.overrides, *adapters, "resources.learner.num_workers=2")
-    configs = (config_of(ran.base, *adapters), ranks)
-    for n, (config, folder, seen) in enumerate(zip(configs, ran.folders, (ran.one, ran.two), strict=True)):
+    for n, (config, folder, seen) in enumerate(zip(configs_of(ran), ran.folders, (ran.one, ran.two), strict=True)):
         export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
         found, expected = (load_file(at / "model.safetensors") for at in (tmp_path / str(n), folder / "export"))
         assert equal(found, expected, atol=0)
-        if adapters:
+        if config.policy.lora.is_on:
             export_state(config, folder / "state", tmp_path / f"{n}-adapter", merge=False, average=False)
             found = load_file(tmp_path / f"{n}-adapter" / "adapter_model.safetensors")
             assert found and equal(found, seen["factors"], atol=0)

@@ -1,5 +1,5 @@
-"""One process exports what two ranks of DeepSpeed saved, bit for bit: both stages, weights, frozen parts, adapters,
-optimizer state in host memory."""
+"""One process exports what two ranks of DeepSpeed saved, bit for bit: both stages, weights and their average, frozen
+parts, adapters, optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
 
     def config(self, model: Path) -> RunConfig:
         ranks = ("learner=deepspeed", f"learner.zero_stage={self.stage}", "resources.learner.num_workers=2")
-        config = config_of(model, *ranks, *self.overrides)
+        config = config_of(model, *ranks, "learner.ema_decay=0.5", *self.overrides)
         learner = config.learner.model_copy(update={"offload": self.offload})  # a configuration refuses it on CPUs
         return config.model_copy(update={"learner": learner})
 
@@ -56,11 +56,16 @@ def _rank(rank: int, case: Case, model: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     learner = Learner(config, rank, 2, (250,))
     learner.connect(met_at(learner, rank, out / "address"))
-    for version, groups in enumerate(steps(tokenizer), 1):
-        _write(learner, rank, out / f"{version - 1}")
-        learner.update(groups, version)
+    first, second = steps(tokenizer)
+    _write(learner, rank, out / "0")
+    learner.update(first, 1)
+    _write(learner, rank, out / "1")
+    learner.update(second, 2)
+    _write(learner, rank, out / "2")
     learner.load(out / "1" / "state")
-    _write(learner, rank, out / "resumed")
+    _write(learner, rank, out / "1-resumed")
+    learner.update(second, 2)
+    _write(learner, rank, out / "2-resumed")
     learner.close()
 
 
@@ -82,15 +87,29 @@ def test_an_export_equals_what_the_ranks_gathered(name: str, tmp_path: Path, mon
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     multiprocessing.set_forkserver_preload(["backend_run", "deepspeed"])
     mp.start_processes(_rank, args=(case, model, tmp_path), nprocs=2, start_method="forkserver")
-    config, merged = case.config(model), {}
-    for at in ("0", "1", "resumed"):
-        export_state(config, tmp_path / at / "state", tmp_path / at / "merged", merge=True, average=False)
-        merged[at] = load_file(tmp_path / at / "merged" / "model.safetensors")
-        assert equal(merged[at], load_file(tmp_path / at / "expected" / "model.safetensors"), atol=0)
+    config = case.config(model)
+    weights, averages = {}, {}
+    for at in ("0", "1", "2", "1-resumed", "2-resumed"):
+        folder = tmp_path / at
+        weights[at] = exported(config, folder, "weights", merge=True)
+        averages[at] = exported(config, folder, "average", merge=True, average=True)
+        assert equal(weights[at], load_file(folder / "expected" / "model.safetensors"), atol=0)
         if config.policy.lora.is_on:
-            export_state(config, tmp_path / at / "state", tmp_path / at / "adapter", merge=False, average=False)
-            found = load_file(tmp_path / at / "adapter" / "adapter_model.safetensors")
-            assert found and equal(found, torch.load(tmp_path / at / "factors.pt"), atol=0)
-    assert equal(merged["1"], merged["resumed"], atol=0)
-    moved = {name for name, tensor in merged["1"].items() if not torch.equal(tensor, merged["0"][name])}
-    assert moved and (case.overrides != FROZEN or not any("visual" in name for name in moved))
+            found = exported(config, folder, "adapter", merge=False)
+            assert found and equal(found, torch.load(folder / "factors.pt"), atol=0)
+    for found in (weights, averages):
+        assert equal(found["1"], found["1-resumed"], atol=0) and equal(found["2"], found["2-resumed"], atol=0)
+        moved = {name for name, tensor in found["1"].items() if not torch.equal(tensor, found["0"][name])}
+        assert moved and (case.overrides != FROZEN or not any("visual" in name for name in moved))
+    if not config.policy.lora.is_on:  # of adapters it is the average of factors
+        mean = {name: (found + averages["1"][name]) / 2 for name, found in weights["2"].items()}
+        assert equal(averages["2"], mean, atol=1e-6) and equal(averages["0"], weights["0"], atol=0)
+        assert not equal(averages["2"], weights["2"], atol=1e-4)
+
+
+def exported(
+    config: RunConfig, folder: Path, name: str, *, merge: bool, average: bool = False
+) -> dict[str, torch.Tensor]:
+    export_state(config, folder / "state", folder / name, merge=merge, average=average)
+    [file] = (folder / name).glob("*.safetensors")
+    return load_file(file)

@@ -308,13 +308,13 @@ class Learner:
 
     def _weight_average(self) -> WeightAverage | NullAverage:
         decay = self._config.learner.ema_decay
-        return WeightAverage(self._policy, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
+        return WeightAverage(self._backend.trained, decay, ShardedWriter().copied) if decay > 0 else NullAverage()
 
     def _slow_weights(self) -> SlowWeights | NullSlow:
         slow = self._config.algorithm.slow_copy
         if slow is None:
             return NullSlow()
-        return SlowWeights(self._policy, slow.decay_rate, slow.max_decay, ShardedWriter().copied)
+        return SlowWeights(self._backend.trained, slow.decay_rate, slow.max_decay, ShardedWriter().copied)
 
     def _publisher(self) -> WeightPublisher:
         return WeightPublisher(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import RunConfig
+from learner.backends import load_weights
 from learner.backends.base import Backend
-from learner.backends.sharded import load_weights
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
@@ -88,7 +88,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
     policy = backend.wrap(as_policy(model, config))
-    load_weights(state, policy)
+    load_weights(config.learner, state, policy)
     if average:
         trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
         read_average(state, trained, no_dist=True)

@@ -621,16 +621,6 @@ def _backend_can_offload(config: RunConfig) -> str | None:
     return None
 
 
-def _average_can_be_kept(config: RunConfig) -> str | None:
-    decay = config.learner.ema_decay
-    if decay > 0 and config.learner.backend == "deepspeed":
-        return (
-            f"learner.ema_decay={decay:g} keeps an average that `mobula export` can read, which it cannot of "
-            "learner.backend=deepspeed: use learner=fsdp2, or set learner.ema_decay=0"
-        )
-    return None
-
-
 def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
     if not config.learner.packing or config.policy.attention != "eager":
         return None
@@ -686,7 +676,6 @@ RULES: tuple[Rule, ...] = (
     _activations_have_a_host_apart,
     _offload_has_a_host_apart,
     _backend_can_offload,
-    _average_can_be_kept,
     _attention_keeps_rows_apart,
     _suites_have_names,
     _greedy_suites_have_one_sample,

@@ -102,6 +102,18 @@ def _slow_weights_can_be_exchanged(config: RunConfig) -> str | None:
     )
 
 
+def _initial_weights_can_be_exchanged(config: RunConfig) -> str | None:
+    learner = config.learner
+    compares = config.offline.is_on and config.sampler.is_flow
+    if not compares or learner.backend != "deepspeed" or learner.zero_stage != 3:
+        return None
+    return (
+        f"offline.job={config.offline.job} of a flow model exchanges weights with a copy of the initial ones, which "
+        "learner.backend=deepspeed with learner.zero_stage=3 does not allow: set learner.zero_stage=2, or use "
+        "learner=fsdp2"
+    )
+
+
 def _nothing_reads_tokens(config: RunConfig) -> str | None:
     """Parts of a run that look at token ids or at a distribution over tokens."""
     if not config.sampler.is_flow:
@@ -170,6 +182,7 @@ FLOW_RULES: tuple[Rule, ...] = (
     _losses_have_what_they_need,
     _text_is_dropped_for_guidance,
     _slow_weights_can_be_exchanged,
+    _initial_weights_can_be_exchanged,
     _nothing_reads_tokens,
 )
 IMAGE_TOKEN_RULES: tuple[Rule, ...] = (_nothing_reads_text,)

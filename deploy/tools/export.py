@@ -50,11 +50,6 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
 
 
 def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:
-    if config.learner.backend == "deepspeed":
-        raise PreflightError(
-            f"{folder} was trained with learner.backend=deepspeed, whose states only its own ranks can read: use "
-            f"{folder / 'policy'}, which the run leaves at its end; resume=auto takes an unfinished run there"
-        )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
     if ema and config.learner.ema_decay == 0:

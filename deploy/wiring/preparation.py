@@ -329,10 +329,10 @@ def require_model(config: RunConfig) -> None:
     Raises:
         PreflightError: it is no checkpoint folder.
     """
-    folder = Path(config.policy.model)
-    if config.policy.tiny != "none" and not (folder / "config.json").is_file():
+    folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
+    if config.policy.tiny != "none" and not (folder / file).is_file():
         raise PreflightError(
-            f"policy.model={folder} is no checkpoint folder (it has no config.json): name one that is, set policy=hf "
+            f"policy.model={folder} is no checkpoint folder (it has no {file}): name one that is, set policy=hf "
             "for a model of the hub, or make one with `mobula train` or `mobula init-model`"
         )
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from configs.schema import LearnerConfig
 from learner.backends.base import Backend
+from learner.backends.sharded import load_sharded_weights
+from learner.policies.base import Policy
 
 
 def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype) -> Backend:
@@ -23,3 +27,18 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
             from learner.backends.single import SingleBackend
 
             return SingleBackend(device, dtype, config)
+
+
+def load_weights(config: LearnerConfig, folder: Path, policy: Policy) -> None:
+    """Read what the ranks of `learner.backend` saved of the weights into a policy in one process, however many they
+    were.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    if config.backend == "deepspeed":
+        from learner.backends.deepspeed import load_zero_weights
+
+        load_zero_weights(folder, policy)
+    else:
+        load_sharded_weights(folder, policy)

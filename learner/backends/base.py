@@ -19,6 +19,11 @@ def everything(name: str) -> bool:
     return True
 
 
+def trained_parameters(policy: Policy) -> dict[str, Tensor]:
+    """Parameters that are not frozen, by name."""
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
 class Optimizer(Protocol):
     """Interface of an optimizer: torch's own, or a backend's replacement."""
 
@@ -56,6 +61,11 @@ class Backend(Protocol):
 
     def inference(self) -> AbstractContextManager[None]:
         """Around forward passes without gradients; nothing of the weights as they were outlives it."""
+        ...
+
+    def trained(self) -> dict[str, Tensor]:
+        """What is trained, as it lies on this rank, by its name in the policy. Steps change these tensors in place; one
+        that is sharded is a DTensor."""
         ...
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,8 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from cluster.errors import CheckpointError
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, everything, trained_parameters
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -50,7 +53,9 @@ class DeepSpeedBackend:
     def wrap(self, policy: Policy) -> nn.Module:
         deepspeed = self._deepspeed = _imported(self._device)
         self._num_ranks = dist.get_world_size()
+        self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
         self._policy = policy.to(self._device)
+        self._trained = trained_parameters(policy)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
         self._engine, *_ = deepspeed.initialize(
@@ -80,6 +85,12 @@ class DeepSpeedBackend:
         with torch.no_grad():
             yield
 
+    def trained(self) -> dict[str, Tensor]:
+        """At stage 3 the shards, flat: each rank has as many values, the last of the last rank without meaning."""
+        if self._config.zero_stage == 2:
+            return self._trained
+        return {name: DTensor.from_local(p.ds_tensor, self._mesh, [Shard(0)]) for name, p in self._trained.items()}
+
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict(keep_vars=True).items()
         for bucket in _buckets([(name, tensor) for name, tensor in state if wanted(name)]):
@@ -97,8 +108,7 @@ class DeepSpeedBackend:
         return lambda: None  # DeepSpeed writes on the calling thread alone
 
     def load(self, folder: Path, optimizer: _Turn) -> int:
-        if not (folder / RANKS_FILE).is_file():
-            raise CheckpointError(f"{folder} holds no complete DeepSpeed state: resume from an older checkpoint")
+        _refuse_incomplete(folder)
         found = json.loads((folder / RANKS_FILE).read_text())
         if found != self._layout():
             raise CheckpointError(
@@ -152,6 +162,30 @@ class _Turn:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._shared.param_groups
+
+
+def load_zero_weights(folder: Path, policy: Policy) -> None:
+    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it.
+
+    DeepSpeed joins the float32 weights of its ranks' files, at any stage.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    _refuse_incomplete(folder)
+    _imported(torch.device("cpu"))
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), TAG, exclude_frozen_parameters=True)
+    found = policy.load_state_dict(state, strict=False)
+    lacking = {name for name, p in policy.named_parameters() if p.requires_grad} & set(found.missing_keys)
+    assert not lacking and not found.unexpected_keys, f"{folder} is of another policy: {lacking or found}"
+
+
+def _refuse_incomplete(folder: Path) -> None:
+    if not (folder / RANKS_FILE).is_file():
+        raise CheckpointError(f"{folder} holds no complete DeepSpeed state: use an older checkpoint")
 
 
 def _imported(device: torch.device) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, everything, trained_parameters
 from learner.backends.gather import gather_whole
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
@@ -48,6 +48,7 @@ class FSDP2Backend:
                 fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
         self._policy = policy
+        self._trained = trained_parameters(policy)  # the shards: between forward and backward others are in their place
         return policy
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -72,6 +73,9 @@ class FSDP2Backend:
                 yield
         finally:
             self._policy.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
+
+    def trained(self) -> dict[str, Tensor]:
+        return self._trained
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict()

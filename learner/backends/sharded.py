@@ -74,18 +74,16 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
     return int(state["version"])
 
 
-def load_weights(folder: Path, policy: Policy) -> int:
-    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it; returns
-    the version.
+def load_sharded_weights(folder: Path, policy: Policy) -> None:
+    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
     _refuse_incomplete(folder)
-    state = {"model": _without_frozen(policy, get_model_state_dict(policy)), "version": 0}
+    state = {"model": _without_frozen(policy, get_model_state_dict(policy))}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     set_model_state_dict(policy, state["model"], options=PARTIAL)
-    return int(state["version"])
 
 
 def _refuse_incomplete(folder: Path) -> None:

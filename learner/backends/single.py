@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, everything, trained_parameters
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -30,6 +30,7 @@ class SingleBackend:
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)
         self._states = ShardedWriter()
+        self._trained = trained_parameters(policy)
         return policy
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -49,6 +50,9 @@ class SingleBackend:
     def inference(self) -> Iterator[None]:
         with torch.no_grad():
             yield
+
+    def trained(self) -> dict[str, Tensor]:
+        return self._trained
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         yield from ((name, tensor) for name, tensor in self._policy.model.state_dict().items() if wanted(name))

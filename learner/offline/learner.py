@@ -48,7 +48,7 @@ class OfflineLearner(Learner):
         """As of a learner; the initial weights of a flow model are kept to compare with."""
         super().connect(init_method)
         compares = self._config.sampler.is_flow
-        self._initial = SlowWeights(self._policy, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
+        self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     @profiled
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:

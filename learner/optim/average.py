@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cluster.errors import CheckpointError
@@ -28,7 +28,7 @@ class WeightAverage:
     Source: Acceleration of Stochastic Approximation by Averaging, doi:10.1137/0330046.
 
     Example:
-        average = WeightAverage(policy, decay=0.999, copy=ShardedWriter().copied)
+        average = WeightAverage(backend.trained, decay=0.999, copy=ShardedWriter().copied)
         average.begin()  # RL begins with these weights
         optimizer.step()
         average.update()
@@ -36,22 +36,26 @@ class WeightAverage:
 
     folder = FOLDER
 
-    def __init__(self, policy: nn.Module, decay: float, copy: Copy) -> None:
-        """Of a policy as its backend has wrapped it. `copy(state, folder)` returns what writes a copy."""
+    def __init__(self, trained: Callable[[], dict[str, Tensor]], decay: float, copy: Copy) -> None:
+        """Of what is trained, as its backend has it (`Backend.trained`). `copy(state, folder)` returns what writes a
+        copy."""
         self._decay = decay
         self._copy = copy
-        self._weights = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-        self.tensors = {name: p.detach().clone() for name, p in self._weights.items()}
+        self._trained = trained
+        self.tensors = {name: weight.detach().clone() for name, weight in trained().items()}
 
     @torch.no_grad()
     def begin(self) -> None:
         """Start again from the weights of this moment."""
-        torch._foreach_copy_(local(self.tensors.values()), local(self._weights.values()))
+        torch._foreach_copy_(local(self.tensors.values()), self._weights())
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of this moment into the average."""
-        torch._foreach_lerp_(local(self.tensors.values()), local(self._weights.values()), 1 - self._decay)
+        torch._foreach_lerp_(local(self.tensors.values()), self._weights(), 1 - self._decay)
+
+    def _weights(self) -> list[Tensor]:
+        return local(self._trained().values())
 
     def to(self, device: torch.device) -> None:
         """Move it; it must be where the weights are when it takes them."""
@@ -96,7 +100,13 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
             f"{folder} holds no average of the weights: a run with {OFF[name]} wrote it, so resume with that, or start "
             "a new run"
         )
-    dcp.load(tensors, checkpoint_id=folder / name, no_dist=no_dist)
+    saved = dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata
+    # What DeepSpeed shards is saved flat and padded.
+    read = {n: t if saved[n].size == t.shape else t.new_empty(saved[n].size) for n, t in tensors.items()}
+    dcp.load(read, checkpoint_id=folder / name, no_dist=no_dist)
+    for n, t in tensors.items():
+        if read[n] is not t:
+            t.copy_(read[n][: t.numel()].view_as(t))
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from learner.optim.average import Copy, NullAverage, WeightAverage, local
 
@@ -21,9 +21,11 @@ class SlowWeights(WeightAverage):
 
     folder = FOLDER
 
-    def __init__(self, policy: nn.Module, decay_rate: float, max_decay: float, copy: Copy) -> None:
-        """Of a policy as its backend has wrapped it."""
-        super().__init__(policy, max_decay, copy)
+    def __init__(
+        self, trained: Callable[[], dict[str, Tensor]], decay_rate: float, max_decay: float, copy: Copy
+    ) -> None:
+        """Of what is trained, as its backend has it."""
+        super().__init__(trained, max_decay, copy)
         self._decay_rate, self._max_decay = decay_rate, max_decay
 
     def follow(self, version: int) -> None:
@@ -42,7 +44,7 @@ class SlowWeights(WeightAverage):
             self._swap()
 
     def _swap(self) -> None:
-        slow, weights = local(self.tensors.values()), local(self._weights.values())
+        slow, weights = local(self.tensors.values()), self._weights()
         kept = [w.detach().clone() for w in weights]
         torch._foreach_copy_(weights, slow)
         torch._foreach_copy_(slow, kept)

@@ -14,8 +14,9 @@ from backend_run import LORA, config_of, equal, train
 from safetensors.torch import load_file
 
 from cluster.errors import CheckpointError
-from configs.errors import ConfigError
+from configs.schema import RunConfig
 from learner.backends import fsdp2
+from learner.backends.deepspeed import ENVIRONMENT
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 from learner.policy_weights import export_state
 
@@ -42,9 +43,9 @@ VARIANTS = {
         "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
     },
     "deepspeed": {
-        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", PACKED)),
-        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", BLOCKS)),
-        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3")),
+        "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", AVERAGE, PACKED)),
+        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE, BLOCKS)),
+        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE)),
     },
 }
 
@@ -85,6 +86,13 @@ def two_ranks(request: pytest.FixtureRequest, one_process: Path, tmp_path_factor
     return out
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DeepSpeed is imported with when it reads a state in this process goes with the test."""
+    for key, value in {**ENVIRONMENT, "DS_ACCELERATOR": "cpu"}.items():
+        monkeypatch.setenv(key, value)
+
+
 @dataclass(frozen=True)
 class Ran:
     """One variant: its folders, and what was seen on the way, by one process and by two ranks."""
@@ -101,6 +109,13 @@ def ran(request: pytest.FixtureRequest, one_process: Path, two_ranks: Path) -> R
     name, variant = list(VARIANTS[(two_ranks / "backend").read_text()].items())[request.param]
     folders = (one_process / f"one-{variant.model}", two_ranks / name)
     return Ran(variant, one_process / variant.model, folders, *(torch.load(folder / "seen.pt") for folder in folders))
+
+
+def configs_of(ran: Ran, *words: str) -> tuple[RunConfig, RunConfig]:
+    """Of one process, and of two ranks."""
+    adapters = MODELS[ran.variant.model]
+    ranks = (*ran.variant.overrides, "resources.learner.num_workers=2")
+    return config_of(ran.base, *adapters, *words), config_of(ran.base, *ranks, *adapters, *words)
 
 
 def test_two_ranks_end_with_the_weights_of_one_process(ran: Ran) -> None:
@@ -132,12 +147,7 @@ def test_a_group_goes_back_to_where_rl_began(ran: Ran) -> None:
 
 
 def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: Path) -> None:
-    if "learner=deepspeed" in ran.variant.overrides:
-        with pytest.raises(ConfigError, match="use learner=fsdp2, or set learner.ema_decay=0"):
-            config_of(ran.base, *ran.variant.overrides, "resources.learner.num_workers=2", AVERAGE)
-        return
-    config = config_of(ran.base, *MODELS[ran.variant.model], AVERAGE)
-    for n, folder in enumerate(ran.folders):
+    for n, (config, folder) in enumerate(zip(configs_of(ran, AVERAGE), ran.folders, strict=True)):
         export_state(config, folder / "state", tmp_path / str(n), merge=True, average=True)
     one, two = (load_file(tmp_path / str(n) / "model.safetensors") for n in range(2))
     assert equal(one, two, atol=2e-6)
@@ -146,15 +156,22 @@ def test_the_average_of_the_weights_is_that_of_one_process(ran: Ran, tmp_path: P
 
 def test_one_process_exports_the_state_of_any_number_of_ranks(ran: Ran, tmp_path: Path) -> None:
     """At the same weights the ranks wrote `export` themselves."""
-    config = config_of(ran.base, *MODELS[ran.variant.model])
-    for n, folder in enumerate(ran.folders):
-        if n == 1 and "learner=deepspeed" in ran.variant.overrides:
-            with pytest.raises(CheckpointError, match="holds no complete learner state"):
-                export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
-            continue
+    for n, (config, folder, seen) in enumerate(zip(configs_of(ran), ran.folders, (ran.one, ran.two), strict=True)):
         export_state(config, folder / "state", tmp_path / str(n), merge=True, average=False)
         found, expected = (load_file(at / "model.safetensors") for at in (tmp_path / str(n), folder / "export"))
         assert equal(found, expected, atol=0)
+        if config.policy.lora.is_on:
+            export_state(config, folder / "state", tmp_path / f"{n}-adapter", merge=False, average=False)
+            found = load_file(tmp_path / f"{n}-adapter" / "adapter_model.safetensors")
+            assert found and equal(found, seen["factors"], atol=0)
+
+
+def test_a_state_of_another_backend_is_refused(ran: Ran, tmp_path: Path) -> None:
+    is_deepspeed = "learner=deepspeed" in ran.variant.overrides
+    words = () if is_deepspeed else ("learner=deepspeed", "resources.learner.num_workers=2")
+    config = config_of(ran.base, *words, *MODELS[ran.variant.model])
+    with pytest.raises(CheckpointError, match=r"holds no complete (learner|DeepSpeed) state: use an older"):
+        export_state(config, ran.folders[1] / "state", tmp_path / "out", merge=True, average=False)
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing(ran: Ran) -> None:

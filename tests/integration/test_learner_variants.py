@@ -37,7 +37,7 @@ ADAPTED = ("qkv.weight", "proj.weight")  # how the names of weights with adapter
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("variants")
     words = ("experiment=digits_lora", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=2")
-    learner = ("learner=deepspeed", "learner.zero_stage=3", "resources.rollout.num_workers=1")
+    learner = ("learner=deepspeed", "learner.zero_stage=3", "learner.ema_decay=0.5", "resources.rollout.num_workers=1")
     job = Job(folder, (*words, *learner, "weight_sync.canary_interval=1"))
     try:
         served = ("rewards=recipe_and_http", "rewards.recipes.default.gates=[]", f"{URLS}=[{serve(job)}/score]")
@@ -111,3 +111,15 @@ def test_reference_and_policy_differ_from_the_base_in_adapted_weights_alone(job:
         changed = {name for name in base if not np.array_equal(before[name], after[name])}
         assert changed
         assert all(name.endswith(ADAPTED) and "patch_embed" not in name for name in changed)
+
+
+def test_the_command_exports_what_the_ranks_of_deepspeed_saved(job: Job) -> None:
+    for words in (["--merge"], ["--merge", "--ema"], []):
+        job.finish(job.start_command("export", str(job.run_folder), "--step", "2", *words))
+    folders = ("policy", "export/step-000002", "export/step-000002-ema")
+    policy, merged, average = (load_file(job.run_folder / folder / "model.safetensors") for folder in folders)
+    assert policy.keys() == merged.keys() == average.keys()
+    assert all(np.array_equal(policy[name], merged[name]) for name in policy)
+    assert any(not np.array_equal(policy[name], average[name]) for name in policy)
+    adapter = load_file(job.run_folder / "export" / "step-000002-adapter" / "adapter_model.safetensors")
+    assert any(np.abs(factor).max() > 0 for name, factor in adapter.items() if "lora_B" in name)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from cluster.records.trajectory import ScoredGroup
 from configs.schema import RunConfig
 from learner.learner import Learner
+from learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
 from learner.supervised import SupervisedExample
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
@@ -63,6 +64,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     seen |= {"weights": weights(learner), "canary": torch.from_numpy(learner.sequence_logprobs(asked))}
     learner.save(out / "state")
     learner.export(out / "export")
+    seen["factors"] = factors(learner)
     learner.update(updates[0], 3)
     seen["third"] = weights(learner)
     seen["version"] = learner.load(out / "state")
@@ -79,6 +81,12 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in learner._named_weights()}
+
+
+def factors(learner: Learner) -> dict[str, torch.Tensor]:
+    """Adapters under the names that PEFT gives to them in a file; none without adapters."""
+    named = ((split_factor(name), tensor) for name, tensor in learner._backend.full_state(is_factor))
+    return {f"{PEFT_PREFIX}{module}.{factor}": tensor.cpu().clone() for (module, factor), tensor in named}
 
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> bool:

@@ -15,6 +15,7 @@ from actors.datasets.preferences.picture_pairs import read_picture_pairs
 from actors.datasets.rows import count_by_reason
 from actors.datasets.written.glyphs import rendered
 from cluster.errors import DatasetError
+from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.words import overridden
@@ -104,3 +105,12 @@ def test_rows_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> Non
     }
     with pytest.raises(DatasetError, match="does not exist"):
         read_picture_pairs(tmp_path, "test")
+
+
+def test_sharded_weights_of_deepspeed_are_not_exchanged_with_the_initial_ones(folder: Path, tmp_path: Path) -> None:
+    words = ("learner=deepspeed", "resources.learner.num_workers=2")
+    config(folder, tmp_path, *words, "learner.zero_stage=2")
+    with pytest.raises(
+        ConfigError, match=r"offline\.job=dpo of a flow model .*set learner\.zero_stage=2, or use learner=fsdp2"
+    ):
+        config(folder, tmp_path, *words, "learner.zero_stage=3")

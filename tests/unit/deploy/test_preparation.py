@@ -335,3 +335,11 @@ def test_what_is_evaluated_as_it_is_is_never_made_up(tmp_path: Path) -> None:
     assert not Path(run.policy.model).exists()
     ensure_model(run)
     require_model(run)
+
+
+def test_a_pipeline_that_a_run_wrote_can_be_evaluated(tmp_path: Path) -> None:
+    run = load_config(["experiment=glyphs_grpo", f"policy.model={tmp_path / 'model'}"])
+    with pytest.raises(PreflightError, match=r"is no checkpoint folder \(it has no model_index\.json\)"):
+        require_model(run)
+    ensure_model(run)
+    require_model(run)

@@ -139,14 +139,6 @@ def test_a_damaged_checkpoint_and_a_step_that_is_not_there_are_named(model: Path
     assert "step 0 of" in exported(run), "the newest complete one"
 
 
-def test_a_state_of_deepspeed_is_refused_by_name(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(
-        dump_config(tiny_config(model, "learner=deepspeed", "resources.learner.num_workers=2")), encoding="utf-8"
-    )
-    message = refused(tmp_path)
-    assert "learner.backend=deepspeed" in message and f"use {tmp_path / 'policy'}" in message
-
-
 def test_a_model_that_is_gone_is_named_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path, tiny_config(model), (0,))
     config = tiny_config(model).model_copy(update={"policy": tiny_config(tmp_path / "gone").policy})

@@ -27,7 +27,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "http": "rewards.http.client:HttpReward",
     "iou": "rewards.functions.iou:Iou",
     "jpeg_size": "rewards.functions.jpeg_size:JpegSize",
-    "judge": "rewards.models.judge:Judge",
+    "judge": "rewards.models.judges.server_judge:Judge",
     "keywords": "rewards.functions.answers.keywords:Keywords",
     "language": "rewards.functions.language:Language",
     "math_answer": "rewards.functions.answers.math_answer:MathAnswer",

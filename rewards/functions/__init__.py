@@ -41,6 +41,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "script_share": "rewards.functions.script_share:ScriptShare",
     "template_digits": "rewards.functions.template_digits:TemplateDigits",
     "true_false": "rewards.functions.answers.true_false:TrueFalse",
+    "vllm_judge": "rewards.models.judges.vllm_judge:VllmJudge",
 }
 EXTRAS: Mapping[str, str] = {
     "geospot": "geospot",

@@ -27,7 +27,7 @@ class Grading:
     `pictures` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
     every `frame_stride`-th, from the first on. `verdict` names where in the reply the score stands: a way of
     `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a group `score`. A
-    score outside of `minimum` and `maximum`, or none at all, is a failure. `question_pattern` is as in `QuestionFinder`.
+    score outside of `minimum` and `maximum`, or none at all, is a failure. `question_pattern`: see `QuestionFinder`.
     """
 
     def __init__(

@@ -80,11 +80,9 @@ class ChatEngine:
         refused: dict[int, RewardError] = {}
         for index, conversation in enumerate(conversations):
             try:
-                self._llm.enqueue_chat(
-                    conversation, params, use_tqdm=False, chat_template_kwargs=dict(template) or None
-                )
-            except Exception as error:  # each by itself: `LLM.chat` gives up all of them for one
-                refused[index] = RewardError(f"the judge's engine refuses the request: {reason_of(error)}")
+                self._enqueue(conversation, params, template)
+            except RewardError as error:
+                refused[index] = error
         try:
             outputs = iter(self._llm.wait_for_completion(use_tqdm=False))
         except Exception as error:  # nothing that it computes can be trusted after that
@@ -92,6 +90,14 @@ class ChatEngine:
             raise EngineLostError(self._failure) from error
         replies = (Reply(o.outputs[0].text, o.outputs[0].finish_reason == "length") for o in outputs)
         return [refused[index] if index in refused else next(replies) for index in range(len(conversations))]
+
+    def _enqueue(self, conversation: list[dict[str, Any]], params: SamplingParams, template: Mapping[str, Any]) -> None:
+        """Each conversation by itself: `LLM.chat` gives up all of them for one."""
+        arguments = {"chat_template_kwargs": dict(template)} if template else {}
+        try:
+            self._llm.enqueue_chat(conversation, params, use_tqdm=False, **arguments)
+        except Exception as error:
+            raise RewardError(f"the judge's engine refuses the request: {reason_of(error)}") from error
 
 
 def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:

@@ -12,6 +12,8 @@
     ├── DeadlineError           something did not answer in time; the message names what was waited for
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
     │   └── RestartLoopError    workers end again and again with one cause, which a restart does not change
+    ├── StuckError              a worker's process answers, and only another process can go on
+    │   └── EngineLostError     the engine inside it failed; `failure` is the cause
     ├── LostReplyError          a role's process is well, and one answer of it did not come
     ├── DependencyError         a healthy role waited in vain for another one
     ├── LostObjectError         an object went with the node that held it
@@ -104,6 +106,17 @@ class StuckError(MobulaError):
     """Work of an earlier call hangs in a worker's process: it answers, but only another process is rid of it."""
 
 
+class EngineLostError(StuckError):
+    """The engine inside a worker's process failed; `failure` is the cause."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(f"its engine failed: {failure}")
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.failure,), self.__dict__  # the last holds the notes
+
+
 class LostReplyError(MobulaError):
     """A worker did not answer in time, and is well: the answer was lost, or would have come later."""
 
@@ -187,12 +200,12 @@ def as_raised_by_role(error: Exception) -> Exception:
 
 
 def loss_kind(error: Exception) -> str:
-    """How an engine was lost, as a word to count by."""
+    """How a worker was lost, as a word to count by."""
     match error:
+        case WorkerDiedError() | EngineDiedError() | EngineLostError():
+            return "died"
         case DeadlineError() | StuckError():
             return "hung"
-        case WorkerDiedError() | EngineDiedError():
-            return "died"
         case CanaryError():
             return "wrong"
         case WeightSyncError():

@@ -36,7 +36,7 @@ class Component:
         self.num_retried = 0
 
     def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """One outcome a request, in order; nothing that the function raises leaves here."""
+        """One outcome a request, in order; raises what `evaluate_batch` does."""
         if self._cache_entries == 0:
             return self._tried(requests)
         keys = [content_key(request) for request in requests]

@@ -9,7 +9,7 @@ from enum import StrEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from cluster.errors import RewardError
+from cluster.errors import RewardError, StuckError
 
 if TYPE_CHECKING:  # the records pull in the object store, which a reward function's own process never needs
     from cluster.records.trajectory import Response
@@ -109,13 +109,19 @@ def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
 def evaluate_batch(
     function: RewardFunction | BatchRewardFunction, requests: Sequence[RewardRequest]
 ) -> tuple[Outcome, ...]:
-    """One outcome a request, in order, whatever the function does: nothing raised by it leaves here."""
+    """One outcome a request, in order, whatever the function does.
+
+    Raises:
+        StuckError: this process cannot go on, so that nothing is known of the responses.
+    """
     if not hasattr(function, "score_batch"):  # what the protocol's own check asks, at a twentieth of its price
         return tuple(_outcome(evaluate, function, request) for request in requests)
     try:
         results = function.score_batch(requests)
         if len(results) != len(requests):
             raise RewardError(f"returned {len(results)} outcomes for {len(requests)} requests")
+    except StuckError:
+        raise
     except RewardError as error:
         return (ScoringFailure(failure_kind(error), str(error)),) * len(requests)
     except Exception as error:  # as in `evaluate`

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.errors import DeadlineError, EngineDiedError, WorkerDiedError, loss_kind
+from cluster.errors import DeadlineError, EngineDiedError, EngineLostError, WorkerDiedError, loss_kind
 from cluster.failures import at_frames, frames_in
 from cluster.runtime.error_text import COLOUR, in_one_line
 from cluster.workers.status import Progress
@@ -39,7 +39,7 @@ class Fault:
 
 def cause_of(error: Exception) -> str:
     """Why a worker was lost, in one line, with the innermost frames where they are known."""
-    if isinstance(error, EngineDiedError):
+    if isinstance(error, EngineDiedError | EngineLostError):
         return str(error.failure)
     if isinstance(error, WorkerDiedError | DeadlineError):
         return in_one_line(error)
@@ -93,7 +93,7 @@ def read_faults(path: Path) -> list[Fault]:
 
 def _details(error: Exception) -> str:
     """Everything that is known beyond the one line."""
-    if isinstance(error, EngineDiedError) and error.failure.traceback:
+    if isinstance(error, EngineDiedError | EngineLostError) and error.failure.traceback:
         return error.failure.traceback.rstrip()
     text = COLOUR.sub("", str(error)).strip()
     return "\n".join([*([text] if "\n" in text else []), _notes(error)]).strip()

@@ -39,11 +39,12 @@ GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, wh
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
 PROCESS = {  # host memory of a process with its libraries, measured with a model of half a million parameters on CPU
     "learner": 1030 * MIB,
-    "vllm": 1220 * MIB,
+    "vllm": 1220 * MIB,  # rollout engines, and reward workers with an engine of their own
     "torch": 970 * MIB,  # transformers on it: scorers, processor workers, samplers that are no vLLM, reward models
     "plain": 135 * MIB,  # reward functions that compute with neither
 }
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
+ENGINE_REWARDS = ("vllm_judge",)
 
 Parts = Mapping[str, int]
 
@@ -96,8 +97,10 @@ def _process(config: RunConfig, role: str) -> int:
         return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
     if kind == "reward":
         service = role.partition(".")[2] or role
-        has_models = any(c.service == service and c.function in TORCH_REWARDS for c in config.rewards.components)
-        return PROCESS["torch" if has_models else "plain"]
+        functions = {c.function for c in config.rewards.components if c.service == service}
+        if functions.intersection(ENGINE_REWARDS):
+            return PROCESS["vllm"]
+        return PROCESS["torch" if functions.intersection(TORCH_REWARDS) else "plain"]
     return PROCESS["learner" if kind in ("learner", "critic") else "torch"]
 
 

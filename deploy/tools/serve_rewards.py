@@ -13,7 +13,7 @@ from pathlib import Path
 
 import uvicorn
 
-from cluster.errors import PreflightError
+from cluster.errors import PreflightError, StuckError
 from cluster.records.trajectory import Reward
 from configs.load import ConfigError, load_rewards
 from configs.schema.rewards import RewardsConfig
@@ -69,7 +69,11 @@ class RewardScorer:
             reason = f"{MAX_STUCK} computations hang since earlier requests: restart the server"
             return [ScoringFailure(FailureKind.TIMED_OUT, reason)] * len(requests)
         self._isolated.deadline = self._in_time.deadline = deadline
-        return [_outcome(reward) for reward in self._scoring.rewards(requests)]
+        try:
+            return [_outcome(reward) for reward in self._scoring.rewards(requests)]
+        except StuckError as error:
+            self.is_stuck = True
+            return [ScoringFailure(FailureKind.FAILED, f"{error}: restart the server")] * len(requests)
 
     def close(self) -> None:
         self._isolated.close()

@@ -27,7 +27,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "http": "rewards.http.client:HttpReward",
     "iou": "rewards.functions.iou:Iou",
     "jpeg_size": "rewards.functions.jpeg_size:JpegSize",
-    "judge": "rewards.models.judge:Judge",
+    "judge": "rewards.models.judges.server_judge:Judge",
     "keywords": "rewards.functions.answers.keywords:Keywords",
     "language": "rewards.functions.language:Language",
     "math_answer": "rewards.functions.answers.math_answer:MathAnswer",
@@ -41,6 +41,7 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "script_share": "rewards.functions.script_share:ScriptShare",
     "template_digits": "rewards.functions.template_digits:TemplateDigits",
     "true_false": "rewards.functions.answers.true_false:TrueFalse",
+    "vllm_judge": "rewards.models.judges.vllm_judge:VllmJudge",
 }
 EXTRAS: Mapping[str, str] = {
     "geospot": "geospot",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.errors import DeadlineError, LostReplyError, RewardError, StuckError, UnscoredGroupError
+from cluster.errors import LostReplyError, RewardError, UnscoredGroupError, loss_kind
 from cluster.records.trajectory import Answers, EndedResponse, Reward
 from cluster.runtime.concurrency import run_all
 from configs.schema.rewards import RewardsConfig
@@ -38,7 +38,7 @@ class LossCounter:
         if isinstance(error, LostReplyError):
             self.failures[FailureKind.REPLY_LOST] += 1
             return
-        is_hung = isinstance(error, DeadlineError | StuckError)
+        is_hung = loss_kind(error) == "hung"
         self.failures[FailureKind.WORKER_HUNG if is_hung else FailureKind.WORKER_DIED] += 1
         self._on_lost(HUNG if is_hung else DIED)
 

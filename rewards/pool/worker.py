@@ -107,7 +107,7 @@ class RewardWorker:
         Raises:
             RewardError: pictures did not arrive within `object_timeout_s`.
             LostObjectError: a group did not, or went with its node.
-            StuckError: a model or an engine still hangs since an earlier call; only another process is rid of it.
+            StuckError: a model still hangs since an earlier call, or an engine failed: another process has to go on.
         """
         if num_stuck := self._in_time.num_stuck:
             raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")

@@ -20,7 +20,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Who may import each walled library, as patterns of paths.
 WALLS: dict[str, tuple[str, ...]] = {
     "ray": ("cluster/*", "deploy/*"),
-    "vllm": ("actors/samplers/vllm/*",),
+    "vllm": ("actors/samplers/vllm/*", "rewards/models/judges/vllm_engine.py"),
     "deepspeed": ("learner/backends/deepspeed.py",),
     "peft": ("learner/policies/adapters.py",),
     "diffusers": ("learner/policies/flow/*", "deploy/conformance/flow/*"),

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from cluster.errors import EngineDiedError, RolloutError, loss_kind
+from cluster.errors import EngineDiedError, EngineLostError, RolloutError, StuckError, loss_kind
 from cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, frames_in
 
 
@@ -70,6 +70,14 @@ def test_an_engines_death_outlives_pickle_with_its_cause_and_its_notes() -> None
     assert isinstance(copy, RolloutError) and copy.failure == error.failure and str(copy) == str(error)
     assert copy.__notes__ == ["seen by rollout/0"]
     assert loss_kind(copy) == "died"
+
+
+def test_the_loss_of_an_engine_inside_a_worker_does_so_too() -> None:
+    error = EngineLostError(Failure.of(raised("no offset")))
+    error.add_note("seen by reward/0")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, StuckError) and copy.failure == error.failure and str(copy) == str(error)
+    assert (copy.__notes__, loss_kind(copy)) == (["seen by reward/0"], "died")
 
 
 def test_frames_are_read_from_a_printed_traceback() -> None:

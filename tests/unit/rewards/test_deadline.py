@@ -15,7 +15,8 @@ from hosts import AT_ONCE, FakeHosts
 from reward_data import answers, component, pool_over, rewards_of
 from waiting import wait_until
 
-from cluster.errors import StuckError
+from cluster.errors import EngineLostError, StuckError
+from cluster.failures import Failure
 from cluster.records.trajectory import Response
 from deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
@@ -29,6 +30,20 @@ from rewards.pool.worker import Question, RewardWorker
 from rewards.tools import Tools
 
 RELEASED = threading.Event()
+
+
+class Engine:
+    """Scores by the first digit, and fails for good over a text once."""
+
+    has_failed = False
+
+    def __init__(self, tools: Tools) -> None: ...
+
+    def score_batch(self, requests: Sequence[RewardRequest]) -> list[float]:
+        if not Engine.has_failed and any(request.response.text.endswith("fault") for request in requests):
+            Engine.has_failed = True
+            raise EngineLostError(Failure("RuntimeError: an illegal memory access"))
+        return [float(request.response.text[0]) for request in requests]
 
 
 class Model:
@@ -126,6 +141,34 @@ async def test_the_pool_replaces_a_worker_that_a_model_hangs_in_and_loses_no_gro
     assert +pool.failures == {"timed_out": 1, "worker_hung": 1}
     assert hosts.stopped == [(0, first)]
     await pool.close()
+
+
+async def test_the_pool_replaces_a_worker_whose_engine_failed_and_scores_its_group_with_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Engine")
+    monkeypatch.setattr(Engine, "has_failed", False)
+    hosts = FakeHosts(lambda index: LocalHandle(worker()), booked=1)
+    first = LocalHandle(worker())
+    pool = pool_over(CONFIG, [first], hosts=hosts, restarts=AT_ONCE)
+    rewards = await pool.score(answers("0/0/a", "1", "2 fault"), "0/0/a")
+    assert [reward and reward.value for reward in rewards] == [1.0, 2.0]
+    assert +pool.failures == {"worker_died": 1}
+    assert hosts.stopped == [(0, first)]
+    await pool.close()
+
+
+def test_a_servers_lane_whose_engine_failed_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Engine")
+    monkeypatch.setattr(Engine, "has_failed", False)
+    options = ServeRewardsOptions(
+        "127.0.0.1", 0, None, 1, 1, timeout_s=5, max_request_bytes=1, device="cpu", dtype="float32"
+    )
+    scorer = RewardScorer(CONFIG, options)
+    (found,) = scorer.score([RewardRequest(Response("2 fault", 1, False), (), {}, "")], time.monotonic() + 5)
+    assert isinstance(found, ScoringFailure) and "an illegal memory access: restart the server" in found.reason
+    assert scorer.is_stuck
+    scorer.close()
 
 
 def test_what_is_shared_is_made_once() -> None:

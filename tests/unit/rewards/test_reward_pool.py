@@ -12,7 +12,15 @@ from hosts import AT_ONCE, FakeHosts, settle
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 
-from cluster.errors import DeadlineError, RewardError, StuckError, UnscoredGroupError, WorkerDiedError
+from cluster.errors import (
+    DeadlineError,
+    EngineLostError,
+    RewardError,
+    StuckError,
+    UnscoredGroupError,
+    WorkerDiedError,
+)
+from cluster.failures import Failure
 from cluster.records.trajectory import Reward
 from configs.schema import Gate, Recipe
 from rewards.contract import FailureKind, Outcome, Score, ScoringFailure
@@ -167,6 +175,7 @@ async def test_a_group_whose_replies_are_lost_again_and_again_ends_in_an_error_n
         (WorkerDiedError("its process ended"), FailureKind.WORKER_DIED, "reward_died"),
         (DeadlineError("waited 5 s"), FailureKind.WORKER_HUNG, "reward_hung"),
         (StuckError("a call hangs"), FailureKind.WORKER_HUNG, "reward_hung"),
+        (EngineLostError(Failure("no memory")), FailureKind.WORKER_DIED, "reward_died"),
         (RuntimeError("no memory"), FailureKind.WORKER_DIED, "reward_died"),
     ],
 )

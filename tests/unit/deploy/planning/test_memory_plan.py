@@ -20,7 +20,15 @@ from deploy.planning.fit import GIB, plan_memory
 from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.planning.plan_view import refuse_shortfalls
 from deploy.planning.remedies import changed, remedies
-from deploy.planning.workers import SAMPLING, SYNC, TORCH_REWARDS, TRAINING, trained_parameters, worker_memory
+from deploy.planning.workers import (
+    PROCESS,
+    SAMPLING,
+    SYNC,
+    TORCH_REWARDS,
+    TRAINING,
+    trained_parameters,
+    worker_memory,
+)
 from deploy.tools.doctor import this_machine as doctor
 from rewards.functions import BUILT_IN
 
@@ -94,8 +102,11 @@ def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_i
         return worker_memory(config("resources=laptop", *words), qwen(hidden=1024, layers=8), "reward").host["process"]
 
     rest = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
-    judged = f"rewards.components=[{{name: accuracy, function: reward_model, options: {{}}, weight: 1.0, {rest}}}]"
-    assert process() < 200 * 2**20 < process(judged)
+    by_model, by_engine = (
+        f"rewards.components=[{{name: accuracy, function: {function}, options: {{}}, weight: 1.0, {rest}}}]"
+        for function in ("reward_model", "vllm_judge")
+    )
+    assert process() < 200 * 2**20 < process(by_model) < process(by_engine) == PROCESS["vllm"]
     modules = {name: factory.partition(":")[0] for name, factory in BUILT_IN.items()}
     texts = {name: (REPOSITORY / f"{module.replace('.', '/')}.py").read_text() for name, module in modules.items()}
     assert set(TORCH_REWARDS) == {

@@ -1,0 +1,201 @@
+"""A vLLM engine inside this process that answers conversations in batches."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from vllm import LLM, EngineArgs, SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
+
+from cluster.errors import EngineLostError, RewardError
+from cluster.failures import Failure
+from cluster.runtime.concurrency import DaemonThread
+from rewards.tools import Tools
+
+OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine's core ends with this process
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process is bound, and has its number of threads
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model said; `is_cut` where it was ended by a limit of its tokens."""
+
+    text: str
+    is_cut: bool
+
+
+class ChatEngine:
+    """One engine, on a thread of its own from its start on: OpenMP keeps its threads by the thread that computes.
+
+    `options` are keyword arguments of `vllm.LLM`, without `OWN_KEYS`. Ranks of `tensor_parallel_size` above 1 are
+    processes that end with this one.
+    """
+
+    def __init__(self, model: str, options: Mapping[str, Any], tools: Tools) -> None:
+        """Loads the model.
+
+        Raises:
+            ValueError: an option is unknown or unfit, or the model cannot be loaded.
+        """
+        self.options = dict(options)
+        arguments = _arguments(model, self.options, tools)
+        self._thread = DaemonThread("vllm-engine")
+        self._llm: LLM = self._thread.submit(_load, model, arguments, tools.device).result()
+        self._failure: Failure | None = None
+        weakref.finalize(self, self._thread.shutdown)  # the thread's last job holds the model
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What the checkpoint's generation_config.json sets, as vLLM's server applies it."""
+        return self._llm.model_config.get_diff_sampling_param()
+
+    def replies(
+        self, conversations: Sequence[list[dict[str, Any]]], params: SamplingParams, template: Mapping[str, Any]
+    ) -> list[Reply | RewardError]:
+        """One reply a conversation, in order, or why the engine refuses it: it is too long, has too many pictures.
+
+        `template` holds further arguments of the chat template.
+
+        Raises:
+            EngineLostError: the engine failed, now or before.
+        """
+        return self._thread.submit(self._replies, conversations, params, template).result()
+
+    def _replies(
+        self, conversations: Sequence[list[dict[str, Any]]], params: SamplingParams, template: Mapping[str, Any]
+    ) -> list[Reply | RewardError]:
+        if self._failure is not None:
+            raise EngineLostError(self._failure)
+        refused: dict[int, RewardError] = {}
+        for index, conversation in enumerate(conversations):
+            try:
+                self._enqueue(conversation, params, template)
+            except RewardError as error:
+                refused[index] = error
+        try:
+            outputs = iter(self._llm.wait_for_completion(use_tqdm=False))
+        except Exception as error:  # nothing that it computes can be trusted after that
+            self._failure = Failure.of(error)
+            raise EngineLostError(self._failure) from error
+        replies = (Reply(o.outputs[0].text, o.outputs[0].finish_reason == "length") for o in outputs)
+        return [refused[index] if index in refused else next(replies) for index in range(len(conversations))]
+
+    def _enqueue(self, conversation: list[dict[str, Any]], params: SamplingParams, template: Mapping[str, Any]) -> None:
+        """Each conversation by itself: `LLM.chat` gives up all of them for one."""
+        arguments = {"chat_template_kwargs": dict(template)} if template else {}
+        try:
+            self._llm.enqueue_chat(conversation, params, use_tqdm=False, **arguments)
+        except Exception as error:
+            raise RewardError(f"the judge's engine refuses the request: {reason_of(error)}") from error
+
+
+def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:
+    """The engine of a checkpoint: functions with the same tools share it.
+
+    Raises:
+        ValueError: as `ChatEngine`, or another function gave it other options.
+    """
+    engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, options, tools))
+    if engine.options != dict(options):
+        raise ValueError(
+            f"options.engine={dict(options)} differs from {engine.options} of another component of this service with "
+            f"options.model={model!r}, whose engine they share: give both the same, or each a service of its own"
+        )
+    return engine
+
+
+def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """How replies are sampled; `structured_outputs` is a mapping, such as {regex: "[1-5]"}.
+
+    Raises:
+        ValueError: vLLM does not take them.
+    """
+    found = dict(values)
+    try:
+        if isinstance(found.get("structured_outputs"), Mapping):
+            found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
+        return SamplingParams(**found)
+    except (TypeError, ValueError, VLLMClientError) as error:
+        raise ValueError(
+            f"options.extra does not fit vLLM's SamplingParams ({reason_of(error)}): use its fields, and "
+            "chat_template_kwargs"
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """An error of vLLM's in one line."""
+    if isinstance(error, ValidationError):
+        return "; ".join(str(detail["msg"]) for detail in error.errors())
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
+    """Those of `vllm.LLM`.
+
+    Raises:
+        ValueError: an option is unknown or the judge's own, or the worker lacks the devices.
+    """
+    own = sorted(set(options) & set(OWN_KEYS))
+    if own:
+        raise ValueError(
+            f"options.engine has {', '.join(own)}, which the judge sets itself: leave it out (the model is "
+            "options.model, its type resources.dtype)"
+        )
+    known = [field.name for field in fields(EngineArgs)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"options.engine has {name!r}, which vLLM does not know{hint}: use its engine arguments")
+    if current_platform.device_type != tools.device:
+        raise ValueError(
+            f"vLLM computes on {current_platform.device_type or 'no device'} here, and the worker on {tools.device}: "
+            "install vLLM for that device, and give the service GPUs with resources.reward_services.NAME.num_gpus"
+        )
+    num_ranks = options.get("tensor_parallel_size", 1)
+    if tools.device == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise ValueError(
+            f"options.engine.tensor_parallel_size={num_ranks} needs as many GPUs, the worker has "
+            f"{torch.cuda.device_count()}: set resources.reward_services.NAME.num_gpus={num_ranks}"
+        )
+    # Inside of a placement group vLLM would else ask Ray for actors beside this one.
+    backend = "mp" if num_ranks > 1 else None
+    own_values = {"model": model, "dtype": tools.dtype, "runner": "generate", "distributed_executor_backend": backend}
+    return {**options, **own_values}
+
+
+def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
+    set_num_threads = torch.set_num_threads  # vLLM replaces it on CPU, by one that logs a warning for each picture
+    try:
+        with _environment(ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})):
+            return LLM(**arguments)
+    except Exception as error:
+        raise ValueError(
+            f"options.model={model!r} cannot be loaded with options.engine ({reason_of(error)}): use a checkpoint of a "
+            "model that vLLM generates text with, and options that fit the device"
+        ) from error
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """vLLM reads these while an engine starts; what the user has set stays."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

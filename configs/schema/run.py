@@ -213,7 +213,7 @@ class TimeoutsConfig(Section):
     start_s: Seconds
     """Starting one role, engine load included."""
     prepare_s: Seconds
-    """Preparing one prompt on a processor worker, its videos decoded."""
+    """Preparing one prompt on a processor worker, its videos decoded; downloads get `data.download_timeout_s` more."""
     rollout_s: Seconds
     """Generating one group; starts again at every `sampler.chunk_tokens` tokens that a response has grown, and at every
     turn of an episode."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from learner.policies.base import Policy
@@ -17,6 +18,18 @@ Wanted = Callable[[str], bool]
 def everything(name: str) -> bool:
     """The wish for every tensor."""
     return True
+
+
+@contextmanager
+def evaluating(policy: nn.Module) -> Iterator[None]:
+    """Without gradients and without dropout: the same row has the same output whenever it is computed."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        policy.train(was_training)
 
 
 class Optimizer(Protocol):
@@ -55,7 +68,7 @@ class Backend(Protocol):
         ...
 
     def inference(self) -> AbstractContextManager[None]:
-        """Around forward passes without gradients; nothing of the weights as they were outlives it."""
+        """Around forward passes without gradients and dropout; nothing of the weights as they were outlives it."""
         ...
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:

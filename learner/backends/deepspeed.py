@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cluster.errors import CheckpointError
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, evaluating, everything
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -77,7 +77,7 @@ class DeepSpeedBackend:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        with torch.no_grad():
+        with evaluating(self._policy):
             yield
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:

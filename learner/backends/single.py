@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything
+from learner.backends.base import Wanted, evaluating, everything
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -47,7 +47,7 @@ class SingleBackend:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        with torch.no_grad():
+        with evaluating(self._policy):
             yield
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:

@@ -65,10 +65,6 @@ def _open_source(
             f"{', '.join(row_format.columns)}"
         )
     kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
-    if source.subset and kind is not DataKind.HUGGINGFACE:
-        raise DatasetError(
-            f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty"
-        )
     named = Opened(
         path,
         source.splits.get(split, split),

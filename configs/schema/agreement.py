@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
-from configs.schema.data import DataKind
-from configs.schema.data_agreement import DATA_RULES
+from configs.schema.data import DataKind, data_contradictions
 from configs.schema.flow_agreement import FLOW_RULES, IMAGE_TOKEN_RULES
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
@@ -35,10 +34,10 @@ MOST_PICTURES = {  # a prompt; of other tasks, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
-    """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
-    rules = (*RULES, *DATA_RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES, *IMAGE_TOKEN_RULES)
-    found = (rule(config) for rule in rules)
-    return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
+    """Every contradiction between sections of `config`, in the order of the rules, and those within data and reward."""
+    found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES, *IMAGE_TOKEN_RULES))
+    within = (*data_contradictions(config.data), *reward_contradictions(config.rewards))
+    return (*(message for message in found if message is not None), *within)
 
 
 def _minibatches_hold_groups(config: RunConfig) -> str | None:

@@ -1,12 +1,14 @@
 """Preparing prompts of large pictures and videos: samples/s in the driver, on one and on two processor workers.
 
 A sample is a row's prompt with its media decoded, processed and stored. Every measurement begins without any. Beside
-it what a group of n = 8 siblings costs that is prepared once, over preparing each of them apart.
+it what a group of n = 8 siblings costs that is prepared once, over preparing each of them apart, and how many bytes all
+groups take in Ray's object store with n = 8 siblings over one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from benchmarks.harness.stage import private_ray, scratch_config, scratch_folder
 import numpy as np
 import ray
 from PIL import Image
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from actors.datasets.prompts import InDriver, Preparation, PromptSource
 from actors.processors.make import make_processor
@@ -26,7 +29,9 @@ from actors.processors.pool import ProcessorPool
 from actors.processors.video import require_av
 from actors.processors.worker import ProcessorWorker
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
+from cluster.records.actions import TokenActions
 from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
+from cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
 from cluster.workers.restart_policy import RestartPolicy
 from deploy.wiring.preparation import TRAIN, Prepared
 
@@ -34,7 +39,10 @@ NUM_WORKERS = 2
 NUM_GROUPS, NUM_SIBLINGS = 8, 8
 NUM_PICTURES, NUM_VIDEOS = 24, 8
 PICTURE, FRAME, NUM_FRAMES, RATE = (1600, 1200), (480, 360), 64, 16
+NUM_TOKENS = 64  # of a sibling's answer, in the groups whose bytes are counted
+SETTLE_S = 0.5  # between readings, three of which have to be equal
 STORE_BYTES = 1 << 30
+EIGHT_OVER_ONE_BYTES = 1.05
 ONCE_OVER_APART, TWO_OVER_ONE = 5.0, 1.3  # on two cores, which the driver needs a part of
 SETTINGS = (
     f"resources.processor.num_workers={NUM_WORKERS}",
@@ -69,6 +77,8 @@ async def _measure(effort: Effort, config: Any) -> Findings:
             "two": partial(_rate, prepared, lambda: _pool(prepared, workers)),
             "siblings once": partial(_siblings, prepared, is_apart=False),
             "siblings apart": partial(_siblings, prepared, is_apart=True),
+            "bytes of one": partial(_stored_bytes, prepared, workers, 1),
+            "bytes of eight": partial(_stored_bytes, prepared, workers, NUM_SIBLINGS),
         }
         found = await interleave(sides, effort)
     return _findings(found)
@@ -86,11 +96,21 @@ def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
                 "siblings whose prompt is prepared once", "samples/s", found["siblings once"]
             ),
             "siblings apart": Measurements("siblings, each prepared", "samples/s", found["siblings apart"]),
+            "bytes of one": Measurements("object store: a group of one of each row", "bytes", found["bytes of one"]),
+            "bytes of eight": Measurements(
+                f"object store: a group of {NUM_SIBLINGS} of each row", "bytes", found["bytes of eight"]
+            ),
         },
         claims=(
             Claim("two workers / one", share(found["two"], found["one"]), TWO_OVER_ONE),
             Claim("two workers / driver", share(found["two"], found["driver"])),
             Claim("siblings once / apart", share(found["siblings once"], found["siblings apart"]), ONCE_OVER_APART),
+            Claim(
+                "bytes in the object store, eight siblings / one",
+                share(found["bytes of eight"], found["bytes of one"]),
+                EIGHT_OVER_ONE_BYTES,
+                at_least=False,
+            ),
         ),
     )
 
@@ -118,6 +138,47 @@ async def _siblings(prepared: Prepared, _: int, *, is_apart: bool) -> float:
     started = time.perf_counter()
     await asyncio.to_thread(groups)
     return len(rows) * NUM_SIBLINGS / (time.perf_counter() - started)
+
+
+async def _stored_bytes(prepared: Prepared, workers: list[Any], num_siblings: int, _: int) -> float:
+    """Bytes of Ray's object store that a group of every row takes, its prompt prepared by the workers."""
+    before = await _used_bytes()
+    pool, num = _pool(prepared, workers), NUM_PICTURES + NUM_VIDEOS
+    source = PromptSource(prepared.splits[TRAIN].rows, pool, seed=0, split_name=TRAIN)
+    prompts = await asyncio.to_thread(lambda: [source.next() for _ in range(num)])
+    source.restore(source.cursor, [])  # prompts that were begun ahead are given up
+    groups = [ray.put(_group(prompt, num_siblings)) for prompt in prompts]
+    used = await _used_bytes() - before
+    assert used > sum(handle.num_bytes for prompt in prompts for handle in prompt.media), "the media are among them"
+    del groups
+    return used
+
+
+async def _used_bytes() -> float:
+    """Once what earlier rounds have left is freed."""
+    gc.collect()
+    state, readings = get_state_from_address(ray.get_runtime_context().gcs_address), [-1.0, -2.0, -3.0]
+    while len(set(readings[-3:])) > 1:
+        await asyncio.sleep(SETTLE_S)
+        readings.append(get_memory_info_reply(state).store_stats.object_store_bytes_used)
+    return readings[-1]
+
+
+def _group(prompt: Prompt, num_siblings: int) -> TrajectoryGroup:
+    """As a rollout actor returns it."""
+    siblings = (
+        Trajectory(
+            trajectory_id=f"{prompt.prompt_id}#{n}",
+            actions=TokenActions(np.arange(NUM_TOKENS, dtype=np.int32)),
+            behavior_logprobs=np.zeros(NUM_TOKENS, dtype=np.float32),
+            action_mask=np.ones(NUM_TOKENS, dtype=bool),
+            weight_spans=(WeightSpan(0, 0, NUM_TOKENS),),
+            finish_reason=FinishReason.STOP,
+            response=Response("an answer", NUM_TOKENS, False),
+        )
+        for n in range(num_siblings)
+    )
+    return TrajectoryGroup(prompt, tuple(siblings))
 
 
 class _NoStore:

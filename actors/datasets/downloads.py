@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import httpx
 
-from actors.datasets.pictures import PictureError
+from actors.datasets.pictures import NUM_SHOWN_OF_URL, PictureError, WebFile
+from actors.datasets.videos import FrameList, Video
+
+MAX_AT_A_TIME = 8  # downloads of one prompt
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class MediaDownloads:
         Raises:
             PictureError: its host, or that of a redirect, is not allowed; or it cannot be had within the limits.
         """
-        self._check_host(httpx.URL(url) if _is_url(url) else None, url)
+        self.check(url)
         path = self._folder / hashlib.sha256(url.encode()).hexdigest()
         if not path.is_file():
             try:
@@ -47,6 +51,10 @@ class MediaDownloads:
             except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
                 raise _failed(url, f"{type(error).__name__}: {error}") from error
         return path
+
+    def check(self, url: str) -> None:
+        """Raises: PictureError: the host of the URL is not allowed. No connection is opened."""
+        self._check_host(httpx.URL(url) if _is_url(url) else None, url)
 
     def _download(self, url: str, path: Path) -> None:
         """Write the file whole or not at all."""
@@ -81,9 +89,43 @@ class MediaDownloads:
         if url is None or url.scheme not in ("http", "https") or host not in self._allowed:
             raise PictureError(
                 "host_not_allowed",
-                f"{asked[:200]} is on {host or 'no host'}, which data.allowed_hosts does not have: add the host, or "
-                "store the file in the data folder",
+                f"{asked[:NUM_SHOWN_OF_URL]} is on {host or 'no host'}, which data.allowed_hosts does not have: "
+                "add the host, or store the file in the data folder",
             )
+
+
+class LateDownloads:
+    """Checks the hosts of URLs; the process that reads a file downloads it."""
+
+    def __init__(self, downloads: MediaDownloads) -> None:
+        self._downloads = downloads
+
+    def fetch(self, url: str) -> WebFile:
+        """The file of a URL, not downloaded yet.
+
+        Raises:
+            PictureError: its host is not allowed.
+        """
+        self._downloads.check(url)
+        return WebFile(url, self._downloads.fetch)
+
+
+def web_files(media: Iterable[Video]) -> list[WebFile]:
+    """The web files among pictures, videos, their frames and sounds; each URL once."""
+    files = (file for medium in media for file in (medium.frames if isinstance(medium, FrameList) else (medium,)))
+    return list({file.url: file for file in files if isinstance(file, WebFile)}.values())
+
+
+def fetch_together(media: Iterable[Video]) -> None:
+    """Download the web files among `media`, several at a time.
+
+    Raises:
+        PictureError: the first one that cannot be had.
+    """
+    files = web_files(media)
+    if files:
+        with ThreadPoolExecutor(min(len(files), MAX_AT_A_TIME)) as pool:
+            list(pool.map(WebFile.local, files))
 
 
 def _is_url(url: str) -> bool:
@@ -96,5 +138,5 @@ def _is_url(url: str) -> bool:
 
 def _failed(url: str, reason: str) -> PictureError:
     return PictureError(
-        "download_failed", f"{url[:200]} cannot be downloaded ({reason}): check the URL, or remove its row"
+        "download_failed", f"{url[:NUM_SHOWN_OF_URL]} cannot be downloaded ({reason}): check the URL, or remove its row"
     )

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from actors.datasets.audios import AudioInputs
 from actors.datasets.curricula import CURRICULA, Curriculum
-from actors.datasets.downloads import DownloadLimits, MediaDownloads
+from actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
 from actors.datasets.formats import FORMATS
 from actors.datasets.lazy_rows import LazyRows
 from actors.datasets.mixture import MixedRows
-from actors.datasets.pictures import PictureInputs
+from actors.datasets.pictures import Downloads, PictureInputs
 from actors.datasets.readers import READERS
 from actors.datasets.readers.base import Opened
 from actors.datasets.rows import Split
@@ -20,16 +20,19 @@ from cluster.errors import DatasetError
 from configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
 
 
-def open_split(data: DataConfig, split: str, label_key: str) -> Split:
+def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split:
     """The rows of a split; nothing but an index of them is read. `label_key` is where metadata hold a row's label.
+
+    Media of web URLs are downloaded when their row is asked; with `fetches_late` the row holds `WebFile`s, which the
+    process that reads them downloads into its own `data.cache_path`.
 
     Raises:
         DatasetError: there is no such split, its files cannot be read, or it has no record.
     """
     if data.kind is not DataKind.MIXTURE:
-        return Split(split, _open_source(data, data, data.path, split, label_key), ())
+        return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())
     parts = {
-        name: _open_source(data, source, _path_of(data, source), split, label_key)
+        name: _open_source(data, source, _path_of(data, source), split, label_key, fetches_late)
         for name, source in data.sources.items()
     }
     weights = {name: source.weight for name, source in data.sources.items()}
@@ -51,7 +54,9 @@ def _path_of(data: DataConfig, source: SourceConfig) -> Path:
     return source.path if source.kind is DataKind.HUGGINGFACE and not path.is_dir() else path
 
 
-def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str) -> LazyRows:
+def _open_source(
+    data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool
+) -> LazyRows:
     row_format = FORMATS[source.row_format]
     unknown = sorted(set(source.columns) - {*row_format.columns, label_key})
     if unknown:
@@ -60,10 +65,6 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
             f"{', '.join(row_format.columns)}"
         )
     kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
-    if source.subset and kind is not DataKind.HUGGINGFACE:
-        raise DatasetError(
-            f"data.subset={source.subset} is for data.kind=huggingface, and this is {kind}: leave it empty"
-        )
     named = Opened(
         path,
         source.splits.get(split, split),
@@ -78,9 +79,11 @@ def _open_source(data: DataConfig, source: SourceConfig, path: Path, split: str,
     root = data.path / source.media_path if source.media_path else table.root
     takes_absolute = source.media_path != ""
 
-    def downloads(max_bytes: int, key: str) -> MediaDownloads:
+    def downloads(max_bytes: int, key: str) -> Downloads:
         limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
-        return MediaDownloads(data.cache_path / "downloads", data.allowed_hosts, limits)
+        # absolute, because processes on other nodes have other working folders
+        found = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
+        return LateDownloads(found) if fetches_late else found
 
     pictures = downloads(data.max_image_bytes, "data.max_image_bytes")
     videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")

@@ -1,14 +1,14 @@
 """Pictures as datasets name them: paths, URLs (file, data, web), bytes, PIL pictures, arrays, mappings, lists of these.
 
-A picture becomes a path below the data root or its encoded bytes. Nothing is decoded here: `actors/processors/image.py`
-checks size and content of both.
+A picture becomes a path below the data root, its encoded bytes, or a web file that is fetched later. Nothing is decoded
+here: `actors/processors/image.py` checks size and content of all.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -25,6 +25,7 @@ KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 WEB = ("http://", "https://")
 WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
 NUM_SHOWN = 80  # characters of a value in an error message
+NUM_SHOWN_OF_URL = 200
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,26 @@ class EncodedFile:
         return self.name
 
 
-Picture = Path | EncodedFile
+@dataclass(frozen=True)
+class WebFile:
+    """A file of a web URL that the process that reads it downloads."""
+
+    url: str
+    fetch: Callable[[str], Path] = field(repr=False)  # of a `MediaDownloads`, with its checks and limits
+
+    def local(self) -> Path:
+        """Downloads the file unless it is in the cache of this node.
+
+        Raises:
+            PictureError: as `MediaDownloads.fetch`.
+        """
+        return self.fetch(self.url)
+
+    def __str__(self) -> str:
+        return self.url[:NUM_SHOWN_OF_URL]
+
+
+Picture = Path | EncodedFile | WebFile
 
 
 class PictureError(SkippedSample):
@@ -51,10 +71,10 @@ class PictureError(SkippedSample):
 
 
 class Downloads(Protocol):
-    """Fetches pictures of web URLs (`actors.datasets.downloads.MediaDownloads`)."""
+    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `actors.datasets.downloads`."""
 
-    def fetch(self, url: str) -> Path:
-        """Raises: MediaError: the host is not allowed, or the picture cannot be had."""
+    def fetch(self, url: str) -> Path | WebFile:
+        """Raises: PictureError: the host is not allowed, or the picture cannot be had."""
         ...
 
 

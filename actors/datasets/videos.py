@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from actors.datasets.pictures import KEYS, EncodedFile, Picture, PictureError, PictureInputs, array_of
+from actors.datasets.pictures import KEYS, EncodedFile, Picture, PictureError, PictureInputs, WebFile, array_of
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
 FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of pictures begin with
@@ -29,7 +29,7 @@ class FrameList:
         return self.name
 
 
-Video = Path | EncodedFile | FrameList
+Video = Path | EncodedFile | WebFile | FrameList
 
 
 class VideoInputs(PictureInputs):

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from actors.datasets.audios import Audio
+from actors.datasets.downloads import fetch_together, web_files
 from actors.datasets.pictures import Picture
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from actors.datasets.videos import Video
@@ -190,10 +191,16 @@ class ChatProcessor:
     def check(self, row: Row) -> int:
         """The prompt's length in tokens, from the text and the headers of its pictures; nothing is decoded.
 
+        Of a row with web files it is that of the text: `prepare` downloads them and checks the rest.
+
         Raises:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
         self._check_row(row)
+        if web_files((*row.images, *row.videos, *row.audios)):
+            _, compact_ids = self._encode(row.history, row.question)
+            self._check_length(row, len(compact_ids), 0)
+            return len(compact_ids)
         layout = self._lay_out(row, self.measure_media(row))
         return int(layout.expanded_ids.shape[0])
 
@@ -284,7 +291,9 @@ class ChatProcessor:
 
         Raises:
             MediaError: a file cannot be used.
+            PictureError: a web file cannot be downloaded.
         """
+        fetch_together((*row.images, *row.videos, *row.audios))
         contents, sizes = self.read_pictures(row.images)
         videos = [load_video(video, self._video_limits) for video in row.videos]
         return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
@@ -400,13 +409,16 @@ class ChatProcessor:
         text, compact_ids = self._encode(row.history, row.question)
         places, expansions, order = self.media_expansions(compact_ids, row, measured)
         expanded_ids, spans = expand(compact_ids, places, expansions)
-        if len(expanded_ids) > self._data.max_prompt_tokens:
-            raise PromptError(
-                f"{row.sample_id} has {len(expanded_ids)} tokens ({sum(map(len, expansions))} of them pictures, "
-                f"videos and sounds), data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower "
-                "data.max_pixels, data.video.max_tokens or data.audio.max_seconds"
-            )
+        self._check_length(row, len(expanded_ids), sum(map(len, expansions)))
         return _Layout(text, compact_ids, expanded_ids, spans, order)
+
+    def _check_length(self, row: Row, num_tokens: int, num_of_media: int) -> None:
+        if num_tokens > self._data.max_prompt_tokens:
+            raise PromptError(
+                f"{row.sample_id} has {num_tokens} tokens ({num_of_media} of them pictures, videos and sounds), "
+                f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels, "
+                "data.video.max_tokens or data.audio.max_seconds"
+            )
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""

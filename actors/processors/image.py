@@ -11,7 +11,7 @@ from typing import IO
 
 from PIL import Image
 
-from actors.datasets.pictures import EncodedFile, Picture
+from actors.datasets.pictures import EncodedFile, Picture, WebFile
 from cluster.errors import MediaError
 from cluster.records.rgb import FORMATS, to_rgb
 
@@ -78,12 +78,13 @@ def open_bounded(source: Picture, max_bytes: int, key: str) -> Iterator[IO[bytes
 
     Raises:
         MediaError: the file is missing, empty or too large.
+        PictureError: a file of the web cannot be downloaded.
     """
     if isinstance(source, EncodedFile):
         _check_num_bytes(source, len(source.content), max_bytes, key)
         yield BytesIO(source.content)
         return
-    path = source
+    path = source.local() if isinstance(source, WebFile) else source
     try:
         if not path.is_file():  # asked first, because opening a named pipe waits for ever
             raise MediaError(f"{path} is missing or no regular file: add the file or remove its row")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from configs.schema.algorithm_agreement import ALGORITHM_RULES
-from configs.schema.data import WRITTEN, DataKind
+from configs.schema.data import DataKind, data_contradictions
 from configs.schema.flow_agreement import FLOW_RULES, IMAGE_TOKEN_RULES
 from configs.schema.offline_agreement import OFFLINE_RULES
 from configs.schema.resources import REWARD_SERVICE
@@ -34,9 +34,10 @@ MOST_PICTURES = {  # a prompt; of other tasks, 1
 
 
 def contradictions(config: RunConfig) -> tuple[str, ...]:
-    """Every contradiction between sections of `config`, in the order of the rules, and those within the reward."""
+    """Every contradiction between sections of `config`, in the order of the rules, and those within data and reward."""
     found = (rule(config) for rule in (*RULES, *ALGORITHM_RULES, *OFFLINE_RULES, *FLOW_RULES, *IMAGE_TOKEN_RULES))
-    return (*(message for message in found if message is not None), *reward_contradictions(config.rewards))
+    within = (*data_contradictions(config.data), *reward_contradictions(config.rewards))
+    return (*(message for message in found if message is not None), *within)
 
 
 def _minibatches_hold_groups(config: RunConfig) -> str | None:
@@ -323,28 +324,6 @@ def _sounds_have_an_engine(config: RunConfig) -> str | None:
         f"sampler.kind={config.sampler.kind.value} samples no prompts with sounds, and sampler.max_audios_per_prompt="
         f"{config.sampler.max_audios_per_prompt} asks for them: use sampler=vllm, or set it to 0"
     )
-
-
-def _mixture_has_sources(config: RunConfig) -> str | None:
-    data = config.data
-    if data.kind is DataKind.MIXTURE and not data.sources:
-        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
-    if data.kind is not DataKind.MIXTURE and data.sources:
-        return (
-            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
-            "data.kind=mixture, or data.sources={}"
-        )
-    unfit = [
-        name
-        for name, source in data.sources.items()
-        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
-    ]
-    if unfit:
-        return (
-            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
-            "huggingface or webdataset"
-        )
-    return None
 
 
 def _pixel_range_is_open(config: RunConfig) -> str | None:
@@ -657,7 +636,6 @@ RULES: tuple[Rule, ...] = (
     _videos_have_an_engine,
     _sounds_have_an_engine,
     _pixel_range_is_open,
-    _mixture_has_sources,
     _remote_environment_has_a_server,
     _services_have_workers,
     _warm_start_has_a_target,

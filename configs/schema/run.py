@@ -214,7 +214,7 @@ class TimeoutsConfig(Section):
     start_s: Seconds
     """Starting one role, engine load included."""
     prepare_s: Seconds
-    """Preparing one prompt on a processor worker, its videos decoded."""
+    """Preparing one prompt on a processor worker, its videos decoded; downloads get `data.download_timeout_s` more."""
     rollout_s: Seconds
     """Generating one group; the deadline is renewed whenever a response has grown by `sampler.chunk_tokens` tokens, and
     at every turn of an episode."""

@@ -79,7 +79,7 @@ def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[st
         restarts=restart_policy(config),
         start_s=timeouts.start_s,
         alive_s=_alive_s(config),
-        timeout_s=timeouts.prepare_s,
+        timeout_s=timeouts.prepare_s + (config.data.download_timeout_s if config.data.allowed_hosts else 0.0),
         object_s=timeouts.object_s,
         on_lost=on_lost,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import snapshot_download
 
 from actors.datasets.conversations import read_conversations
+from actors.datasets.curricula import PROMPT_TOKENS
 from actors.datasets.open_split import curriculum_of, open_split
 from actors.datasets.preferences.picture_pairs import read_picture_pairs
 from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
@@ -130,7 +131,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     ensure_data(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     processor = make_processor(config, media)
-    reader = partial(open_split, config.data, label_key=config.rewards.label_key)
+    reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=workers_download(config))
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
     if config.offline.is_on and config.sampler.is_flow:
@@ -150,6 +151,14 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
+
+
+def workers_download(config: RunConfig) -> bool:
+    """Whether processor workers download media of the web. Where a curriculum needs the lengths of all prompts before
+    the start, this process does."""
+    curriculum = curriculum_of(config.data)
+    needs_lengths = curriculum is not None and curriculum.key == PROMPT_TOKENS
+    return config.resources.processor.num_workers > 0 and not needs_lengths
 
 
 def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from learner.policies.base import Policy
@@ -22,6 +23,18 @@ def everything(name: str) -> bool:
 def trained_parameters(policy: Policy) -> dict[str, Tensor]:
     """Parameters that are not frozen, by name."""
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+@contextmanager
+def evaluating(policy: nn.Module) -> Iterator[None]:
+    """Without gradients and without dropout: the same row has the same output whenever it is computed."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        policy.train(was_training)
 
 
 class Optimizer(Protocol):
@@ -60,7 +73,7 @@ class Backend(Protocol):
         ...
 
     def inference(self) -> AbstractContextManager[None]:
-        """Around forward passes without gradients; nothing of the weights as they were outlives it."""
+        """Around forward passes without gradients and dropout; nothing of the weights as they were outlives it."""
         ...
 
     def trained(self) -> dict[str, Tensor]:

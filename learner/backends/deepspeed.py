@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from cluster.errors import CheckpointError
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything, trained_parameters
+from learner.backends.base import Wanted, evaluating, everything, trained_parameters
 from learner.backends.gather import BUCKET_BYTES
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -82,7 +82,7 @@ class DeepSpeedBackend:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        with torch.no_grad():
+        with evaluating(self._policy):
             yield
 
     def trained(self) -> dict[str, Tensor]:

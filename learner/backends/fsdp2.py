@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything, trained_parameters
+from learner.backends.base import Wanted, evaluating, everything, trained_parameters
 from learner.backends.gather import gather_whole
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
@@ -69,7 +69,7 @@ class FSDP2Backend:
     @contextmanager
     def inference(self) -> Iterator[None]:
         try:
-            with torch.no_grad():
+            with evaluating(self._policy):
                 yield
         finally:
             self._policy.reshard()  # after a forward the root stays gathered: stale as soon as its shards change

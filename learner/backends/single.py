@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, everything, trained_parameters
+from learner.backends.base import Wanted, evaluating, everything, trained_parameters
 from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
@@ -48,7 +48,7 @@ class SingleBackend:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        with torch.no_grad():
+        with evaluating(self._policy):
             yield
 
     def trained(self) -> dict[str, Tensor]:

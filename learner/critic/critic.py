@@ -126,13 +126,11 @@ class Critic:
     def _own_values(self, rows: Sequence[ValueRow]) -> dict[int, np.ndarray]:
         """Index of an item -> its values, float32 [T + 1], of this rank's share."""
         found: dict[int, np.ndarray] = {}
-        self._model.eval()  # without dropout: the same row has the same value whenever it is asked for
         with self._backend.inference():
             for share in self._step.shares(rows):
                 values = self._model(collate_rows(share, self._reader, self._device).tokens).cpu().numpy()
                 for row, own in zip(share, values, strict=True):
                     found[row.index] = own[: row.sequence.num_targets].copy()
-        self._model.train()
         return found
 
     def _loss(self, part_totals: Totals, meter: Meter, rows: Sequence[ValueRow]) -> Tensor:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import ray
 from clips import noise_frames, write_clip
+from media_server import PROXIES, media_server
 
 from actors.datasets.prompts import PromptSource
 from actors.processors.pool import DIED, ProcessorPool
@@ -54,7 +57,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def spawn(config: RunConfig) -> Any:
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "127.0.0.1"}
     actor = ray.remote(concurrency_groups={"health": 1})(ProcessorWorker)
     return actor.options(num_cpus=0.5, runtime_env={"env_vars": environment}).remote(config)
 
@@ -115,3 +118,65 @@ async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local
             for name, array in reference.reference.inputs.items():
                 assert np.array_equal(found.inputs[name], array)
     assert store.num_bytes_unique == prepared.media.num_bytes_unique
+
+
+async def test_files_of_the_web_are_downloaded_by_the_workers_alone(
+    local_ray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver, whose HTTP client fails, gets the prompts that it makes of the same files without workers."""
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    whole = write_web_rows(tmp_path / "data")
+    with media_server(whole) as server:
+        (tmp_path / "data" / "train.jsonl").write_text(
+            (tmp_path / "data" / "train.jsonl").read_text().replace("SERVER", server.url)
+        )
+        local = prepare(load_config(web_words(tmp_path, "own cache")), lambda value: value)
+        expected = PromptSource(local.splits["train"].rows, local.preparation, seed=0, split_name="train")
+        want = [expected.next() for _ in range(NUM_WEB)]
+        assert [(s.sample, s.reason) for s in local.skipped] == [("train.jsonl:5 (r4)", "download_failed")]
+        server.asked.clear()
+
+        config = load_config([*web_words(tmp_path, "cache"), "resources.processor.num_workers=2"])
+        monkeypatch.setattr(httpx, "Client", lambda **_: pytest.fail("the driver opened a connection"))
+        prepared = prepare(config, lambda value: value)
+        assert len(prepared.splits["train"].rows) == NUM_WEB + 1 and server.asked == []
+        pool = make_pool(prepared, MediaStore(lambda value: None, 1 << 30), [spawn(config) for _ in range(2)], [])
+        await pool.start()
+        source = PromptSource(prepared.splits["train"].rows, pool, seed=0, split_name="train")
+        got = [await asyncio.to_thread(source.next) for _ in range(2 * (NUM_WEB + 1))]
+        await pool.pool.close()
+
+    assert {p.sample_id for p in got} == {p.sample_id for p in want}
+    texts = {p.sample_id: (p.expanded_ids.tolist(), [medium.key for medium in p.media]) for p in want}
+    assert all((p.expanded_ids.tolist(), [medium.key for medium in p.media]) == texts[p.sample_id] for p in got)
+    [skipped] = source.skipped
+    assert (skipped.sample, skipped.reason) == ("r4", "download_failed") and "/absent.png cannot be" in skipped.detail
+    assert all(1 <= server.asked.count(path) <= 2 for path in whole), "later epochs read the cache, which workers share"
+
+
+NUM_WEB = 4  # rows that can be used
+
+
+def web_words(folder: Path, cache: str) -> list[str]:
+    paths = [f"policy.model={folder / 'model'}", f"data.path={folder / 'data'}", f"folder={folder}"]
+    limits = ["sampler.max_images_per_prompt=2", "data.max_skipped_fraction=0.5", "data.allowed_hosts=[127.0.0.1]"]
+    lengths = ["data.max_prompt_tokens=1024", "sampler.max_model_len=1100"]
+    return ["experiment=digits", "data=jsonl", *paths, *limits, *lengths, f"data.cache_path={folder / cache}"]
+
+
+def write_web_rows(folder: Path) -> dict[str, bytes]:
+    """Rows of two web pictures each, the last of one that is not there; the files by their path."""
+    folder.mkdir()
+    whole = {}
+    for place, picture in enumerate(noise_frames(2 * NUM_WEB, (96, 64))):
+        content = BytesIO()
+        picture.save(content, format="PNG")
+        whole[f"/{place}.png"] = content.getvalue()
+    pairs = [[f"SERVER/{2 * n}.png", f"SERVER/{2 * n + 1}.png"] for n in range(NUM_WEB)]
+    rows = [{"question": "<image> or <image>?", "images": pair} for pair in pairs]
+    rows += [{"question": "<image>?", "images": ["SERVER/absent.png"]}]
+    lines = [json.dumps({"id": f"r{place}", "answer": "1", **row}) for place, row in enumerate(rows)]
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(lines if split == "train" else [json.dumps(TEXT)]))
+    return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,15 @@ def tiny_config(model: Path, *overrides: str) -> RunConfig:
     words = ["experiment=digits", f"policy.model={model}", "learner=single", "resources.learner.num_workers=1"]
     words += ["sampler.temperature=0.8", "learner.learning_rate=0.001", "algorithm.kl.coef=0"]
     return load_config(overridden(words, overrides))
+
+
+def add_dropout(folder: Path) -> Path:
+    """Give the checkpoint there attention with dropout, which `policy.attention=eager` computes in training."""
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        part["attention_dropout"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def picture(seed: int, rows: int = 4, columns: int = 4) -> MediaHandle:

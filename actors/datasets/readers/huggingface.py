@@ -41,6 +41,8 @@ def _opened(datasets: Any, opened: Opened) -> Any:
     if (opened.path / "dataset_dict.json").is_file() or (opened.path / "state.json").is_file():
         if opened.subset:
             raise ValueError(f"a folder of save_to_disk has no data.subset, which is {opened.subset}")
+        if opened.num_streamed:
+            raise ValueError(f"a folder of save_to_disk is not streamed, and data.streamed_rows={opened.num_streamed}")
         found = datasets.load_from_disk(str(opened.path))
         return found[opened.split] if isinstance(found, datasets.DatasetDict) else found
     source, subset = str(opened.path), opened.subset or None

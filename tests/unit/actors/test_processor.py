@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from actors.datasets.pictures import EncodedFile
+from actors.datasets.pictures import EncodedFile, PictureError, WebFile
 from actors.datasets.rows import Row, Turn
 from actors.processors import chat
 from actors.processors.chat import ChatProcessor
@@ -333,6 +333,35 @@ def test_a_damaged_tokenizer_is_a_mistake_that_names_the_model(model: str, tmp_p
 def test_configured_text_with_placeholders_or_special_tokens_is_refused(model: str, key: str, text: str) -> None:
     with pytest.raises(ValueError, match=f"data.{key}"):
         build(model, **{key: text})
+
+
+def test_files_of_the_web_are_downloaded_for_the_prompt_and_not_for_the_check(
+    model: str, pictures: Pictures, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+
+    def fetch(url: str) -> Path:
+        asked.append(url)
+        if url == "absent":
+            raise PictureError("download_failed", "absent cannot be downloaded")
+        return tmp_path / url
+
+    pictures(SMALL, WIDE)
+    local = row("<image> or <image>?", [tmp_path / "0_0.png", tmp_path / "0_1.png"])
+    late = row("<image> or <image>?", [WebFile("0_0.png", fetch), WebFile("0_1.png", fetch)])
+    processor = build(model)[0]
+    length = processor.check(row("<image> or <image>?", [WebFile("absent", fetch)] * 2))
+    assert length == len(processor.prepare(local, "p").compact_ids) and asked == []
+    there, here = processor.prepare(late, "p"), processor.prepare(local, "p")
+    assert set(asked) == {"0_0.png", "0_1.png"}
+    assert [handle.key for handle in there.media] == [handle.key for handle in here.media]
+    assert np.array_equal(there.expanded_ids, here.expanded_ids)
+    with pytest.raises(PictureError, match="absent cannot be downloaded"):
+        processor.prepare(row("<image>?", [WebFile("absent", fetch)]), "p")
+    with pytest.raises(PromptError, match="data.max_prompt_tokens"):
+        build(model, max_prompt_tokens=length - 1)[0].check(late)
+    with pytest.raises(PromptError, match="sampler.max_images_per_prompt"):
+        processor.check(row("<image>" * 4, [WebFile("0_0.png", fetch)] * 4))
 
 
 def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused(model: str, pictures: Pictures) -> None:

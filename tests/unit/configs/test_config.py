@@ -25,6 +25,7 @@ CRITIC = ("algorithm=ppo_gae",)
 OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")
 TWO_RANKS = ("learner=single", "resources.learner.num_workers=1", "resources.critic.num_workers=2")
 ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
+CHAT = ("data=chat", "data.path=x")
 TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 # Overrides, and what the message must name: the key, the value or the reason, and what to do.
 MISTAKES: list[tuple[list[str], list[str]]] = [
@@ -89,6 +90,16 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
     (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
+    (["data.subset=hard"], ["data.subset=hard is for data.kind=huggingface, and this is digits: leave it empty"]),
+    (["data=parquet", "data.path=x", "data.streamed_rows=5"], ["data.streamed_rows=5", "this is parquet: set it to 0"]),
+    (["data.temperature=2"], ["data.temperature=2", "data.kind=mixture", "set data.temperature=1"]),
+    (
+        ["data.weight_by_rows=true"],
+        ["data.weight_by_rows=true", "set data.temperature=1 and data.weight_by_rows=false"],
+    ),
+    (["data=environment", "environment=calculator", "data.media_path=x"], ["data.media_path=x is not read"]),
+    ([*CHAT, "data.label=a"], ["data.label=a is not read with data.kind=chat: leave it empty"]),
+    ([*CHAT, "data.splits={validation: test}"], ["data.splits={'validation': 'test'}", "leave it empty"]),
     (["data.min_pixels=60000"], ["data.min_pixels=60000", "data.max_pixels"]),
     (["algorithm.num_minibatches=33"], ["algorithm.num_minibatches=33", "algorithm.prompts_per_step=32"]),
     (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt=1", "2 or more"]),

@@ -17,7 +17,7 @@ from cluster.runtime.placement import NodeResources, PlacementPlan, inference_ro
 from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.wiring.pooled_roles import spawn_processors
-from deploy.wiring.preparation import Prepared
+from deploy.wiring.preparation import Prepared, workers_download
 
 TWO = ("resources.processor.num_workers=2", "resources.processor.num_cpus=0.1")
 
@@ -72,6 +72,14 @@ async def test_without_workers_the_driver_prepares_prompts() -> None:
     await found.start()
     assert found.prepared is given and isinstance(found.prepared.preparation, InDriver)
     assert not spawned.started and not found.watched and not found.scalable
+
+
+def test_workers_download_unless_a_curriculum_needs_all_lengths_before_the_start() -> None:
+    curriculum = "data.curriculum.kind=easy_first"
+    assert not workers_download(load_config(["experiment=digits"]))
+    assert workers_download(load_config(["experiment=digits", *TWO]))
+    assert not workers_download(load_config(["experiment=digits", *TWO, curriculum]))
+    assert workers_download(load_config(["experiment=digits", *TWO, curriculum, "data.curriculum.key=level"]))
 
 
 async def test_workers_are_watched_scalable_and_prepare_prompts() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import add_dropout, group, picture, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -118,17 +118,40 @@ def test_sampling_replay_and_fire_keep_the_ratio_at_one_and_the_kl_at_zero(folde
     assert other["logprob_gap_max"] > 0.1, "at the regular temperature the first token is of another distribution"
 
 
-def test_a_step_of_text_alone_trains_every_sibling_with_its_own_reward(folder, tokenizer) -> None:
+def test_a_step_of_text_alone_trains_every_sibling_with_its_own_reward(folder, tokenizer, tmp_path) -> None:
     """LightRFT defect B4: without pictures prompts and references were not repeated for the siblings, and the text
     trainers did not run at all."""
-    asked = [prompt(tokenizer, f"0/{n}/t", text=f"What is {n}?") for n in range(2)]
-    groups = [group(p, [[1, 2], [3], [4, 5, 6]], [1.0, 0.0, 0.0]) for p in asked]
-    config = tiny_config(folder)
+    answers = [[1, 2], [3], [4, 5, 6], [7, 8]]
+    rewards = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]  # of the same answers
+    texts = ("What is 1 + 1?", "Name a colour of the flag.", "yes or no")
+    asked = [prompt(tokenizer, f"0/{n}/t", text=text) for n, text in enumerate(texts)]
+    groups = [group(p, answers, values, seed=n) for n, (p, values) in enumerate(zip(asked, rewards, strict=True))]
+    config = tiny_config(folder, "learner.learning_rate=1e-4", "learner.warmup_steps=0")
     learner = connected(config)
-    before = weights(learner)
+    before = scored_by(config, folder, groups)
     metrics = learner.update(sampled(config, folder, groups), 1).metrics
-    assert metrics["num_tokens"] == 12 and metrics["response_length"] == 2
-    assert largest_difference(before, weights(learner)) > 0
+    assert metrics["num_tokens"] == 24 and metrics["response_length"] == 2
+    learner.export(tmp_path / "after")
+    after = scored_by(config, tmp_path / "after", groups)
+    rises = [[float((b - a).sum()) > 0 for a, b in zip(*both, strict=True)] for both in zip(before, after, strict=True)]
+    assert rises == [[reward > 0 for reward in values] for values in rewards]
+
+
+def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokenizer) -> None:
+    """LightRFT defect B21: scoring passes ran in training mode. What is trained has its dropout."""
+    folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
+    words = ("algorithm.old_logprobs=recomputed", "policy.attention=eager", "learner.tokens_per_microbatch=100000")
+    learner = connected(tiny_config(folder, *words))
+    items = fetch_items(random_groups(tokenizer, 3, 4), 0, 1.0)
+    once, again = ([item for row in learner._scored(items) for item in row] for _ in range(2))
+    for a, b in zip(once, again, strict=True):
+        np.testing.assert_array_equal(a.old_logprobs, b.old_logprobs)
+        [[alone]] = learner._scored([[dataclasses.replace(a, old_logprobs=None)]])
+        np.testing.assert_allclose(alone.old_logprobs, a.old_logprobs, atol=1e-5)
+    asked = prompt(tokenizer, "a", [picture(1)])
+    assert np.array_equal(learner.sequence_logprobs(asked), learner.sequence_logprobs(asked))
+    drawn = [learner._forward(once)[0].logprobs for _ in range(2)]
+    assert not torch.equal(*drawn)
 
 
 def test_no_learning_rate_leaves_every_weight_as_it_was(folder, tokenizer) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from learner_data import add_dropout
 from offline_rows import JOBS, config_of, rows
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from cluster.records.trajectory import Reward, ScoredGroup
 from configs.schema import RunConfig
+from learner.examples.examples import Example, all_whole, collate_examples
 from learner.offline.learner import OfflineLearner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
@@ -125,6 +127,25 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(folder: Path,
     words = ("learner.packing=true", "learner.tokens_per_microbatch=90")
     padded, packed = (connected(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in ((), words))
     assert packed.metrics == pytest.approx(padded.metrics, rel=1e-3, abs=1e-4)
+
+
+def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(tmp_path: Path, tokenizer) -> None:
+    """LightRFT defect B21: its reward model pooled the padding, and scored in training mode."""
+    folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
+    learner = connected(config_of(folder, "reward_model", "policy.attention=eager"))
+    groups = rows(tokenizer, "reward_model")
+    assert learner.assess(groups) == learner.assess(groups)
+    examples = all_whole(learner._examples(groups), Example)
+
+    def scores(of: list[Example]) -> np.ndarray:
+        with learner._backend.inference():
+            tokens = collate_examples(of, learner._reader, learner._device).tokens
+            return learner._policy(tokens)[tokens.target_mask].numpy()
+
+    single = [replace(example, candidates=(one,)) for example in examples for one in example.candidates]
+    alone = np.concatenate([scores([one]) for one in single])
+    assert len({one.sequence.num_tokens for one in single}) > 5 and len(set(alone.round(5).tolist())) > 5
+    np.testing.assert_allclose(scores(examples), alone, atol=1e-6)
 
 
 def test_labels_order_a_pair_and_not_places(folder: Path, tokenizer) -> None:

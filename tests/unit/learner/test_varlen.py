@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from family_prompts import family_prompts
-from learner_data import picture, prompt, random_groups, tiny_config
+from learner_data import picture, prompt, random_groups, tiny_config, with_logprobs
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
+from actors.reference.scorer import ReferenceScorer
 from cluster.records.media import MediaReader
-from cluster.records.trajectory import MediaSpan
+from cluster.records.trajectory import MediaSpan, ScoredGroup
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import LearnerConfig
@@ -154,12 +156,13 @@ def test_eager_attention_is_refused(tmp_path: Path) -> None:
         RowPacking(model)
 
 
-def gradients(folder: Path, *overrides: str) -> dict[str, torch.Tensor]:
+def gradients(folder: Path, *overrides: str, of: list[ScoredGroup] | None = None) -> dict[str, torch.Tensor]:
+    """Of an update on the groups `of`, on random ones by default."""
     words = ("learner.max_grad_norm=1000000", *overrides)
     learner = Learner(tiny_config(folder, *words), 0, 1, (250,))
     learner.connect("")
     learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
-    learner.update(random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=30), 1)
+    learner.update(of or random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=30), 1)
     learner.export(folder / "out")
     return {name: p.grad for name, p in learner._policy.named_parameters()}
 
@@ -173,6 +176,49 @@ def test_no_split_into_packed_microbatches_changes_the_gradient(tmp_path: Path) 
             torch.testing.assert_close(packed[name], gradient, atol=1e-6, rtol=0)
     assert max(gradient.abs().max() for gradient in padded.values()) > 1e-3
     assert "varlen" not in (folder / "out" / "config.json").read_text()
+
+
+def with_gaps(scored: ScoredGroup, logprobs: list[np.ndarray], rng: np.random.Generator) -> ScoredGroup:
+    """As the untrained policy sampled them, with a reference that differs at every token."""
+    references = [own - rng.normal(0, 0.5, len(own)).astype(np.float32) for own in logprobs]
+    return replace(with_logprobs(scored, logprobs), reference_logprobs=references)
+
+
+def gradient_by_hand(folder: Path, groups: list[ScoredGroup], kl_coef: float) -> dict[str, torch.Tensor]:
+    """Of -sum A_t log p_t / number of tokens, row by row, with A_t = r - coef * sum over k >= t of KL_k."""
+    policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), config("learner.packing=false"))
+    num_tokens = sum(t.num_steps for scored in groups for t in scored.group.trajectories)
+    for scored in groups:
+        for t, reward, reference in zip(
+            scored.group.trajectories, scored.rewards, scored.reference_logprobs, strict=True
+        ):
+            kl_from_here = np.cumsum((t.behavior_logprobs - reference)[::-1])[::-1]
+            advantages = torch.from_numpy(reward.value - kl_coef * kl_from_here)
+            alone = TokenSequence.of_response(scored.group.prompt, t.actions.token_ids)
+            output = policy(collate([alone], MediaReader(timeout_s=1, max_items=8), CPU), Distribution(0.8, (250,)))
+            (-(advantages * output.logprobs[0]).sum() / num_tokens).backward()
+    return {name: p.grad for name, p in policy.named_parameters()}
+
+
+def test_every_response_of_a_pack_is_trained_with_its_own_reward_and_kl(tmp_path: Path) -> None:
+    """LightRFT defect B7: the KL was not unpacked, so that of a pack's responses only the first got its reward."""
+    folder, rng = write_tiny_qwen2_5_vl(tmp_path / "tiny"), np.random.default_rng(2)
+    words = ["algorithm.advantage=reinforce", "algorithm.loss_aggregation=token_mean", "algorithm.kl.coef=0.5",
+             "algorithm.kl.estimator=k1", "algorithm.kl.place=reward", "resources.reference.num_workers=1",
+             "learner.max_grad_norm=1000000"]  # fmt: skip
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 6, 4, longest=12)
+    scorer = ReferenceScorer(tiny_config(folder), (250,))
+    scorer.load(folder)
+    groups = [with_gaps(g, own, rng) for g, own in zip(groups, scorer.score(groups), strict=True)]
+    expected = gradient_by_hand(folder, groups, 0.5)
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
+    for packing in ("packing=true", "packing=false"):
+        for tokens in (1, 200, 100_000):  # each row alone, several together, all of them
+            found = gradients(
+                folder, f"learner.{packing}", f"learner.tokens_per_microbatch={tokens}", *words, of=groups
+            )
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
 
 
 def row(num_tokens: int, *pictures: int) -> TokenSequence:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from learner_data import add_dropout
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_reward_models import picture, write_clip, write_pair_model, write_text_model, write_vision_model
@@ -94,11 +95,14 @@ def test_a_text_model_scores_the_whole_conversation_in_its_own_words(text_model:
     assert len({round(value, 4) for value in found}) == len(ANSWERS), "each answer has a score of its own"
 
 
-def test_a_padded_batch_equals_its_members(text_model: Path) -> None:
+def test_a_padded_batch_equals_its_members_without_dropout(tmp_path: Path) -> None:
+    """LightRFT defect B21: pads were pooled, and scoring ran in training mode."""
+    text_model = add_dropout(write_text_model(tmp_path))
     function = build_function("reward_model", {"model": str(text_model), **CHAT, "batch_size": 5}, TOOLS)
     requests = [request(answer) for answer in ANSWERS]
     alone = [values(evaluate_batch(function, [one]))[0] for one in requests]
     assert values(evaluate_batch(function, requests)) == pytest.approx(alone, abs=1e-5)
+    assert alone == pytest.approx([by_hand(text_model, answer, "q") for answer in ANSWERS], abs=1e-5)
 
 
 def test_without_a_padding_token_rows_are_scored_alone(tmp_path: Path) -> None:

@@ -161,6 +161,13 @@ def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> No
         (["data=mixture"], "data.kind=mixture has no data.sources"),
         (["data=jsonl", "data.path=x", "data.sources={a: SOURCE}"], "set data.kind=mixture, or data.sources={}"),
         (["data=mixture", "data.sources={a: WRITTEN}"], "data.sources.a.kind=digits is no reader"),
+        (
+            ["data=mixture", "data.sources={a: SOURCE}", "data.sources.a.subset=hard"],
+            "data.sources.a.subset=hard is for data.sources.a.kind=huggingface, and this is jsonl: leave it empty",
+        ),
+        (["data=mixture", "data.sources={a: SOURCE}", "data.subset=hard"], r"set data\.sources\.NAME\.subset"),
+        (["data=mixture", "data.sources={a: SOURCE}", "data.label=x"], r"set data\.sources\.NAME\.label"),
+        (["data=mixture", "data.sources={a: SOURCE}", "data.streamed_rows=5"], "this is mixture: set it to 0"),
     ],
 )
 def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
@@ -171,3 +178,11 @@ def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -
         words = [word.replace(name, text) for word in words]
     with pytest.raises(ConfigError, match=message):
         load_config(["policy.model=m", *words])
+
+
+def test_a_mixture_streams_from_the_hub_and_names_a_subset_in_its_source() -> None:
+    text = (
+        "path: a, row_format: question, media_path: '', subset: hard, label: '', columns: {}, splits: {}, weight: 1.0"
+    )
+    words = ["policy.model=m", "data=mixture", f"data.sources={{a: {{kind: huggingface, {text}}}}}"]
+    assert load_config([*words, "data.streamed_rows=5", "data.temperature=2"]).data.sources["a"].subset == "hard"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.server
 import json
+import pickle
 import struct
 import threading
 import zlib
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_rows import read_split
+from data_rows import LABEL_KEY, data_config, read_split
+from media_server import PROXIES, media_server
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, MediaDownloads
-from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs
-from actors.datasets.rows import count_by_reason
+from actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
+from actors.datasets.open_split import open_split
+from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs, WebFile
+from actors.datasets.rows import RowError, count_by_reason
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from cluster.errors import MediaError
 
@@ -223,7 +226,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+    for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=running.serve_forever, daemon=True)
@@ -267,6 +270,88 @@ def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: s
     assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
     assert count_by_reason(split.skipped) == {"download_failed": 1}
     assert "data.max_image_bytes=10,000" in split.skipped[0].detail
+
+
+def late_inputs(root: Path, *hosts: str) -> PictureInputs:
+    downloads = LateDownloads(MediaDownloads(root.parent / "cache", hosts, DOWNLOADS))
+    return PictureInputs(root, downloads, takes_absolute=False)
+
+
+def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, server: str) -> None:
+    [picture] = late_inputs(root, "127.0.0.1").resolve(f"{server}/in", "row")
+    assert isinstance(picture, WebFile) and str(picture) == f"{server}/in"
+    assert Handler.num_requests == 0 and not (root.parent / "cache").exists()
+    for _ in range(2):
+        there = pickle.loads(pickle.dumps(picture))
+        assert check_image(there, LIMITS) == (7, 5) and read_image(there, LIMITS) == png()
+    assert Handler.num_requests == 2, "a redirect and a file, then from the folder"
+
+
+def test_the_host_of_a_late_download_is_checked_before_it_is_made(root: Path, server: str) -> None:
+    for url in ("https://example.org/a.png", server.replace("127.0.0.1", "localhost") + "/ok"):
+        with pytest.raises(PictureError) as found:
+            late_inputs(root, "127.0.0.1").resolve(url, "row")
+        assert found.value.reason == "host_not_allowed"
+    assert Handler.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/out", "host_not_allowed"),
+        ("/loop", "download_failed"),
+        ("/large", "download_failed"),
+        ("/absent", "download_failed"),
+    ],
+)
+def test_a_late_download_stays_within_its_limits(root: Path, server: str, path: str, reason: str) -> None:
+    [picture] = late_inputs(root, "127.0.0.1").resolve(server + path, "row")
+    with pytest.raises(PictureError) as found:
+        read_image(pickle.loads(pickle.dumps(picture)), LIMITS)
+    assert found.value.reason == reason
+    assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "../outside.png", "http://localhost/a.png", "ftp://127.0.0.1/a"])
+def test_the_reading_process_checks_the_host_as_well(root: Path, url: str) -> None:
+    smuggled = WebFile(url, MediaDownloads(root.parent / "cache", ("127.0.0.1",), DOWNLOADS).fetch)
+    with pytest.raises(PictureError) as found:
+        read_image(smuggled, LIMITS)
+    assert found.value.reason == "host_not_allowed"
+
+
+def test_files_of_one_row_are_downloaded_at_the_same_time_and_each_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    paths = [f"/{number}.png" for number in range(4)]
+    with media_server(dict.fromkeys(paths, png()), num_together=len(paths)) as server:
+        urls = [server.url + path for path in paths]
+        found = late_inputs(root, "127.0.0.1").resolve([*urls, urls[0]], "row")
+        fetch_together(found)
+        fetch_together(found)
+        assert sorted(server.asked) == paths
+        [absent] = late_inputs(root, "127.0.0.1").resolve(f"{server.url}/absent", "row")
+        with pytest.raises(PictureError, match="/absent cannot be downloaded"):
+            fetch_together([*found, absent])
+
+
+def test_rows_with_late_downloads_name_their_urls_and_open_no_connection(root: Path, server: str) -> None:
+    kinds = ("image", "video", "audio")
+    rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in kinds]
+    rows += [{"id": "web", "question": "<image>?", "answer": "7", "image": "https://example.org/a.png"}]
+    (root / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = data_config(root, max_image_bytes=10_000, allowed_hosts=("127.0.0.1",))
+    found = open_split(data, "train", LABEL_KEY, fetches_late=True).rows
+    media = [file for place in range(3) for file in (*found[place].images, *found[place].videos, *found[place].audios)]
+    assert list(map(str, media)) == [f"{server}/large?{kind}" for kind in kinds]
+    with pytest.raises(RowError, match="data.allowed_hosts does not have"):
+        found[3]
+    assert Handler.num_requests == 0
+    with pytest.raises(PictureError, match="data.max_image_bytes=10,000"):
+        fetch_together(media[:1])
+    fetch_together(media[1:])  # each kind has its own limit
 
 
 def test_a_server_that_is_not_there_is_named(root: Path) -> None:

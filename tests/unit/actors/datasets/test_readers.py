@@ -299,7 +299,7 @@ def test_media_columns_of_a_hugging_face_dataset_stay_files(tmp_path: Path, kind
     }
     record = {"question": f"<{column[:-1]}>" * (num or 1), "answer": "7", column: [value] * num if num else value}
     write_media(tmp_path / "d", columns, record, is_hub=is_hub)
-    for streamed in (0, 1):
+    for streamed in (0, 1) if is_hub else (0,):
         [row] = read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed).rows
         assert [medium.content for medium in getattr(row, column)] == [b"content"] * (num or 1)
 
@@ -336,8 +336,13 @@ def test_a_dataset_of_several_configurations_gives_the_one_that_is_named(tmp_pat
         assert [row.question for row in split.rows] == [name]
     with pytest.raises(DatasetError, match="Config name is missing"):
         read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed)
-    with pytest.raises(DatasetError, match=r"data\.subset=hard is for data\.kind=huggingface"):
-        read_split(tmp_path / "d", "train", "jsonl", subset="hard")
+
+
+@pytest.mark.parametrize(("key", "value"), [("subset", "hard"), ("streamed_rows", 5)])
+def test_a_saved_folder_refuses_what_is_for_the_hub(tmp_path: Path, key: str, value: str | int) -> None:
+    write_huggingface(tmp_path / "d")
+    with pytest.raises(DatasetError, match=rf"a folder of save_to_disk .*data\.{key}"):
+        read_split(tmp_path / "d", "train", "huggingface", **{key: value})
 
 
 def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -147,6 +147,17 @@ def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) ->
         assert message in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.parametrize("command", [("convert", "new"), ("inspect",)])
+def test_an_option_of_another_reader_is_refused_before_the_data_are_opened(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    for word in ("data.subset=hard", "data.streamed_rows=5"):
+        found = run(*command, "data=jsonl", f"data.path={tmp_path / 'none'}", word)
+        assert found.exit_code == 2
+        assert f"{word} is for data.kind=huggingface, and this is jsonl" in found.stderr.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_page_shows_samples_lengths_labels_and_what_is_skipped(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = run("inspect", "data=jsonl", f"data.path={folder}", "--output", str(page))

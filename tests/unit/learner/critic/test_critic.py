@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import add_dropout, group, picture, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -278,15 +277,14 @@ def test_the_course_of_the_learning_rate_is_that_of_the_learner(folder, groups) 
 
 
 def test_values_have_no_dropout(tmp_path, tokenizer, groups) -> None:
-    """LightRFT defect B21: scoring passes ran in training mode."""
-    folder = write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["attention_dropout"] = config["attention_dropout"] = 0.5
-    (folder / "config.json").write_text(json.dumps(config))
-    learner = connected(folder, "policy.attention=eager")
+    """LightRFT defect B21: scoring passes ran in training mode, and pads were pooled."""
+    folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
+    learner = connected(folder, "policy.attention=eager", "learner.tokens_per_microbatch=100000")
     twice = [critic_of(learner).valued(fetch_items(groups, 0, 1.0)) for _ in range(2)]
     for a, b in zip(*([i for row in v for i in row] for v in twice), strict=True):
         np.testing.assert_array_equal(a.values, b.values)
+        [[alone]] = critic_of(learner).valued([[dataclasses.replace(a, values=None)]])
+        np.testing.assert_allclose(a.values, alone.values, atol=1e-6)
     row = ValueRow.of(dataclasses.replace(twice[0][0][0], returns=np.zeros(twice[0][0][0].sequence.num_targets)))
     batch = collate_rows([row], learner._reader, torch.device("cpu"))
     drawn = [critic_of(learner)._model(batch.tokens) for _ in range(2)]

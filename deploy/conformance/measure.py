@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer
 
 from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
@@ -31,7 +33,16 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.schema.rollout import SamplerKind
-from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, SOUND_LENGTHS, SOUND_RATE, Case, cases
+from deploy.wiring.parity_prompts import (
+    FRAME_RATE,
+    MOST_VIDEOS,
+    NUM_FRAMES,
+    SIZES,
+    SOUND_LENGTHS,
+    SOUND_RATE,
+    Case,
+    cases,
+)
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
 from deploy.wiring.spawner import engine_environment
@@ -112,7 +123,7 @@ class Measurement:
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
         self._dtype = DTYPES[self.config.resources.dtype]
-        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1 + len(SOUND_LENGTHS))
+        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + len(NUM_FRAMES) + len(SOUND_LENGTHS))
         self._learn(self.config)
         self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
         self._version = -1
@@ -221,16 +232,18 @@ class Measurement:
         if case.pictures:
             media["image"] = list(case.pictures)
         options = self.family.processor_options(self.config.data) if case.pictures else {}
-        if case.frames:
-            options = self.family.engine_video_options(self.config.data.video)
-            times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
-            whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
-            media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
+        if case.videos and isinstance(self.family, VideoFamily):
+            options |= self.family.engine_video_options(self.config.data.video)
+            media["video"] = [_video(frames) for frames in case.videos]
         if case.sounds:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
             return True
         ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
+        if case.videos and isinstance(self.family, VideoFamily) and self.family.engine_video_token:
+            theirs = AutoTokenizer.from_pretrained(self.model).convert_tokens_to_ids(self.family.engine_video_token)
+            ours = self.family.video_placeholder_id(AutoConfig.from_pretrained(self.model))
+            ids = [ours if token == theirs else token for token in ids]
         return ids == case.prompt.expanded_ids.tolist()
 
     def _export_loads(self) -> bool:
@@ -285,7 +298,7 @@ def _config(model: Path, *words: str) -> RunConfig:
             "resources.learner.num_workers=1",
             f"resources.dtype={family.engine_dtypes_on_cpu[0]}",
             "sampler.max_images_per_prompt=3",
-            f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
+            f"sampler.max_videos_per_prompt={MOST_VIDEOS * isinstance(family, VideoFamily)}",
             f"sampler.max_audios_per_prompt={len(SOUND_LENGTHS) * isinstance(family, AudioFamily)}",
             f"sampler.kv_cache_bytes={KV_CACHE_BYTES}",
             "sampler.max_num_seqs=16",
@@ -298,6 +311,14 @@ def _config(model: Path, *words: str) -> RunConfig:
 
 def _media(case: Case) -> list[ProcessedMedia]:
     return [handle.reference for handle in case.prompt.media]
+
+
+def _video(frames: Sequence[Image.Image]) -> tuple[np.ndarray, dict[str, Any]]:
+    """A video as the engine's own processing takes it."""
+    num = len(frames)
+    times = {"fps": FRAME_RATE, "frames_indices": list(range(num)), "total_num_frames": num}
+    whole = {"duration": num / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
+    return np.stack([np.asarray(frame) for frame in frames]), times | whole
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -186,6 +186,8 @@ def test_budgets_bound_the_tokens_of_a_video(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_family_without_videos_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write_tiny("internvl3", tmp_path / "internvl3", seed=1)
-    with pytest.raises(ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type internvl: set it to 0"):
+    folder = write_tiny("idefics3", tmp_path / "idefics3", seed=1)
+    with pytest.raises(
+        ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type idefics3: set it to 0.* internvl, llava"
+    ):
         processor_of(folder)

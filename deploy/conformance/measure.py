@@ -152,7 +152,8 @@ class Measurement:
             await self._push()
             report.gaps = {name: Gap.of(await self._differences(case)) for name, case in self.cases.items()}
             for name, case in self.cases.items():
-                report.same_ids[name] = self._same_ids(case)
+                if self._can_expand(case):
+                    report.same_ids[name] = self._same_ids(case)
             parts = self.family.parts if takes_media(self.family) else {}
             for part, starts in {**parts, ALL: ("",)}.items():
                 before = await self._scores()
@@ -226,6 +227,11 @@ class Measurement:
         """The learner's log-probs, float32 [B, T]."""
         with self._backend.inference():
             return self._policy(collate(rows, self._reader, self._cpu), distribution).logprobs.numpy()
+
+    def _can_expand(self, case: Case) -> bool:
+        """Whether the engine's own processing takes the prompt."""
+        most = self.family.engine_max_videos if isinstance(self.family, VideoFamily) else None
+        return most is None or len(case.videos) <= most
 
     def _same_ids(self, case: Case) -> bool:
         media: dict[str, list[Any]] = {}

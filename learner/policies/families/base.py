@@ -179,7 +179,9 @@ class VideoFamily(PictureFamily):
     """A family whose prompts hold videos as well."""
 
     engine_video_token = ""
-    """The token that the engine's own processing writes at those places, if it is another one."""
+    """The token that the engine's own processing writes in the places of videos, if it is another one."""
+    engine_max_videos: int | None = None
+    """The most videos in a prompt that the engine's own processing takes; None: any number."""
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
         """The token whose places the embeddings of videos take; with some models that of pictures."""

@@ -20,9 +20,9 @@ from learner.policies.families.vision import VisionFamily, interleaved, place, r
 class InternVL(VisionFamily, VideoFamily):
     """Source: arXiv:2504.10479, arXiv:2508.18265.
 
-    `pixel_values` of a picture is float32 [tiles, 3, H, W], `pixel_values_videos` float32 [frames, 3, H, W]. Videos have
-    the number of each frame as text, which is tokenised apart from what stands in front of it, as engines do, and
-    embeddings in the places of the token of pictures.
+    `pixel_values` of a picture is float32 [tiles, 3, H, W], `pixel_values_videos` float32 [frames, 3, H, W]. A video
+    has the number of each frame as text, tokenised apart from the text in front of it, as engines do, and embeddings in
+    the places of the token of pictures.
     """
 
     model_types = ("internvl",)

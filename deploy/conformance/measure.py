@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
 
 from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
@@ -246,10 +245,6 @@ class Measurement:
         if not media:
             return True
         ids = self.sampler.expanded_by_engine(case.prompt.compact_ids.tolist(), media, options)
-        if case.videos and isinstance(self.family, VideoFamily) and self.family.engine_video_token:
-            theirs = AutoTokenizer.from_pretrained(self.model).convert_tokens_to_ids(self.family.engine_video_token)
-            ours = self.family.video_placeholder_id(AutoConfig.from_pretrained(self.model))
-            ids = [ours if token == theirs else token for token in ids]
         return ids == case.prompt.expanded_ids.tolist()
 
     def _export_loads(self) -> bool:
